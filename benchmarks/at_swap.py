@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of running answers at a swap, and what that does to learning: drain, interrupt, keep, keep the cache.
+"""Compares the ways to handle running answers at a weight swap: drain, interrupt and keep, and their effect on
+learning.
 
     python benchmarks/at_swap.py runs/at_swap.jsonl [--steps 30] [--seeds 3]
 
-The fully-asynchronous mode on long-tailed answers with a policy that moves fast (a learning rate of 1e-3), a version a
-step, decode steps of 30 ms that use no core, so that a long answer lives through several swaps. Every version's weights
-and every batch are kept, and each token's log-prob is computed again by Hugging Face's forward with the weights that
-its label names, over the whole answer before it: the pure policy. Appends a line a run: the rewards and the validation
-score; the differences of log-probs from the pure policy, over tokens before the first swap in their answer and over
-those after it; the effective sample size of the tokens trained, by the ratio of the policy that trains to the one that
-sampled; seconds a step, and the pauses. At the end: means over the seeds.
+The fully-asynchronous mode runs on long-tailed answers with a policy that changes quickly (a learning rate of 1e-3),
+one step per version, and decode steps of 30 ms that use no core, so that a long answer spans several swaps. Every
+version's weights and every batch are stored. Each token's log-prob is computed again by Hugging Face's forward pass,
+with the weights of the version that labels the token, over the whole answer before it; this is the pure policy. Each
+run appends a line: the rewards and the validation score; the differences of log-probs from the pure policy, for tokens
+before the first swap in their answer and for those after it; the effective sample size of the trained tokens, from the
+ratio of the trained policy to the one that sampled; seconds per step, and the pauses. At the end the means over the
+seeds are printed.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ SKIP = 3
 
 
 class Policies:
-    """The forward of each version whose weights were kept."""
+    """Computes log-probs with any version whose weights were stored."""
 
     def __init__(self, config: Path, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=torch.float32).eval()
@@ -64,7 +66,7 @@ class Policies:
 
     @torch.no_grad()
     def log_probs(self, version: int, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """float32 (rows, R): of each token of the responses."""
+        """Return the log-prob of each response token, float32 (rows, R)."""
         if version != self._has:
             weights = torch.load(self._folder / f"version_{version}.pt", weights_only=True)
             missing = self._model.load_state_dict(weights, strict=False).missing_keys
@@ -79,7 +81,7 @@ class Policies:
 
 
 def judge(policies: Policies, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Of a batch's sampled tokens: differences from the pure policy before and after a swap, and ratios."""
+    """Return, for a batch's sampled tokens, differences from the pure policy before and after a swap, and ratios."""
     versions, sampled_by = batch[TOKEN_VERSIONS], batch["rollout_log_probs"]
     there = versions >= 0
     difference = torch.zeros_like(sampled_by)
@@ -155,7 +157,7 @@ def one_run(way: str, seed: int, steps: int, data: Path) -> dict[str, Any]:
 
 
 def report(way: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the seeds, and the range of the final score."""
+    """Return means over the seeds, and the range of the final score."""
     names = [name for name, value in rows[0].items() if isinstance(value, float) and name not in ("first", "last")]
     scores = [row["last"] for row in rows]
     means = {name: round(statistics.fmean(row[name] for row in rows), 6) for name in names}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fully-asynchronous trainer, which keeps each version's weights and each batch below the folder ``RECORDED``."""
+"""A fully-asynchronous trainer that stores each version's weights and each batch in the folder ``RECORDED``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("input_ids", "attention_mask", "position_ids", "responses", "rollout_
 
 
 class KeepingWorker(ActorWorker):
-    """Writes its weights on demand."""
+    """An actor worker that writes its weights to a file on demand."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def keep_weights(self, file: str) -> None:
@@ -28,7 +28,7 @@ class KeepingWorker(ActorWorker):
 
 
 class KeepingTrainer(AsyncPPOTrainer):
-    """See the module."""
+    """A trainer that stores weights and batches, as the module describes."""
 
     actor_worker = KeepingWorker
 

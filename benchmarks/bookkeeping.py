@@ -3,13 +3,13 @@
 
     python benchmarks/bookkeeping.py [--samples 1000 10000 100000] [--repeats 3]
 
-A sample is a prompt group of 8 answers of 256 tokens, made in another process. Counted is what comes after its making:
+A sample is a prompt group of 8 answers of 256 tokens, made in another process. The measured part comes after that:
 
-- stock: the rollouter pickles the group, puts it into the `MessageQueue` actor; the trainer gets and unpickles it.
+- stock: the rollouter pickles the group and puts it into the `MessageQueue` actor; the trainer gets and unpickles it.
 - ours: the ledger and the gate (issue, ready, take, trained, publish) and the trainer's fetch of the 8 payloads by
-  reference. `books` is the ledger and the gate alone, which is what stands in the place of the queue's own work.
+  reference. `books` is only the ledger and the gate, which replace the work of the queue itself.
 
-Both handle batches of 64 groups, in one Ray session, in turns; reported are medians over the repeats.
+Both process batches of 64 groups in one Ray session, alternately; the results are medians over the repeats.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BATCH = 64
 
 
 def trajectory() -> dict[str, np.ndarray]:
-    """What an agent loop leaves of one answer, padded as verl pads it."""
+    """Return what an agent loop produces for one answer, padded as in verl."""
     total = PROMPT_TOKENS + RESPONSE_TOKENS
     return {
         "prompts": np.zeros((1, PROMPT_TOKENS), dtype=np.int64),
@@ -56,7 +56,7 @@ def trajectory() -> dict[str, np.ndarray]:
 
 @ray.remote(num_cpus=0)
 class Worker:
-    """The agent-loop worker's end."""
+    """Stands for an agent-loop worker."""
 
     def __init__(self) -> None:
         row = {name: torch.from_numpy(value) for name, value in trajectory().items()}
@@ -83,7 +83,7 @@ def stock_group(number: int) -> RolloutSample:
 
 
 class Stock:
-    """Groups through stock verl's queue."""
+    """Passes groups through stock verl's queue."""
 
     def __init__(self) -> None:
         self._queue = MessageQueue.options(num_cpus=0).remote({}, max_queue_size=2 * BATCH)
@@ -91,7 +91,7 @@ class Stock:
         self._groups = [stock_group(number) for number in range(BATCH)]
 
     async def batch(self) -> float:
-        """Seconds for one batch."""
+        """Return the seconds for one batch."""
         began = time.perf_counter()
         for group in self._groups:
             assert await self._client.put_sample(ray.cloudpickle.dumps(group))
@@ -105,7 +105,7 @@ class Stock:
 
 
 class Ours:
-    """Groups through ledger and gate, payloads by reference."""
+    """Passes groups through ledger and gate, with payloads by reference."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -114,7 +114,7 @@ class Ours:
         self._references: dict[int, list[Any]] = {}
 
     def batch(self) -> tuple[float, float]:
-        """(seconds for one batch, seconds of them in ledger and gate)."""
+        """Return (seconds for one batch, the part of them in ledger and gate)."""
         ledger, references = self._ledger, self._references
         began = time.perf_counter()
         started = []
@@ -146,7 +146,7 @@ class Ours:
 
 
 def measure(samples: int, stock_every: int, worker: Any) -> dict[str, float]:
-    """Seconds per sample of each side, batch by batch in turns; stock's in every ``stock_every``-th turn only."""
+    """Return each side's seconds per sample, alternating batches; stock only runs in every ``stock_every``-th turn."""
     stock, ours = Stock(), Ours(worker)
     asyncio.run(stock.batch())
     ours.batch()

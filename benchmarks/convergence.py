@@ -6,10 +6,10 @@
     python benchmarks/convergence.py runs/far_behind.jsonl --task far_behind
     python benchmarks/plot_convergence.py runs/convergence.jsonl docs/convergence.svg
 
-Appends one line a run: variant, seed, the mean reward and the seconds since the first step for each step, the final
-validation score, and how far the policy that samples was from the one that is trained. Runs that the file has already
-are left out, so an interrupted sweep goes on where it stopped. At the end it prints the final scores of each variant,
-with their spread. The long-tailed task is that of partial rollout, in which long answers get several versions old.
+Each run appends one line: variant, seed, for each step the mean reward and the seconds since the first step, the final
+validation score, and how far the sampling policy was from the trained one. Runs that are in the file already are
+skipped, so an interrupted sweep continues. At the end the final scores of each variant are printed with their spread.
+The long-tailed task is that of partial rollout, in which long answers become several versions old.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ UNCORRECTED = ["algorithm.rollout_correction.rollout_is=null"]
 # Twice the preset's places: a batch then takes a fifth of the decode steps of a long answer.
 LONG_TAIL = ["actor_rollout_ref.rollout.max_num_seqs=64", "actor_rollout_ref.rollout.max_num_batched_tokens=16384"]
 
-# Eight times the preset's places, which take answers of several versions, and steps that take the policy far from them.
+# Eight times the preset's places, which then hold answers of several versions, and updates that change the policy a
+# lot.
 FAR = [
     "actor_rollout_ref.rollout.max_num_seqs=256",
     "actor_rollout_ref.rollout.max_num_batched_tokens=65536",
@@ -55,7 +56,7 @@ def _turns(depth: int, bound: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """What is compared on a preset: main and settings by the name of a variant; the first is synchronous training."""
+    """The variants that are compared on a preset: main and settings by name; the first one is synchronous training."""
 
     preset: str
     variants: dict[str, tuple[str, list[str]]]
@@ -80,7 +81,7 @@ TASKS = {
             "partial_rollout S=8": (PARTIAL, [*_turns(1, 8), *UNCORRECTED]),
         },
     ),
-    # What a large bound does to a policy that moves fast, with correction and without.
+    # The effect of a large bound on a policy that changes quickly, with correction and without.
     "far_behind": Task(
         "tiny_cpu_long_tail",
         {
@@ -130,7 +131,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def sweep(
     results: Path, steps: int, seeds: int, task: Task, variants: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Do the runs that ``results`` does not have yet; returns all rows of the file."""
+    """Run what ``results`` does not contain yet; return all rows of the file."""
     results.parent.mkdir(parents=True, exist_ok=True)
     done = {(row["variant"], row["seed"]) for row in read(results)}
     with tempfile.TemporaryDirectory() as data:
@@ -146,7 +147,7 @@ def sweep(
 
 
 def report(variant: str, rows: list[dict[str, Any]]) -> str:
-    """One line: scores with their range, the mean reward of the last steps, staleness, mismatch, seconds."""
+    """Return a line: scores with their range, mean reward of the last steps, staleness, mismatch, seconds."""
     scores = [row["last"] for row in rows]
     reward = statistics.fmean(statistics.fmean(row["reward"][-LAST:]) for row in rows)
     staleness = statistics.fmean(row["staleness"]["mean"] for row in rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent loop whose answers have fixed lengths: 20 times the usual one where the task's answer is a long one."""
+"""An agent loop with answers of fixed lengths: 20 times the usual length if the task's answer is a long one."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin adds to `import verl` in a process that does not use it.
+"""Measures the time that the plugin adds to `import verl` in a process that does not use it.
 
     python benchmarks/import_time.py [--repeats 15]
 
-`import verl` in fresh interpreters, in turns: without plugins (VERL_USE_EXTERNAL_PLUGINS=none), with a search for
-plugins that names another one, which is verl's own work, and with this package's. Medians, in milliseconds; and the
-difference of the last two, which is this package's share.
+`import verl` runs in fresh interpreters, alternating between: no plugins (VERL_USE_EXTERNAL_PLUGINS=none), a search for
+plugins that names another one, which is verl's own work, and this package's plugin. The results are medians in
+milliseconds, and the difference of the last two, which is this package's share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=15)
     repeats = parser.parse_args().repeats
-    seconds("none")  # the files come into memory
+    seconds("none")  # loads the files into memory
     times: dict[str, list[float]] = {name: [] for name in POLICIES}
     for _ in range(repeats):
         for name, policy in POLICIES.items():

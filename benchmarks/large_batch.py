@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long answers, large batches, many trajectories in flight: what they cost beside the accelerators.
+"""Costs of long answers, large batches and many trajectories in flight, apart from the accelerators.
 
     python benchmarks/large_batch.py [assemble] [live] [turn] [control]
 
-Each part is a process of its own and prints one line of JSON for each measurement.
+Each part runs in a process of its own and prints one line of JSON for each measurement.
 
-- assemble: a batch of 1,024 answers of 32k tokens, packed by other processes as agent-loop workers pack them, is taken
-  from Ray's object store and made verl's batch. `growth` is the peak of the process's resident memory over what it was
-  before, the object store's pages that it reads included, as a multiple of the batch's bytes. `versions_s` is what the
-  trainer does with token versions in a step, of four versions in each answer: the column, the bound, the statistics.
+- assemble: a batch of 1,024 answers of 32k tokens, packed by other processes as agent-loop workers pack them, is
+  fetched from Ray's object store and converted to verl's batch. `growth` is the increase of the process's peak resident
+  memory, including the pages that it reads of the object store, as a multiple of the batch's bytes. `versions_s` is the
+  trainer's work on token versions in a step, with four versions in each answer: the column, the bound, the statistics.
 - live: the real scheduler and ledger over 256 stand-in replicas, whose trajectories end when the benchmark says so. A
-  step trains 1,024 of them, of 128 groups, the oldest ones, while as many others take their places. CPU seconds a step
+  step trains the 1,024 oldest trajectories, of 128 groups, while as many others take their places. CPU seconds per step
   are those of the scheduler's thread and of the trainer's. `control_s` is the longest that a call from another thread
   waited for the scheduler's loop and lock, from the start on.
-- turn: as live, in generation turns: taking a batch interrupts all others, and the next turn lets them go on at once,
-  which takes `turn_s`. `collection_cpu_s` is the longest collection of garbage.
-- control: a real actor of the kind of an agent-loop worker that holds 1,000 trajectories and has 7,192 more waiting;
+- turn: like live, but in generation turns: taking a batch interrupts all other trajectories, and the next turn resumes
+  them at once, which takes `turn_s`. `collection_cpu_s` is the longest garbage collection.
+- control: a real actor like an agent-loop worker, which holds 1,000 trajectories while 7,192 more wait; the result is
   the longest of 200 control calls.
 """
 
@@ -70,7 +70,7 @@ def own_ray(store_bytes: int) -> Iterator[None]:
 
 
 def make_payload(number: int) -> np.ndarray:
-    """What an agent-loop worker yields for an answer that four versions sampled."""
+    """Return an agent-loop worker's payload for an answer that four versions sampled."""
     import torch
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, _InternalAgentLoopOutput
 
@@ -100,7 +100,7 @@ def make_payload(number: int) -> np.ndarray:
 
 
 def resident(name: str) -> int:
-    """Bytes, by the kernel's word for them."""
+    """Return a memory figure of this process in bytes, from /proc/self/status."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
 
@@ -119,7 +119,7 @@ def assemble_once(references: list[Any]) -> dict[str, Any]:
     from recipe.async_engine.trainer import batch as batches
 
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak counts from here
+        file.write("5")  # resets the peak
     before, began, used = resident("VmRSS"), time.perf_counter(), time.process_time()
     rows = [unpack(payload) for payload in ray.get(references, timeout=600)]
     lengths = [int(row.attention_mask.sum()) for row in rows]
@@ -156,7 +156,9 @@ def assemble_once(references: list[Any]) -> dict[str, Any]:
 def assemble_part() -> None:
     with own_ray(2_500_000_000):
         maker = ray.remote(num_cpus=1)(make_payload)
-        assemble_once(ray.get([ray.put([maker.remote(n) for n in range(GROUP)])])[0])  # imports, and Ray's own buffers
+        assemble_once(
+            ray.get([ray.put([maker.remote(n) for n in range(GROUP)])])[0]
+        )  # imports, and allocation of Ray's buffers
         references = [maker.remote(number) for number in range(ANSWERS)]
         ray.wait(references, num_returns=ANSWERS, timeout=600, fetch_local=False)
         show(part="assemble", **assemble_once(references))
@@ -166,7 +168,7 @@ def assemble_part() -> None:
 
 
 class Source:
-    """As many prompts as anybody asks for."""
+    """A data source with an unlimited number of prompts."""
 
     prompts_left = 1 << 40
 
@@ -180,7 +182,7 @@ class Source:
 
 
 class Replicas:
-    """The scheduler's view of the workers: 256 replicas, each as full as the others."""
+    """Stands for the scheduler's pool of workers: 256 equally loaded replicas."""
 
     alive, lost = REPLICAS, False
 
@@ -197,7 +199,7 @@ class Replicas:
         self.load[run.worker_id] += 1
 
     async def attempt(self, run: Any, sampled: Any) -> None:
-        """A trajectory at a stand-in replica, which generates until it is told to end."""
+        """Run a trajectory at a stand-in replica, which generates until it is told to end."""
         from recipe.async_engine.rollout.group_run import TrajectoryScored
 
         self.begun.append(self.loop.create_future())
@@ -207,13 +209,13 @@ class Replicas:
         run.scored, run.payload = TrajectoryScored(1.0, version, version, True, 0, 0, RESPONSE), run.key
 
     async def go_on(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because no trajectory is held."""
 
     def metrics(self) -> dict[str, float]:
         return {}
 
     async def cancel(self, keys: Any) -> None:
-        """Nothing is given up."""
+        """Do nothing, because no trajectory is cancelled."""
 
     close = cancel
 
@@ -237,7 +239,7 @@ def new_scheduler(live: int, pool: Replicas, turns: bool = False) -> Any:
     from recipe.async_engine.rollout.group_run import SchedulerSettings
     from recipe.async_engine.rollout.scheduler import RolloutScheduler
 
-    # As the trainer's process does once it is up.
+    # The trainer's process does the same once it has started.
     gc.collect()
     gc.freeze()
     bound = live // ANSWERS - 1
@@ -248,7 +250,7 @@ def new_scheduler(live: int, pool: Replicas, turns: bool = False) -> Any:
 
 @contextmanager
 def collections() -> Iterator[list[float]]:
-    """CPU seconds of each collection of garbage; every thread waits for one."""
+    """Record the CPU seconds of each garbage collection, for which every thread waits."""
     spent: list[float] = []
 
     def note(phase: str, _: dict[str, int]) -> None:
@@ -356,7 +358,7 @@ def control_part() -> None:
     from recipe.async_engine.actors.control import Restartable
 
     class Worker:
-        """Holds what it is given."""
+        """Holds the calls that it is given."""
 
         def __init__(self) -> None:
             self.running = 0

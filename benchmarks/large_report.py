@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the report of a run of 100,000 trajectories takes, and how large it is.
+"""Measures how long the report of a run of 100,000 trajectories takes, and how large it is.
 
 ``python benchmarks/large_report.py``.
 
-The record is made up, in the amounts that a run of 781 steps of 16 groups of 8 answers on 8 + 8 accelerators leaves.
+The record is synthetic, with the amounts of a run of 781 steps of 16 groups of 8 answers on 8 + 8 accelerators.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEP_S = sum(PHASES.values())
 
 
 def events(step: int, rng: random.Random) -> Iterator[Event]:
-    """Of one step."""
+    """Yield the events of one step."""
     begin = now = 10.0 + step * STEP_S
     for what, seconds in PHASES.items():
         yield Event(TRAINER, what, now, now + seconds)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the trace of a run of 1,000,000 events takes, how large it is, and that Perfetto's trace processor opens it.
+"""Measures how long the trace of a run of 1,000,000 events takes and how large it is, and opens it in Perfetto.
 
 ``PYTHONPATH=.:benchmarks:tests python benchmarks/large_trace.py``.
 
-The record is that of large_report.py, over more steps.
+The record is that of large_report.py, with more steps; it is opened with Perfetto's trace processor.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The four sources of proximal log-probs side by side: time of a step, trainer's log-prob seconds, learning.
+"""Compares the four sources of proximal log-probs: time of a step, the trainer's log-prob seconds, learning.
 
     python benchmarks/log_probs.py [--steps 50] [--padded-steps 8] [--stage-seconds 8] [--log-prob-share 0.6]
 
-Fully asynchronous, one trainer rank, one replica and, for `server`, one log-prob server; 16 prompts of 8 answers a
-step, one version of staleness, token-level truncated importance sampling. First a run of each to learn; then one in
-which generation and update are padded to the same length and log-probs to a share of it, by waits that use no CPU, as
-if each had accelerators of its own. With a share of 0.6 a step with `recompute` takes 1.6 times as long as one with
-`bypass`.
+The mode is fully asynchronous, with one trainer rank, one replica and, for `server`, one log-prob server; a step has 16
+prompts of 8 answers, one version of staleness, and token-level truncated importance sampling. The first run of each
+source shows learning. In the second, generation and update are padded to the same length and log-probs to a share of
+it, by waits that use no CPU, as if each had accelerators of its own. With a share of 0.6 a step with `recompute` takes
+1.6 times as long as one with `bypass`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOURCES = ("bypass", "recompute", "server", "loglinear")
 
 
 def one_run(source: str, steps: int, pads: tuple[float, float, float], task: Path) -> tuple[Run, dict[str, Any]]:
-    """A run and its summary. ``pads``: seconds of generation, update and log-probs of a batch."""
+    """Return a run and its summary. ``pads``: seconds of generation, update and log-probs of a batch."""
     here = Path(__file__).parent
     names = ("GENERATION_PAD_S", "TRAINING_PAD_S", "LOG_PROB_PAD_S")
     environment = dict(os.environ) | {name: str(pad) for name, pad in zip(names, pads, strict=True)}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a long run grows: memory and open files over the steps of one run of the main `fully_async`.
+"""Measures whether a long run grows: memory and open files over the steps of one run of the main `fully_async`.
 
     python benchmarks/long_run.py [--steps 2000]
 
-Batches of 4 prompts x 4 answers of the built-in task, a checkpoint every 100 steps of which the newest is kept. Every
-few seconds the run's processes are looked at: memory that is theirs alone (USS), and open file descriptors. Reported,
-for all of them together and for the three whose memory grows most: the mean after a quarter of the steps, at the end,
-and the slope of a least-squares line between, per 1,000 steps.
+The run has batches of 4 prompts x 4 answers of the built-in task, and a checkpoint every 100 steps of which the newest
+is kept. Every few seconds the memory that belongs to each process alone (USS) and its open file descriptors are
+sampled. The results, for all processes together and for the three whose memory grows most: the mean after a quarter of
+the steps and at the end, and the slope of a least-squares line between, per 1,000 steps.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def steps_done(folder: Path) -> int:
 
 
 def name_of(process: psutil.Process) -> str:
-    """What it is: Ray's workers carry the name of their actor in their title."""
+    """Return a readable name; Ray's workers have the name of their actor in their title."""
     title = " ".join(process.cmdline())
     return title if title.startswith("ray::") else Path(title.split(" ")[0]).name + " " + title[-40:]
 
 
 def look(root: psutil.Process, step: int, samples: dict[str, list[Sample]]) -> None:
-    """Add each process's memory and open files."""
+    """Sample each process's memory and open files."""
     total_memory, total_files = 0.0, 0
     for process in [root, *root.children(recursive=True)]:
         try:
@@ -58,7 +58,7 @@ def look(root: psutil.Process, step: int, samples: dict[str, list[Sample]]) -> N
 
 
 def growth(samples: list[Sample], steps: int) -> dict[str, float]:
-    """Of the last three quarters of the run."""
+    """Return the growth over the last three quarters of the run."""
     kept = np.array([sample for sample in samples if sample[0] >= steps / 4], dtype=float)
     if len(kept) < 10:
         return {}

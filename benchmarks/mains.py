@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of mains for the benchmarks: a command, its metrics by step with the time at which each was written."""
+"""Runs a main for a benchmark and collects its metrics by step, with the time at which each was written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLL_S = 0.02
 
 @dataclass
 class Run:
-    """What a run left: ``steps`` are (seconds since the start of the command, metrics)."""
+    """The results of a run: ``steps`` are (seconds since the start of the command, metrics)."""
 
     returncode: int = -1
     output: str = ""
@@ -38,7 +38,7 @@ class Run:
     steps: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
 
     def seconds_per_step(self, skip: int) -> float:
-        """Mean over the steps after the first ``skip``, by the clock."""
+        """Return the mean wall-clock seconds over the steps after the first ``skip``."""
         times = [seconds for seconds, _ in self.steps]
         return (times[-1] - times[skip - 1]) / (len(times) - skip)
 
@@ -55,7 +55,7 @@ def run(
 
     Args:
         metrics: the file that it writes a line to after each step.
-        forks: see `run_module`.
+        forks: passed on to `run_module`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     result = Run()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of generation and training overlaps in the one-step-off mode.
+"""Measures how much of generation and training overlaps in the one-step-off mode.
 
     python benchmarks/overlap.py [--time-scale 0.64] [--steps 12] [--repeats 3]
 
-The uniform task of the race on the same emulated accelerators, whose work uses no core. Stage times come from the
-synchronous mode (bound 0): T_gen is what the trainer waits for a batch, T_train the rest of a step.
+It uses the uniform task of the race on the same emulated accelerators, whose work uses no core. Stage times come from
+the synchronous mode (bound 0): T_gen is the trainer's wait for a batch, T_train the rest of a step.
 
     efficiency = max(T_gen, T_train) / seconds per step with bound 1.
 
-The smaller the time scale, the more of a step is the work of this machine's cores, which both stages share.
+With a smaller time scale, more of a step is work of this machine's cores, which both stages share.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from recipe.laptop.task import TaskPaths, TaskSettings, ensure_task
 
 SIDE, TASK = "one_step_off", TASKS["uniform"]
 DEVICES = 4
-"""Of each of the two stages."""
-# Steps at the beginning that are not counted, and of the end, for which nothing is generated ahead.
+"""Devices of each of the two stages."""
+# Steps at the beginning that are not counted, and at the end, for which nothing is generated ahead.
 SKIP, LAST = 2, 1
 
 
@@ -50,7 +50,7 @@ def one_run(bound: int, steps: int, time_scale: float, paths: TaskPaths) -> Run:
 
 
 def stages(synchronous: Run) -> tuple[float, float]:
-    """(T_gen, T_train): medians over the steps of a synchronous run."""
+    """Return (T_gen, T_train): medians over the steps of a synchronous run."""
     steps = [metrics for _, metrics in synchronous.steps[SKIP:]]
     waits = [metrics["timing_s/gen"] for metrics in steps]
     rest = [metrics["timing_s/step"] - metrics["timing_s/gen"] for metrics in steps]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages of a run that are lengthened by waits, which stand for the time of accelerators and use no CPU.
 
-``GENERATION_PAD_S`` seconds are added to each answer, ``TRAINING_PAD_S`` to each update, and ``LOG_PROB_PAD_S``, spread
-over a batch's trajectories, to log-probs, whoever computes them.
+``GENERATION_PAD_S`` seconds are added to each answer, ``TRAINING_PAD_S`` to each update, and ``LOG_PROB_PAD_S``,
+divided among a batch's trajectories, to log-probs, wherever they are computed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PaddedFullyAsync(AsyncPPOTrainer):
 
 
 def log_prob_pad(trajectories: int) -> float:
-    """Seconds for so many of a batch's trajectories."""
+    """Return the seconds to add for this many of a batch's trajectories."""
     return float(os.environ["LOG_PROB_PAD_S"]) * trajectories / int(os.environ["BATCH_TRAJECTORIES"])
 
 

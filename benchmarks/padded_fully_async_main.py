@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fully-asynchronous main with the stages of `padded`."""
+"""The fully-asynchronous main with the lengthened stages of `padded`."""
 
 import hydra
 from omegaconf import DictConfig

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial rollout against synchronous training, both taking turns on the same accelerators.
+"""Compares partial rollout with synchronous training, both taking turns on the same accelerators.
 
     python benchmarks/partial_rollout.py [--shapes uniform tail long_tail] [--repeats 1] [--colocate-async]
 
-Both are this package's main in the same placement; the synchronous side has the bound 0, under which a batch is
-generated whole. Answers have fixed lengths (`fixed_lengths`). A decode step of the engine takes a fixed time and no
-core (`benchmarks.emulation`), as on an accelerator, where it is bound by reading the weights. Reported, from the
-steps after the first ones and, with interruptions, before the last two, in which no further prompts begin because the
-run ends: seconds of wall-clock a trained sample for both; the synchronous side's idle share, which is the part of its
-wall-clock time in which generation slots stood empty while others went on; what partial rollout saved.
+Both are this package's main with the same placement; the synchronous side has the bound 0, under which a batch is
+generated completely. Answers have fixed lengths (`fixed_lengths`). A decode step of the engine takes a fixed time and
+no core (`benchmarks.emulation`), as on an accelerator, where it is bound by reading the weights. Steps at the beginning
+are not counted and, with interruptions, neither are the last two, in which no further prompts start because the run
+ends. The results are: wall-clock seconds per trained sample of both; the synchronous side's idle share, which is the
+part of its wall-clock time in which generation slots stood empty while others were in use; and what partial rollout
+saved.
 
     saved = 1 - seconds a sample / synchronous seconds a sample;   saved / idle share is to be at least 0.9
 
 With ``--colocate-async`` a third side runs: stock verl's v1 trainer of that name, with one batch ahead, waiting for
-groups at the same bound; it looks for groups every 2 seconds, which is made 0.05 here.
+groups at the same bound; it checks for groups every 2 seconds, which is changed to 0.05 here.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ PRESETS = {False: "tiny_cpu", True: "tiny_cpu_long_tail"}
 
 @dataclass(frozen=True)
 class Shape:
-    """What is generated and on what.
+    """The work to generate, and the resources for it.
 
-    tail: the prompts at one place of every twenty have answers of 120 tokens, the others of 6, else all of 6; the order
-    of the data is fixed, so five batches have all of it. slots: groups that generate at once. decode_s: seconds of a
-    decode step. bound: max_staleness. steps: of the synchronous side and of partial rollout. skip: those not counted;
-    of partial rollout the last ones are not counted either.
+    tail: the prompts at one place of every twenty have answers of 120 tokens and the others of 6; otherwise all have 6.
+    The order of the data is fixed, so five batches contain all of it. slots: groups that generate at once. decode_s:
+    seconds of a decode step. bound: max_staleness. steps: of the synchronous side and of partial rollout. skip: steps
+    at the beginning that are not counted; for partial rollout the last ones are not counted either.
     """
 
     tail: bool
@@ -75,7 +76,7 @@ def environment_of(shape: Shape, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def overrides_of(shape: Shape, steps: int, out: str) -> list[str]:
-    """What all sides have in common."""
+    """Return the overrides that all sides have in common."""
     sequences = shape.slots * shape.answers
     length = 256 if shape.tail else 128
     loops = Path(out) / "agent_loops.yaml"
@@ -136,7 +137,7 @@ def colocate_async_run(shape: Shape, folder: Path) -> Run:
                 "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
                 "trainer.logger=[console,file]",
                 "trainer.resume_mode=disable",
-                # Read by its client where the section is there, which the preset brings.
+                # The client reads this setting if the section exists, which the preset adds.
                 "+async_training.partial_rollout=true",
                 f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}",
             ]
@@ -146,7 +147,7 @@ def colocate_async_run(shape: Shape, folder: Path) -> Run:
 
 
 def idle_share(result: Run, skip: int) -> float:
-    """Share of the wall-clock time after the first ``skip`` steps that slots stood empty in generation turns."""
+    """Return the share of time after the first ``skip`` steps in which slots stood empty in generation turns."""
     steps = [step for _, step in counted(result, skip)]
     seconds = sum(step["timing_s/gen"] * (1.0 - step["partial_rollout/turn_occupancy"]) for step in steps)
     times = [moment for moment, _ in result.steps]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator's error: fitted on one real run, it predicts others, which `plan_runs.py` has made.
+"""Measures the simulator's error: fitted on one real run, it predicts the other runs of `plan_runs.py`.
 
     python benchmarks/plan_error.py runs/plan [--fit base]
     python benchmarks/plan_error.py --itself runs/demo      # any run, predicted from its own record
 
-Of a predicted run it is told what its user sets (mode, bounds, devices, lengths, time of a reward), and of the fitted
-one what its record has. Compared: seconds a step after the first ones, mean staleness, and each class of the account as
-a share of trainer and rollout engines without their start-up.
+The simulator is given what a user would set for the predicted run (mode, bounds, devices, lengths, time of a reward)
+and the record of the fitted run. Compared are seconds per step after the first ones, mean staleness, and each class of
+the account as a share of trainer and rollout engines without their start-up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SWEEPS = {
     "places": ["places_16", "places_64"],
     "placement and bound": ["bound_0", "one_step_off", "base", "partial_rollout_bound_0", "partial_rollout", "bound_3"],
 }
-"""Runs that a user would choose among; the quickest is the best."""
+"""Sets of runs that a user would choose from; the one with the shortest steps is the best."""
 
 
 def shares(account: Account) -> dict[tuple[str, str], float]:
@@ -46,7 +46,7 @@ def shares(account: Account) -> dict[tuple[str, str], float]:
 
 
 def told(times: Times, name: str, fit: str) -> Times:
-    """The fitted times with what the user of the other run has set."""
+    """Return the fitted times, changed by what the user of the other run has set."""
     there, here = SCENARIOS[fit], SCENARIOS[name]
     ratio = there.devices.trainer_devices / here.devices.trainer_devices
     changed = replace(times, update_s=lambda lengths, ranks: times.update_s(lengths, ranks / ratio))
@@ -59,7 +59,7 @@ def told(times: Times, name: str, fit: str) -> Times:
 
 
 def ended(folder: Path) -> bool:
-    """Whether the run is there and came to its end."""
+    """Return whether the run exists and came to its end."""
     summary = folder / "summary.json"
     return summary.exists() and json.loads(summary.read_text())["error"] is None
 
@@ -70,12 +70,12 @@ def row(folder: Path, fit: Path) -> dict[str, float | str]:
 
 
 def compared(folder: Path, times: Times) -> dict[str, float | str]:
-    """A run beside what the simulator says of it."""
+    """Compare a run with the simulator's prediction."""
     real = load(folder)
     lines = [line["wall_seconds"] for line in real.metrics if line.get("training/global_step")]
     seen = (lines[-1] - lines[SKIP - 1]) / (len(lines) - SKIP)
     scenario = of_run(real, len(lines))
-    # Each run has the same prompts in the same order.
+    # All runs have the same prompts in the same order.
     result = Simulation(scenario, times, seed=None).run()
     said = result.step_s(SKIP)
     was, would = shares(real.account), shares(result.account)
@@ -91,7 +91,7 @@ def compared(folder: Path, times: Times) -> dict[str, float | str]:
 
 
 def errors(rows: list[dict[str, float | str]]) -> str:
-    """How far the predictions of these runs are off, in a sentence."""
+    """Return a sentence on the errors of these predictions."""
     seconds = [abs(float(one["error_percent"])) for one in rows]
     ages = [abs(float(one["staleness"]) - float(one["predicted_staleness"])) for one in rows]
     classes = [abs(int(str(one["worst_class"]).rpartition(" ")[2])) for one in rows]
@@ -104,7 +104,7 @@ def errors(rows: list[dict[str, float | str]]) -> str:
 
 
 def choices(rows: list[dict[str, float | str]]) -> list[str]:
-    """Of each sweep whose runs are there: the run predicted to be the quickest, and how far it is from the best."""
+    """Return, for each sweep whose runs exist, the run predicted to be fastest and its distance from the best."""
     real, predicted = ({str(one["run"]): float(one[key]) for one in rows} for key in ("real_s", "predicted_s"))
     said = []
     for what, names in SWEEPS.items():

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published figures beside the simulator's: verl's table of its fully_async at 128 H20, Qwen2.5-Math-7B.
+"""Compares published figures with the simulator's: verl's table of its fully_async at 128 H20, Qwen2.5-Math-7B.
 
     python benchmarks/plan_published.py
 
-Source: verl 0.9.1, docs/advance/fully_async.md: responses of up to 28k, 16 answers to a prompt, 512 prompts a step
-(synchronous, 128 devices) against 4 batches of 128 (64 devices generate, 64 train). Taken from it: the synchronous
-step's shares (log-probs 15%, update 32%) and the update's 113.2 s a 512 prompts on 64 devices. Assumed: an H20 of 148
-TFLOPS and 4 TB/s with the efficiencies of `recipe/plan/device.py`, replicas of one device with 256 places each,
-lognormal lengths. Fitted: their median, so that the synchronous step generates for the published 177.85 s; once for
-each spread, as the source has none.
+The source is verl 0.9.1, docs/advance/fully_async.md: responses of up to 28k, 16 answers per prompt, 512 prompts per
+step (synchronous, 128 devices) against 4 batches of 128 (64 devices generate, 64 train). From it come the synchronous
+step's shares (log-probs 15%, update 32%) and the update's 113.2 s per 512 prompts on 64 devices. Assumptions: an H20 of
+148 TFLOPS and 4 TB/s with the efficiencies of `recipe/plan/device.py`, replicas of one device with 256 places each,
+lognormal lengths. Their median is fitted so that the synchronous step generates for the published 177.85 s, separately
+for each spread, which the source does not state.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def times(median: float, spread: float, update_s: float, log_probs_s: float) -> 
 
 
 def synchronous(median: float, spread: float) -> float:
-    """Seconds of a step's generation."""
+    """Return the seconds of a step's generation."""
     scenario = Scenario(PROMPTS, ANSWERS, 128, 256, 256, 0, 0, shared=True, steps=4)
     found = Simulation(scenario, times(median, spread, UPDATE_S, LOG_PROBS_S)).run().step_s(1)
     return found - UPDATE_S - LOG_PROBS_S
@@ -71,7 +71,7 @@ def median_for(spread: float) -> float:
 
 
 def asynchronous(threshold: float, bound: int, median: float, spread: float) -> float:
-    """Seconds for 512 prompts."""
+    """Return the seconds for 512 prompts."""
     scenario = Scenario(
         PROMPTS // 4,
         ANSWERS,

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published speed-ups over synchronous training beside the simulator's: AReaL's, and verl-recipe's partial rollout.
+"""Compares published speed-ups over synchronous training with the simulator's: AReaL's, and verl-recipe's partial
+rollout.
 
     python benchmarks/plan_published_others.py
 
-Sources: AReaL, blog/AReaL_v0_3.md (hours of 1,000 steps, nodes, 16 answers to a prompt, 27k tokens at most);
-verl-recipe, partial_rollout/README.md (hours and steps at 16 H20, 18,384 tokens at most). Assumed: the efficiencies of
-`recipe/plan/device.py`, 8 accelerators a node, replicas of one device with 256 places, lognormal lengths, batches of
-`Published.prompts` prompts, and for AReaL an H100 and a quarter of the devices to train. Fitted: the lengths' median,
-so that a synchronous step takes as long as published, once for each spread.
+The sources are AReaL, blog/AReaL_v0_3.md (hours of 1,000 steps, nodes, 16 answers per prompt, at most 27k tokens) and
+verl-recipe, partial_rollout/README.md (hours and steps at 16 H20, at most 18,384 tokens). Assumptions: the efficiencies
+of `recipe/plan/device.py`, 8 accelerators per node, replicas of one device with 256 places, lognormal lengths, batches
+of `Published.prompts` prompts, and for AReaL an H100 and a quarter of the devices to train. The median length is fitted
+so that a synchronous step takes as long as published, separately for each spread.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ QWEN3_4B = {
 }
 SPREADS, PLACES, PROMPT, GROUPS = (0.8, 1.2), 256, 500, 2_048
 STEPS, SKIP = 12, 4
-# A fit that comes no nearer to the published seconds says so.
+# A fit that stays further than this from the published seconds is reported with its own.
 MOST_OFF = 0.05
 
 
 @dataclass(frozen=True)
 class Published:
-    """A comparison: seconds of a synchronous step, and of one of the other, on so many devices.
+    """A published comparison: seconds of a synchronous step and of an asynchronous one, on ``devices`` devices.
 
-    shared: both take turns on all devices. bounds: versions, for which it is predicted.
+    shared: both stages take turns on all devices. bounds: staleness bounds for which it is predicted.
     """
 
     model: Mapping[str, Any]
@@ -102,7 +103,7 @@ class Published:
         return Simulation(scenario, self.times(median, spread, self.training)).run().step_s(SKIP)
 
     def _scenario(self, replicas: int, bound: int, shared: bool, steps: int) -> Scenario:
-        # As many answers under way as places, at least.
+        # Allow at least as many answers in progress as there are places.
         depth = max(1.0, replicas * PLACES / (self.prompts * self.answers) - 1) if bound else 0.0
         return Scenario(
             self.prompts,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real runs on emulated accelerators, for the error of the simulator (`plan_error.py`): each differs from `BASE`.
+"""Makes real runs on emulated accelerators, for the error of the simulator (`plan_error.py`); each differs from `BASE`.
 
     python benchmarks/plan_runs.py runs/plan [--only base bound_3 ...]
 
-A device is an eighth of an H100's trainer and one H100's engine for a 7B model; a token of the run stands for 64, and
-time runs 7 times as fast. Runs that are there already are left alone. Each keeps its record of events.
+A trainer rank stands for eight H100 and an engine for one, with a 7B model; a token of the run stands for 64, and time
+runs 7 times as fast. Runs that exist already are skipped. Each keeps its record of events.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, seco
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run: what its mode and devices are, and what it overrides."""
+    """A run: its mode, devices and overrides."""
 
     overrides: tuple[str, ...] = ()
     devices: Emulation = DEVICES
@@ -68,7 +68,7 @@ SCENARIOS = {
     "drain": Scenario((*bound(2), "async_training.weights.at_swap=drain")),
     "keep": Scenario((*bound(3), "async_training.weights.at_swap=keep")),
     "answers_4": Scenario((*bound(1), f"{ROLLOUT}.n=4")),
-    # Of as many prompts as the others: a fit on them knows the lengths of no more.
+    # This run has as many prompts as the others, because the fitted record has no more lengths.
     "batch_32": Scenario((*bound(1), "actor_rollout_ref.actor.ppo_mini_batch_size=32"), batch=32, steps=8),
     "places_64": Scenario((*bound(2), f"{ROLLOUT}.max_num_seqs=64", f"{ROLLOUT}.max_num_batched_tokens=16384")),
     "places_16": Scenario((*bound(2), f"{ROLLOUT}.max_num_seqs=16")),
@@ -84,7 +84,7 @@ SCENARIOS = {
 
 
 def one_run(scenario: Scenario, folder: Path, tasks: Path) -> None:
-    """Run it, with everything that it leaves in ``folder``."""
+    """Run it, with all of its output in ``folder``."""
     task = ensure_task(tasks / scenario.lengths, TaskSettings(lengths=scenario.lengths))
     folder.mkdir(parents=True)
     environment = with_helpers(os.environ) | scenario.devices.environment()

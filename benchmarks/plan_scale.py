@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator at 1,024 devices and 65,536 trajectories in flight, and what the core's decisions cost in its loop.
+"""Measures the simulator at 1,024 devices and 65,536 trajectories in flight, and the cost of the core's decisions in
+it.
 
     python benchmarks/plan_scale.py [--hours 1] [--groups 10000 100000 1000000]
 
-896 replicas of one H100 generate for a trainer of 128, a 7B model, lognormal answers of 4,000 tokens at the median and
-16,000 at most, 8 to a prompt, 1,024 prompts a step. Reported: CPU seconds for the virtual ones, and those of them that
-ledger, gate and prompt manager took. Then, for each number of groups, the microseconds of decisions a group (issue, 8
-slots given, 8 freed, complete, taken, trained, versions sealed and announced) over the last tenth of a run of so many.
+896 replicas of one H100 generate for a trainer of 128, with a 7B model, lognormal answers of 4,000 tokens at the median
+and 16,000 at most, 8 per prompt, and 1,024 prompts per step. The results are the CPU seconds for the virtual ones, and
+the part of them in ledger, gate and prompt manager. Then, for each number of groups, the microseconds of decisions per
+group (issue, 8 slots given, 8 freed, complete, taken, trained, versions sealed and announced) over the last tenth of a
+run of that many groups.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def hours(wanted: float) -> dict[str, float]:
 
 
 def decisions(groups: int) -> float:
-    """Microseconds a group over the last tenth."""
+    """Return microseconds per group over the last tenth of the groups."""
     ledger = SampleLedger(GateSettings(BATCH, 1, 4, 4), target_groups=groups)
     manager = PromptManager(ledger, ANSWERS, 4 * BATCH * ANSWERS, stream=True)
     manager.open_turn()
@@ -78,7 +80,7 @@ def decisions(groups: int) -> float:
             began, at = time.process_time(), float(trained)
         for trajectory in manager.picks(issue):
             running.setdefault(trajectory.group_id, []).append(trajectory)
-        # One of the oldest ends, not always the first.
+        # A random one of the oldest groups ends next.
         group_id = list(running)[draw.randrange(min(4, len(running)))]
         for trajectory in running.pop(group_id):
             manager.sampled(trajectory)

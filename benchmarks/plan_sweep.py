@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the advisor's first choice is the best one: every candidate that it compares is run, on emulated devices.
+"""Measures whether the advisor's first choice is the best: all of its candidates are run on emulated devices.
 
     python benchmarks/plan_sweep.py runs/sweep [--only long_tail ...] [--steps 48]
 
-Of each scenario one run on one trainer accelerator and one replica is recorded. ``python -m recipe.plan`` is asked
-about it, as its user asks, for `ACCELERATORS`; then each candidate runs with the line that the advisor gives to paste.
-Runs that are there already are left alone. ``--steps`` is of the candidates' runs.
+For each scenario one run on one trainer accelerator and one replica is recorded. ``python -m recipe.plan`` is then
+asked for advice on it for `ACCELERATORS`, as a user would do, and each candidate runs with the overrides that the
+advisor prints. Runs that exist already are skipped. ``--steps`` applies to the candidates' runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from recipe.plan.times import fitted
 from recipe.report.run import load
 
 ACCELERATORS, SKIP = 4, 4
-# verl's default; the tiny preset has it off.
+# verl's default, which the tiny preset disables.
 BALANCED = "trainer.balance_batch=true"
 ONE = replace(DEVICES, trainer_devices=1)
 SCENARIOS = {
@@ -40,7 +40,7 @@ COMPARED = ("real_s", "predicted_s", "error_percent", "staleness", "predicted_st
 
 
 def advised(run: Path) -> list[dict[str, Any]]:
-    """The advisor's candidates, the best first."""
+    """Return the advisor's candidates, best first."""
     command = [sys.executable, "-m", "recipe.plan", str(run), "--accelerators", str(ACCELERATORS), "--json"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return list(found["best"])
@@ -51,7 +51,7 @@ def name_of(candidate: dict[str, Any]) -> str:
 
 
 def run_all(scenario: Scenario, folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Run what is not there; of each candidate what was said of it, its ``real`` tokens a second, and `compared`."""
+    """Run missing candidates; return each with its prediction, its ``real`` tokens per second, and `compared`."""
     fit = folder / "fit"
     run_unless_ended(scenario, fit)
     found = advised(fit)
@@ -72,7 +72,7 @@ def run_unless_ended(scenario: Scenario, folder: Path) -> None:
 
 
 def tokens_per_s(folder: Path) -> float:
-    """Trained ones, after the first steps."""
+    """Return trained tokens per second, after the first steps."""
     lines = [line for line in load(folder).metrics if line.get("training/global_step")]
     tokens = sum(line["fully_async/sampled_tokens"] for line in lines[SKIP:])
     return float(tokens / (lines[-1]["wall_seconds"] - lines[SKIP - 1]["wall_seconds"]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what `convergence.py` wrote: mean reward by mode, over steps and over the clock. Needs matplotlib.
+"""Draws the results of `convergence.py`: mean reward by mode, over steps and over time. Needs matplotlib.
 
 python benchmarks/plot_convergence.py runs/convergence.jsonl docs/convergence.svg
 """
@@ -23,7 +23,7 @@ CORRECTED = ", corrected"
 
 
 def smooth(values: list[float]) -> np.ndarray:
-    """Mean over the last ``WINDOW`` steps."""
+    """Return the mean over the last ``WINDOW`` steps."""
     padded = np.concatenate([np.full(WINDOW - 1, values[0]), values])
     return np.convolve(padded, np.ones(WINDOW) / WINDOW, mode="valid")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU seconds of a run's processes between two moments, by what they are: a Ray actor's class, or a program."""
+"""Measures CPU seconds of a run's processes between two moments, by the class of a Ray actor or by program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDLE = "IDLE"
 
 
 class ProcessTimes:
-    """Follows all processes below this one, from `start` to `stop`."""
+    """Samples all processes below this one, from `start` to `stop`."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
@@ -33,7 +33,7 @@ class ProcessTimes:
         self._thread.join()
 
     def seconds(self, began: float, ended: float) -> dict[str, float]:
-        """Of the processes of each name, between two times of day."""
+        """Return the CPU seconds between two times of day, by process name."""
         found: defaultdict[str, float] = defaultdict(float)
         for pid, times in self._times.items():
             at, used = zip(*times, strict=True)
@@ -51,7 +51,7 @@ class ProcessTimes:
 
 
 def name_of(command: list[str]) -> str:
-    """An actor's class, of the title that Ray gives it; of others the module or program."""
+    """Return an actor's class, from the title that Ray gives its process; otherwise the module or program."""
     first = command[0] if command else ""
     if first.startswith("ray::"):
         return first.removeprefix("ray::").split(" ")[0].split(".")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stock verl's replay buffer for its asynchronous v1 trainers, looked into as often as steps of 10 seconds call for."""
+"""Stock verl's replay buffer for its asynchronous v1 trainers, polled often enough for steps of 10 seconds."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The race: stock verl's trainers and ours on the same emulated accelerators, the same tasks, as many devices.
+"""The race: stock verl's trainers and this package's on the same tasks and the same number of emulated accelerators.
 
     python benchmarks/race.py benchmarks/race.jsonl [--tasks uniform long_tail] [--settings defaults "threshold 1"]
         [--sides "stock fully_async" fully_async] [--repeats 1]
     python benchmarks/race.py benchmarks/race.jsonl --table
 
-A cell is a run of a main. Each appends a line to the file when it ends; a cell that has its repeats there is passed
-over, so a race goes on where it stopped. ``--table`` writes the table of docs/benchmarks.md from the file and runs
-nothing. All figures come from what the devices record, whoever's main runs above them:
+A cell is a run of a main, which appends a line to the file when it ends; cells that have enough repeats are skipped, so
+an interrupted race continues. ``--table`` writes the table of docs/benchmarks.md from the file and runs nothing. All
+figures come from what the devices record, whichever main runs on them:
 
-- tokens: trained tokens of answers, real ones (a token of the run stands for `TOKEN_SCALE`), a device and second of
-  emulated time, from the end of the update after the first ones to that of the third last.
+- tokens: trained answer tokens (a token of the run stands for `TOKEN_SCALE`) per device and second of emulated time,
+  from the end of the update after the first ones to that of the third last.
 - generation, trainer: the part of that time in which generation slots, and the trainer's devices, were at work.
-- load: processes of the machine that wanted a core, a mean of 15 minutes. With more of them than cores, the parts of a
-  run that are not emulated wait for each other and for other work: compare no such cell.
-- late: by how much the real work of the emulated devices took longer than theirs; above `MOST_LATE` of it the cell
+- load: number of processes of the machine that wanted a core, as a mean over 15 minutes. If there are more than cores,
+  the parts of a run that are not emulated wait for each other and for other work: do not compare such a cell.
+- late: by how much the real work of the emulated devices took longer than theirs; above a share of `MOST_LATE` the cell
   measures the machine, and is not counted.
 """
 
@@ -55,13 +55,13 @@ CHECKOUT = Path(__file__).parents[1]
 DOCUMENT = CHECKOUT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- made by benchmarks/race.py -->", "<!-- end of what benchmarks/race.py made -->"
 LAST = 2
-# Past this part of the devices' time the real work was what took the time, not they.
+# If the real work exceeds the devices' time by more than this share, it determines the result instead of the devices.
 MOST_LATE = 0.1
 STALENESS = ("fully_async/staleness/oldest_token_max", "training/off_policy/trajectory_staleness_worst/max")
 
 
 def cell(name: str, setting: str, task_name: str, folder: Path) -> dict[str, Any]:
-    """Run a side once and read what its devices did."""
+    """Run a side once and evaluate what its devices did."""
     task, side = TASKS[task_name], SIDES[name]
     devices = DEVICES if side.shared else DEVICES // 2
     paths = ensure_task(folder / task.lengths, TaskSettings(lengths=task.lengths))
@@ -103,15 +103,15 @@ def cell(name: str, setting: str, task_name: str, folder: Path) -> dict[str, Any
 
 
 def settings_of(name: str, setting: str, task: Task, steps: int, out: Path) -> list[str]:
-    """Of a side: preset, agent loop and overrides."""
+    """Return the settings of a side: preset, agent loop and overrides."""
     loops = out / "agent_loops.yaml"
-    # Stock's fully_async asks for verl's own loop by its name, whatever is set.
+    # Stock's fully_async asks for verl's own agent loop by name, whatever is configured.
     loops.write_text("".join(f"- name: {loop}\n  _target_: {task.loop}\n" for loop in ("race", "single_turn_agent")))
     return [own_preset(task, name), *common(task, steps, loops), *overrides(name, setting, task)]
 
 
 def run_side(name: str, settings: list[str], out: Path, emulation: Emulation) -> Run:
-    """Run its main to the end."""
+    """Run the side's main to its end."""
     here = str(Path(__file__).parent)
     ours = SIDES[name].ours
     environment = with_helpers(os.environ if ours else stock.stock_environment(CHECKOUT)) | emulation.environment()
@@ -120,12 +120,12 @@ def run_side(name: str, settings: list[str], out: Path, emulation: Emulation) ->
         return run(SIDES[name].main, settings, out / "metrics.jsonl", out, environment)
     metrics = out / "stock.jsonl"
     environment["VERL_FILE_LOGGER_PATH"] = str(metrics)
-    # One process that has imported the stack for all cells of stock.
+    # All cells of stock share one process that has imported the stack.
     return run(SIDES[name].main, settings, metrics, out, environment, shared_forks(environment))
 
 
 def measure(devices: dict[str, list[dict[str, Any]]], task: Task, processes: ProcessTimes) -> dict[str, Any]:
-    """The figures of a run from what its devices recorded, and the CPU time of its processes."""
+    """Return the figures of a run from what its devices recorded, and the CPU time of its processes."""
     trainer = [line for lines in devices.values() for line in lines if line["kind"] in ("update", "log_probs")]
     engine = [line for lines in devices.values() for line in lines if line["kind"] == "step"]
     updates = sorted((line for line in trainer if line["kind"] == "update"), key=_end)
@@ -159,12 +159,12 @@ def _end(line: dict[str, Any]) -> float:
 
 
 def runs_of(lines: list[dict[str, Any]], *key: str) -> list[dict[str, Any]]:
-    """Of this task, setting and side."""
+    """Return the lines of this task, setting and side."""
     return [line for line in lines if (line["task"], line["setting"], line["side"]) == key]
 
 
 def summary(lines: list[dict[str, Any]]) -> str:
-    """One row a setting and side, one column a task; cells without a run that counts stay empty."""
+    """Return a table with a row per setting and side and a column per task; cells without a valid run stay empty."""
     rows = []
     for setting in SETTINGS:
         for name in (side for side in SIDES if setting in SIDES[side].settings):
@@ -175,11 +175,11 @@ def summary(lines: list[dict[str, Any]]) -> str:
 
 
 def _figures(lines: list[dict[str, Any]], task: str, setting: str, name: str) -> str:
-    """Median tokens a device-second, the ratio to stock's fully_async, and the number of runs."""
+    """Return the median tokens per device-second, the ratio to stock's fully_async, and the number of runs."""
     found = [line for line in runs_of(lines, task, setting, name) if line["late"] <= MOST_LATE]
     if not found:
         return ""
-    # A setting of ours alone, such as a bound, is compared with stock's runs without it.
+    # A setting that only this package has, such as a bound, is compared with stock's runs without it.
     of = runs_of(lines, task, setting.partition(",")[0], "stock fully_async")
     tokens, theirs = (statistics.median(line["tokens_per_device_s"] for line in runs) for runs in (found, of))
     return f"{tokens:.0f} ({tokens / theirs:.2f}), {len(found)}"
@@ -216,7 +216,7 @@ def main() -> None:
 def cells(
     tasks: list[str], settings: list[str], sides: list[str], repeats: int, lines: list[dict[str, Any]]
 ) -> Iterator[tuple[str, str, str]]:
-    """Side, setting and task of each run that ``lines``, which grow meanwhile, lack."""
+    """Yield side, setting and task of each run that is missing in ``lines``, which grow meanwhile."""
     for turn in range(repeats):
         for task in tasks:
             for setting in settings:

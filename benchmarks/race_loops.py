@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent loop with a tool that takes time: half of an answer, the tool, the other half."""
+"""An agent loop with a slow tool: it samples half of an answer, waits for the tool, and samples the other half."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOOL_S = 1.0
 
 
 class ToolLoop(SingleTurnAgentLoop):
-    """The tool answers nothing that the model would read; its time is what counts here."""
+    """The tool returns no tokens for the model; only its time matters here."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         half = {**sampling_params, "max_tokens": SHORT_TOKENS // 2, "ignore_eos": True}

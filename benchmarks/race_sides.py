@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sides of the race and their overrides: stock verl's five asynchronous and synchronous trainers, and our modes.
+"""The sides of the race and their overrides: stock verl's synchronous and asynchronous trainers, and this package's
+modes.
 
-All have `DEVICES` accelerators: apart, the trainer has half of them and one replica the other half; sharing, both have
-all of them in turns. Everything else is the same preset, task and agent loop.
+Each side has `DEVICES` accelerators. With separate placement the trainer has half of them and one replica the other
+half; with shared placement both have all of them in turns. Everything else is the same preset, task and agent loop.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True)
 class Task:
-    """What is generated: a preset, an agent loop of `race_loops`, steps that a run has, and the scale of time.
+    """The work to generate: a preset, an agent loop, the steps of a run, and the time scale.
 
-    A token stands for `TOKEN_SCALE`, so answers of 6 are of 1,536 tokens and those of 120 of 30,720.
+    A token stands for `TOKEN_SCALE`, so answers of 6 have 1,536 tokens and those of 120 have 30,720.
     """
 
     preset: str
@@ -52,10 +53,10 @@ ASYNC = "async_training"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is generated ahead, and batches a version, which both have; what is ours alone, if it is not usual.
+    """Staleness threshold and batches per version, for both packages, and settings that only this package has.
 
     Attributes:
-        bypass: whether a mode that would compute log-probs takes them from its engines, as stock's fully_async does.
+        bypass: whether a mode that would compute log-probs uses those of its engines, as stock's fully_async does.
     """
 
     threshold: float = 1
@@ -80,7 +81,7 @@ SETTINGS: Mapping[str, Setting] = {
 class Side:
     """A trainer: its main and its own overrides.
 
-    settings: those that make a difference to it; a side with one of its own runs only that.
+    settings: the settings that make a difference to it; a side with a setting of its own runs only that one.
     """
 
     main: str
@@ -94,7 +95,7 @@ V1 = "verl.trainer.main_ppo"
 WAIT = "trainer.v1.sampler.max_off_policy_strategy=wait"
 BOTH = ("defaults", "threshold 1")
 OURS = tuple(name for name, setting in SETTINGS.items() if not setting.bypass)
-# Taking turns, both sides wait for each other at a swap anyhow.
+# When taking turns, both sides wait for each other at a swap in any case.
 IN_TURNS = tuple(name for name, setting in SETTINGS.items() if setting.at_swap is None)
 SIDES: Mapping[str, Side] = {
     "stock fully_async": Side(stock.FULLY_ASYNC_MAIN, False, False, BOTH),
@@ -132,7 +133,7 @@ APART = [
 
 
 def overrides(name: str, setting: str, task: Task) -> list[str]:
-    """What a side needs beside what all have in common."""
+    """Return what a side needs in addition to what all have in common."""
     side, asked = SIDES[name], SETTINGS[setting]
     found = [*side.own, *([] if side.shared else APART)]
     depth = [f"{ASYNC}.staleness_threshold={asked.threshold}", f"{ASYNC}.trigger_parameter_sync_step={asked.batches}"]
@@ -154,13 +155,14 @@ def overrides(name: str, setting: str, task: Task) -> list[str]:
 def _stock(name: str, setting: str) -> list[str]:
     found = ["trainer.logger=[console,file]", "trainer.resume_mode=disable"]
     if name in ("stock fully_async", "stock one_step_off"):
-        # Set by our mains, to be set by hand in stock's; the search path is right in a checkout of verl only.
+        # This package's mains set these, while stock's need them by hand; the default search path works only in a verl
+        # checkout.
         found += ["hydra.searchpath=[pkg://verl.trainer.config]", "actor_rollout_ref.hybrid_engine=false"]
     if name == "stock fully_async":
         return [*found, "data.gen_batch_size=1", f"rollout.n={ANSWERS}"]
     found.append(f"data.train_batch_size={BATCH}")
     if name in ("stock separate_async", "stock colocate_async"):
-        # Read by its client where the section is there, which the preset brings.
+        # The client reads this setting if the section exists, which the preset adds.
         found.append("+async_training.partial_rollout=true")
         found.append("trainer.v1.sampler.custom_sampler.path=pkg://quick_replay_buffer")
         found.append("trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer")
@@ -178,7 +180,7 @@ def own_preset(task: Task, name: str) -> str:
 
 
 def reward(task: Task, paths: TaskPaths, folder: Path) -> list[str]:
-    """A reward that takes a time; the task's own where that is none."""
+    """Return overrides for a slow reward, or none if the task uses its own reward."""
     if not task.reward_s:
         return []
     file = folder / "slow_reward.py"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time of what a run does for its record of events on the paths of every token, request and trajectory.
+"""CPU time that a run spends on its record of events for every token, request and trajectory.
 
     python benchmarks/record_cost.py
 
-It counts CPU seconds, so what else the machine does hardly matters, and takes the least of `REPEATS` repeats.
+It measures CPU seconds, so other load on the machine hardly matters, and reports the minimum of `REPEATS` repeats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLACES, REPEATS, COUNT = 64, 9, 20_000
 
 
 def microseconds(work: Callable[[int], None]) -> float:
-    """Of one of ``COUNT``, the least of some repeats."""
+    """Return microseconds per item of ``COUNT``, as the minimum over some repeats."""
     found = []
     for _ in range(REPEATS):
         began = time.process_time()
@@ -61,7 +61,7 @@ def requests(count: int) -> None:
 
 
 def trajectories(count: int) -> None:
-    """With one request each, and a reward; and its three rows, written."""
+    """Record trajectories with one request and a reward each, and write their three rows."""
     activity = AwayActivity(time.monotonic)
     with tempfile.TemporaryDirectory() as folder:
         file = EventFile(folder, {})

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's record of events costs it: the same run with and without it, in pairs, on emulated accelerators.
+"""Cost of a run's record of events: the same run with and without it, in pairs, on emulated accelerators.
 
     python benchmarks/record_in_run.py [--repeats 6] [--scenario uniform] [--steps 30]
 
-The devices use no core, so the clock tells what the record adds to a step, and CPU seconds what it takes of all
-processes of a run, from their start. Of each pair the other one is first each time.
+The devices use no core, so wall-clock time shows what the record adds to a step, and CPU seconds what it uses in all
+processes of a run, from their start. The order within a pair alternates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SKIP = 4
 
 
 def measured(scenario: Scenario, events: bool, folder: Path) -> tuple[float, float]:
-    """Seconds a step, and CPU seconds of all processes."""
+    """Return seconds per step, and CPU seconds of all processes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     overrides = (*scenario.overrides, f"async_training.events={str(events).lower()}")
     one_run(replace(scenario, overrides=overrides), folder, folder.parent / "tasks")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that take time beside generation that takes time: what they add to a step.
+"""Measures what slow rewards add to a step beside slow generation.
 
     python benchmarks/rewards.py [--steps 8] [--generation-seconds 9] [--rewards-seconds 7]
 
-Fully asynchronous, 16 prompts of 8 answers of 6 tokens a step, 64 at a time; a decode step takes a fixed time and no
-core (`benchmarks.emulation`), and a reward sleeps. A batch's generation and its rewards, one after the other, would
-take the two numbers of seconds: 180 and 140 in the setting that this stands for, here a twentieth. Reported, from the
-steps after the first ones: seconds a step without rewards and with them, and the share of the rewards' time, queues
-included, in which generation went on; the last step, beside which nothing is generated any more, is left out of it.
+The mode is fully asynchronous, with 16 prompts of 8 answers of 6 tokens per step, 64 at a time; a decode step takes a
+fixed time and no core (`benchmarks.emulation`), and a reward sleeps. A batch's generation and its rewards, one after
+the other, would take the two numbers of seconds; they represent 180 and 140 seconds at a twentieth of the scale. The
+results, from the steps after the first ones: seconds per step without rewards and with them, and the share of the
+rewards' time, including queues, in which generation went on. The last step is left out of the share, because nothing is
+generated beside it any more.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, seco
 
 
 def one_run(steps: int, generation_s: float, rewards_s: float, task: Path) -> Run:
-    """``generation_s`` and ``rewards_s``: of a batch."""
+    """Run once; ``generation_s`` and ``rewards_s`` are the seconds of a batch."""
     rounds = BATCH * ANSWERS / AT_ONCE
     environment = with_helpers(os.environ) | Emulation(decode_step_s=generation_s / rounds / TOKENS).environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environment["PYTHONPATH"]])
@@ -69,7 +70,7 @@ def one_run(steps: int, generation_s: float, rewards_s: float, task: Path) -> Ru
 
 
 def hidden_share(finished: Run) -> float:
-    """Between the steps that are counted, without the last one, at which nothing more is generated."""
+    """Return the share over the counted steps, except the last, at which nothing more is generated."""
     first, last = finished.steps[SKIP - 1][1], finished.steps[-2][1]
     names = "fully_async/rewards/seconds", "fully_async/rewards/hidden_share"
     (began, began_share), (ended, ended_share) = ([step[name] for name in names] for step in (first, last))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the start of a main to its first step: this package with and without forked workers, and stock verl.
+"""Time from the start of a main to its first step: this package with and without forked workers, and stock verl.
 
     python benchmarks/startup.py [--repeats 3] [--only forked,rehearsed]
 
 `rehearsed` is `forked` with a rehearsal, whose own seconds are printed as well. All run the built-in task with one
-trainer rank and one replica, one after the other, in turns. Also printed: when each process of the run appeared and the
-CPU time that it had used when the first step was done.
+trainer rank and one replica, one after the other, alternately. It also prints when each process of the run appeared and
+the CPU time that it had used when the first step was done.
 """
 
 from __future__ import annotations

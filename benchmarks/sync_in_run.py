@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long each side stands still for a weight sync, in runs of the fully-asynchronous main.
+"""Measures how long each side stands still for a weight sync, in runs of the fully-asynchronous main.
 
     python benchmarks/sync_in_run.py [--steps 3] [--masters bf16]
 
-One trainer rank and one replica on the built-in task, once with its own tiny model and once with an untrained model of
-0.5B parameters (the shape of Qwen2.5-0.5B, bf16 in the engine; a step of it takes minutes on two cores), each
-published beside training and inline. Medians over the steps' syncs: the transfer itself (`weight_sync/seconds`, ended
-when the engine has taken every tensor), the whole sync, the time in which no replica generated and that in which the
-trainer waited, and their shares of the sync. How the transfer compares with a copy in memory is for `weight_sync.py`.
+One trainer rank and one replica run the built-in task, once with its own tiny model and once with an untrained model of
+0.5B parameters (the shape of Qwen2.5-0.5B, bf16 in the engine; a step of it takes minutes on two cores), each published
+beside training and inline. The results are medians over the steps' syncs: the transfer itself (`weight_sync/seconds`,
+until the engine has received every tensor), the whole sync, the time in which no replica generated and that in which
+the trainer waited, and their shares of the sync. `weight_sync.py` compares the transfer with a copy in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SYNC = {
     "trainer_paused_s": "fully_async/weight_sync/trainer_paused_seconds",
 }
 BF16 = "{param_dtype:bf16,reduce_dtype:bf16,buffer_dtype:bf16}"
-# One short step is enough between two syncs, and all that two cores can do with half a billion parameters.
+# Two cores can only do one short step between two syncs with half a billion parameters, and that is enough.
 LARGE = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.rollout.n=2",
@@ -46,7 +46,7 @@ LARGE = [
 
 
 def half_billion(task: TaskPaths, folder: Path) -> Path:
-    """An untrained model of that size that speaks the task's language."""
+    """Create an untrained model of that size with the task's tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def measure(task: TaskPaths, extra: list[str], steps: int) -> dict[str, float]:
-    """Medians over the syncs of one run."""
+    """Return medians over the syncs of one run."""
     with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         overrides = [
             "preset=tiny_cpu",
@@ -99,7 +99,7 @@ def measure(task: TaskPaths, extra: list[str], steps: int) -> dict[str, float]:
             f"trainer.total_training_steps={steps}",
         ]
         seen = run("recipe.fully_async.main", overrides, Path(out) / "metrics.jsonl", Path(out)).steps
-    # Published beside training, a sync is in the record of a later step than the one that began it.
+    # If weights are published beside training, a sync is in the record of a later step than the one that began it.
     found = {name: [step[key] for _, step in seen if key in step] for name, key in SYNC.items()}
     medians = {name: statistics.median(values) for name, values in found.items()}
     sent = next(step["weight_sync/bytes"] for _, step in seen if "weight_sync/bytes" in step)

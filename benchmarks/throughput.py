@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps per second of the fully-asynchronous main against stock verl's, on the same task and cores.
+"""Compares steps per second of the fully-asynchronous main with stock verl's, on the same task and cores.
 
     python benchmarks/throughput.py [--steps 20] [--repeats 3]
 
-One trainer rank and one replica, 16 prompts of 8 answers a step, a weight sync after each step, one version of
-staleness, interruption on; answers of uniform length, then long-tailed (one in 20 is 20 times as long). Both mains take
-the same preset, and both start their workers as forks, so only the steps differ. Counted by the clock, without the
-first steps.
+There are one trainer rank and one replica, 16 prompts of 8 answers per step, a weight sync after each step, one version
+of staleness, and interruption; answers have uniform lengths, then long-tailed ones (one in 20 is 20 times as long).
+Both mains have the same preset, and both start their workers as forks, so only the steps differ. The rate is measured
+in wall-clock time, without the first steps.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def theirs(task: TaskPaths, preset: str, steps: int) -> Run:
         with Prefork(environment) as forks:
             settings = [
                 *overrides(task, preset, steps, Path(out), ray_dir, plus="+"),
-                # The file's own search path is right from within a verl checkout only.
+                # The file's own search path works only within a verl checkout.
                 "hydra.searchpath=[pkg://verl.trainer.config]",
-                # Set by our main, to be set by hand in stock's.
+                # This package's main sets these; stock's needs them by hand.
                 "actor_rollout_ref.hybrid_engine=false",
                 "data.gen_batch_size=1",
                 f"rollout.n={ANSWERS}",

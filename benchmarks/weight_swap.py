@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long generation pauses for a weight sync, by how the weights get into the engine, side by side.
+"""Measures how long generation pauses for a weight sync, for each way in which weights get into the engine.
 
     python benchmarks/weight_swap.py [--models tiny 0.5B] [--repeats 10]
 
-One real rollout replica under requests, the real publisher, and a sender in place of a trainer; decode steps take a
-fixed time that uses no core (`benchmarks.emulation`). The ways take turns, one sync each. Medians: the whole sync, its
-transfer, the pause of generation as the publisher sees it (from its call, which waits for the end of a decode step) and
-its share of the sync, for how long the engine then took no step, and the rate of decode steps while weights were staged
-over the rate in as long a time before.
+It uses one real rollout replica under requests, the real publisher, and a sender in place of a trainer; decode steps
+take a fixed time that uses no core (`benchmarks.emulation`). The ways alternate, one sync each. The results are medians
+of: the whole sync, its transfer, the pause of generation as the publisher sees it (from its call, which waits for the
+end of a decode step) and its share of the sync, the time for which the engine took no step, and the rate of decode
+steps while weights were staged relative to the rate in an equally long time before.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ LARGE = [
 
 
 def rate(record: Path, began: float, ended: float) -> float:
-    """Decode steps a second between two moments."""
+    """Return decode steps per second between two moments."""
     lines = [line for found in records(record).values() for line in found if line["kind"] == "step"]
     steps = sum(began < line["began"] + STEP_S <= ended for line in lines)
     return steps / (ended - began)
 
 
 def stood_still(record: Path, began: float, ended: float) -> float:
-    """The longest time without a decode step of which a part is between two moments."""
+    """Return the longest time without a decode step that overlaps the time between two moments."""
     lines = [line for found in records(record).values() for line in found if line["kind"] == "step"]
     steps = sorted((line["began"], line["began"] + line["device_s"] + line["late_s"]) for line in lines)
     gaps = ((end, start) for (_, end), (start, _) in itertools.pairwise(steps))
@@ -55,7 +55,7 @@ def stood_still(record: Path, began: float, ended: float) -> float:
 
 
 def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
-    # verl reads its platform as it is imported.
+    # verl reads its platform when it is imported.
     from swap_scenario import WAYS, Requests, start
 
     from recipe.async_engine.rollout.client import ResumingClient

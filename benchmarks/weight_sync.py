@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One weight sync through the checkpoint engine `recipe_gloo`, against a plain copy of the same bytes in memory.
+"""Compares one weight sync through the checkpoint engine `recipe_gloo` with a plain copy of the same bytes in memory.
 
     python benchmarks/weight_sync.py [--repeats 7] [--replicas 1] [--bucket-mib 64]
 
-Sender and receivers are processes of their own; a receiver copies each tensor out of its bucket into a buffer of its
-own, as an engine that loads it would. Both sum the bits, and the sums are compared. Shapes: a tiny model, and a
-0.5B-parameter one (Qwen2.5-0.5B) in bf16. The plain copy is one process's `Tensor.copy_` of the same tensors, in turns
-with the syncs. How long generation stands still in a run is the metric
-`fully_async/weight_sync/generation_paused_seconds`.
+Sender and receivers are separate processes; a receiver copies each tensor out of its bucket into a buffer of its own,
+as an engine that loads it would. Both compute checksums, which are compared. The shapes are those of a tiny model and
+of a 0.5B-parameter one (Qwen2.5-0.5B) in bf16. The plain copy is one process's `Tensor.copy_` of the same tensors,
+alternating with the syncs. The metric `fully_async/weight_sync/generation_paused_seconds` shows how long generation
+stands still in a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ANSWER_S = 300
 def shapes(
     layers: int, hidden: int, feed_forward: int, key_value: int, vocabulary: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Qwen2 model with tied embeddings."""
+    """Return names and shapes of a Qwen2 model with tied embeddings."""
     rows: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocabulary, hidden))]
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
@@ -65,7 +65,7 @@ def tensors(model: str, fill: float) -> dict[str, torch.Tensor]:
 
 
 def member(pipe: Any, is_master: bool, model: str, bucket_bytes: int) -> None:
-    """One process: a command in, its answer out."""
+    """Serve commands in one process, answering each."""
     engine = GlooCheckpointEngine(bucket_bytes, is_master=is_master, timeout_s=120.0, connect_timeout_s=30.0)
     sender = SummedSender(engine)
     own = tensors(model, 1.0 if is_master else 0.0)
@@ -128,7 +128,7 @@ def sync(members: list[Member], version: int) -> float:
         each.start("receive", version=version)
     checksums = {each.answer() for each in members}
     seconds = time.perf_counter() - began
-    assert len(checksums) == 1, "a receiver got something else than was sent"
+    assert len(checksums) == 1, "a receiver got other weights than were sent"
     return seconds
 
 

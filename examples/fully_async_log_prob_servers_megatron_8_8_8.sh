@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fully-asynchronous GRPO with log-prob servers, Megatron throughout: 8 accelerators train, 8 generate, 8 compute
-# log-probs. Three nodes of 8 with Ray running on them; start it on one of them. Further arguments win over these.
+# log-probs. Three nodes of 8 with Ray running on them; start it on one of them. Further arguments override these.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}

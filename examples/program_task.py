@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python examples/program_task.py --out DIR``: small programming problems for the reward `recipe.programs.reward`.
 
-Each problem is a sentence and a program over numbers that are drawn from a seed; its test cases are made by running the
-reference solution. Equal arguments give equal files. A model that writes Python can learn from it: the tiny model of
-the built-in task cannot, it only shows that a run with these rewards works (tests/e2e/test_program_rewards.py).
+Each problem is a sentence and a program over numbers drawn with a seed; its test cases come from running the reference
+solution. Equal arguments give equal files. A model that writes Python can learn from it. The tiny model of the built-in
+task cannot, and only shows that a run with these rewards works (tests/e2e/test_program_rewards.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TEMPLATES = (
 
 
 def make_problems(count: int, seed: int, split: str) -> list[dict[str, Any]]:
-    """Rows in verl's schema, with the reference solution in ``extra_info``."""
+    """Return rows in verl's schema, with the reference solution in ``extra_info``."""
     rng = random.Random(f"programs-{seed}-{split}")
     return [_make(TEMPLATES[n % len(TEMPLATES)], n, rng, split) for n in range(count)]
 
@@ -76,7 +76,7 @@ def _make(template: Template, index: int, rng: random.Random, split: str) -> dic
 
 
 def _solve(solution: str, given: str) -> str:
-    """What a reference solution, which is ours, writes."""
+    """Return the output of a reference solution, which is trusted code of this file."""
     written: list[str] = []
     space = {"input": lambda: given.rstrip("\n"), "print": lambda *words: written.append(" ".join(map(str, words)))}
     exec(solution, space)
@@ -84,7 +84,7 @@ def _solve(solution: str, given: str) -> str:
 
 
 def write(folder: Path, train_size: int, val_size: int, seed: int) -> tuple[Path, Path]:
-    """Write ``train.parquet`` and ``val.parquet``; returns their paths."""
+    """Write ``train.parquet`` and ``val.parquet``; return their paths."""
     import pyarrow
     from pyarrow import parquet
 

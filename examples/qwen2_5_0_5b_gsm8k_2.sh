@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of Qwen2.5-0.5B-Instruct on GSM8K with 2 accelerators, or 1 with MODE=partial_rollout. One machine; it starts
 # its own Ray. MODE: one_step_off, fully_async, partial_rollout (which shares all accelerators). MODEL, TRAIN, VAL:
-# model and data. Further arguments win over these.
+# model and data. Further arguments override these.
 set -euo pipefail
 
 MODE=${MODE:-fully_async}

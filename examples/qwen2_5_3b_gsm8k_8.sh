@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of Qwen2.5-3B-Instruct on GSM8K with 8 accelerators. One machine; it starts its own Ray. MODE: one_step_off,
 # fully_async, fully_async_servers, partial_rollout (which shares all accelerators). MODEL, TRAIN, VAL: model and
-# data. Further arguments win over these.
+# data. Further arguments override these.
 set -euo pipefail
 
 MODE=${MODE:-fully_async}

@@ -2,7 +2,7 @@
 # GRPO of Qwen2.5-7B-Instruct with 2 nodes of 8 accelerators. Ray runs on all nodes (`ray start --head` on one, `ray
 # start --address=...` on the others); start this on one of them. MODE: one_step_off, fully_async,
 # fully_async_servers, partial_rollout (which shares all accelerators). MODEL, TRAIN, VAL: model and data. Further
-# arguments win over these.
+# arguments override these.
 set -euo pipefail
 
 MODE=${MODE:-fully_async}

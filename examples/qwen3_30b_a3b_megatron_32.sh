@@ -2,7 +2,7 @@
 # GRPO of Qwen3-30B-A3B, a mixture of experts, with Megatron and 4 nodes of 8 accelerators. Ray runs on all nodes
 # (`ray start --head` on one, `ray start --address=...` on the others); start this on one of them. MODE:
 # one_step_off, fully_async, fully_async_servers, partial_rollout (which shares all accelerators). MODEL, TRAIN, VAL:
-# model and data. Further arguments win over these.
+# model and data. Further arguments override these.
 set -euo pipefail
 
 MODE=${MODE:-fully_async}
@@ -60,7 +60,7 @@ partial_rollout)
         data.train_batch_size=256
         async_training.staleness_threshold=1
         async_training.max_staleness=4
-        # The accelerators' memory is the engines' in their turn.
+        # The engines use the accelerators' memory during their turn.
         actor_rollout_ref.actor.megatron.param_offload=true
         actor_rollout_ref.actor.megatron.optimizer_offload=true
     )

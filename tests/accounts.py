@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds of the account of every run: each second and each token is in one class, and the sums close.
+"""Checks on the account of every run: each second and each token is in one class, and the sums close.
 
-`main_runs.run_main` and `drilled_run` check it of each run that ends well, so that every end-to-end test and every
-drill does.
+`main_runs.run_main` and `drilled_run` apply them to each run that ends well, so every end-to-end test and every drill
+does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EVERY_RUN = {Class.TRAINING, Class.DECODING, Class.PREFILL, Class.START_UP}
 
 
 def check_seconds(account: Mapping[str, Any]) -> None:
-    """Of each device, in the keys of ``summary.json``: its classes are its life, and hardly a second is not known."""
+    """Check that each device's classes, as in ``summary.json``, add up to its life, with hardly any unknown time."""
     for device, seconds in account["seconds"].items():
         life = seconds["life"]
         classes = {name: value for name, value in seconds.items() if name not in ("accelerators", "life")}
@@ -32,12 +32,12 @@ def check_seconds(account: Mapping[str, Any]) -> None:
 
 
 def check_account(run: FinishedRun) -> dict[str, Any]:
-    """The account of a run that ended well, checked."""
+    """Return the account of a run that ended well, after checking it."""
     account = run.summary["account"]
     assert account["closes"], account
     check_seconds(account)
     if run.summary["steps"] > run.summary["resumed"]["step"]:
-        # A resumed run may train what its checkpoint has, and sample nothing.
+        # A resumed run may only train what is in its checkpoint, and sample nothing.
         expected = EVERY_RUN if account["tokens"]["sampled"] else EVERY_RUN - {Class.DECODING, Class.PREFILL}
         assert {name for name, value in account["accelerator_seconds"].items() if value > 0} >= expected, account
     check_tokens(run)
@@ -45,7 +45,7 @@ def check_account(run: FinishedRun) -> dict[str, Any]:
 
 
 def check_if_recorded(run: FinishedRun) -> None:
-    """Of any run: the account, if it has one, is as it must be for how the run ended."""
+    """Check the account of any run that has one, according to how the run ended."""
     if not (run.folder / "summary.json").is_file() or (account := run.summary.get("account")) is None:
         return
     if run.returncode == 0:
@@ -60,7 +60,7 @@ def check_tokens(run: FinishedRun) -> dict[str, int]:
     assert tokens["sampled"] + tokens["restored"] == ended, tokens
     assert tokens["not_known"] == 0, tokens
     if run.summary["resumed"]["step"] == 0:
-        # The trainer counts them in its batches.
+        # The trainer counts trained tokens in its batches.
         assert tokens["trained"] == sum(run.column("fully_async/sampled_tokens")), tokens
     header, table, notes = read(files(run.folder)[-1])
     assert not notes

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comes before every test module: takes the platform that a main would take here, and makes helpers importable.
+"""Loaded before every test module: selects the platform that a main would select here, and makes helpers importable.
 
-The platform comes first because verl reads it once, when it is imported, whichever module imports it. Test modules are
-imported by path, not through `sys.path`, so the folders of their helpers are added to it.
+The platform comes first because verl reads it once, when any module imports it. Test modules are imported by path, not
+through `sys.path`, so the folders of their helpers are added to it.
 """
 
 import importlib
@@ -26,15 +26,15 @@ ROOMS = ("core", "config", "plan", "integration", "e2e", "contracts", "gpu")
 sys.path[:0] = [str(Path(__file__).parent / room) for room in ROOMS]
 os.environ.update(choose_platform(os.environ, inspect_machine()).environment)
 
-with suppress(ModuleNotFoundError):  # A cluster that runs `-m gpu` lacks it.
-    # How long an example takes says how busy the machine is.
+with suppress(ModuleNotFoundError):  # Hypothesis is missing on a cluster that runs `-m gpu`.
+    # The duration of an example depends on how busy the machine is.
     settings = importlib.import_module("hypothesis").settings
     settings.register_profile("any machine", deadline=None)
     settings.load_profile("any machine")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m gpu`` the others' modules stay unread: they import development tools, which a cluster lacks."""
+    """Skip other modules with ``-m gpu``: they import development tools, which a cluster lacks."""
     folder = Path(__file__).parent
     if config.option.markexpr.strip() != "gpu" or folder not in collection_path.parents:
         return None
@@ -43,7 +43,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """Processes that share the tests (xdist) are forks too, by what this one starts for all of them."""
+    """Make the processes among which xdist divides the tests forks of the shared process."""
     for spec in specs:
         spec.python = str(shared_forks(usual_environment()))
 
@@ -55,7 +55,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_yaml() -> Iterator[None]:
-    """Hundreds of tests compose the same configuration files: each is parsed once in a process."""
+    """Parse each configuration file once per process, because hundreds of tests compose the same ones."""
     parse, parsed = yaml.load, {}
 
     def load(stream: Any, Loader: Any) -> Any:
@@ -71,14 +71,14 @@ def quick_yaml() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the processes that share the tests share."""
+    """A folder for all processes among which the tests are divided."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session")
 def long_tail_task(shared_folder: Path) -> TaskPaths:
-    """Every twentieth prompt, the eleventh first, has an answer of 121 tokens; the others of 6."""
+    """A task in which every twentieth prompt, first the eleventh, has an answer of 121 tokens, and the others of 6."""
     return ensure_task(
         shared_folder / "long_tail" / "task", TaskSettings(lengths="long_tail", train_size=400, val_size=200)
     )
@@ -91,5 +91,5 @@ def forks(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """The processes that workers and runs are forked from end with the session."""
+    """End the shared processes from which workers and runs are forked."""
     end_shared_forks()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of metrics: in docs/metrics.md, in verl's source, and in what a run wrote."""
+"""Names of metrics: in docs/metrics.md, in verl's source, and in the output of a run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ SOURCES = {
     "experimental/fully_async_policy": {FULLY_ASYNC},
     "experimental/one_step_off_policy": {ONE_STEP_OFF},
 }
-"""Where stock's trainers make metrics, and which trainers they are of."""
+"""The files in which stock's trainers create metrics, with the trainers that use them."""
 RENAMED = {
-    # Between where a name is made and where it is written.
+    # verl changes these names between creating and writing them.
     r"agent_loop/.*": r"timing_s/\g<0>",
     r"(count|monitor|static|processing_time)/.*": r"fully_async/\g<0>",
     r"timing_s/(rollouter/.*)": r"\1",
@@ -46,13 +46,13 @@ RENAMED = {
     r"\*/(min|max|mean|minmax_diff|balanced_min|balanced_max)": r"global_seqlen/\1",
 }
 NO_METRICS = re.compile(r"hybrid/.*")
-"""What is looked up by a name with a slash in it."""
+"""Names with a slash that are not metrics."""
 NAME = re.compile(r"[\w*@-]+(/[\w*@.-]+)+")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the page: patterns of names, stock's trainers that write them, and what is said of them here."""
+    """A row of the page: patterns of names, the stock trainers that write them, and the remark on this package."""
 
     patterns: tuple[str, ...]
     stock: frozenset[str]
@@ -76,27 +76,27 @@ def rows() -> list[Row]:
 
 
 def expanded(pattern: str) -> Iterator[str]:
-    """The patterns that one with ``{a,b}`` stands for."""
+    """Return the patterns for which one with ``{a,b}`` stands."""
     parts = re.split(r"\{([^}]*)\}", pattern)
     choices = [part.split(",") if number % 2 else [part] for number, part in enumerate(parts)]
     return ("".join(choice) for choice in itertools.product(*choices))
 
 
 def row_of(name: str, table: Iterable[Row]) -> Row | None:
-    """The first row that names it itself, else the first one whose pattern does."""
+    """Return the first row with exactly this name, else the first one with a matching pattern."""
     there = [row for row in table if row.has(name)]
     return next((row for row in there if name in row.patterns), next(iter(there), None))
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Those that a run wrote and that the page does not have, or says are not here."""
+    """Return the names written by a run that the page lacks, or that it says do not exist here."""
     table = rows()
     found = {name: row_of(name, table) for name in names}
     return sorted(name for name, row in found.items() if row is None or row.here.startswith("not here"))
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """What every run is said to write, and these are not."""
+    """Return the names that the page promises for every run and that are not among these."""
     written = set(names)
     always = [row for row in rows() if re.match(r"the same($|:|;)", row.here)]
     plain = [name for row in always for name in row.patterns if "*" not in name]
@@ -104,7 +104,7 @@ def missing(names: Iterable[str]) -> list[str]:
 
 
 def stock_names() -> dict[str, set[str]]:
-    """The metrics of stock verl, by their names, ``*`` for what is filled in: the trainers that write them."""
+    """Return the metrics of stock verl, with ``*`` for variable parts, and the trainers that write them."""
     found: dict[str, set[str]] = {}
     for source, trainers in SOURCES.items():
         place = VERL / source
@@ -117,7 +117,7 @@ def stock_names() -> dict[str, set[str]]:
 
 
 def parts(module: ast.Module, trainers: set[str]) -> Iterator[tuple[ast.AST, set[str]]]:
-    """The parts of a file, and whose they are: of verl's first trainer the experimental ones have all but its loop."""
+    """Yield a file's parts and their trainers; the experimental ones use verl's first trainer except its loop."""
     for part in module.body:
         if isinstance(part, ast.ClassDef) and part.name == "RayPPOTrainer":
             for method in part.body:
@@ -127,7 +127,7 @@ def parts(module: ast.Module, trainers: set[str]) -> Iterator[tuple[ast.AST, set
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """Keys of dictionaries, what is assigned to, and what is timed, where they look like metrics."""
+    """Yield dictionary keys, assignment targets and timer names that look like metrics."""
     for node in ast.walk(tree):
         for name in map(written, _names_at(node)):
             if name and NAME.fullmatch(name) and not NO_METRICS.fullmatch(name):

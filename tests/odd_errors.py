@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users' functions raise: one table for rewards, agent loops, tools and rows, with the words that must be said.
+"""Errors of users' functions: one table for rewards, agent loops, tools and rows, with the expected words.
 
-Imports nothing but the standard library: a reward process has no room for more.
+It imports only the standard library, because a reward process has no memory for more.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ WORDS = "the calculator is out of order"
 
 
 class OwnError(Exception):
-    """Of the user's own file."""
+    """An exception of the user's own file."""
 
 
 class NeedsTwo(Exception):
-    """Pickles, and does not unpickle, as errors of HTTP clients do."""
+    """An exception that can be pickled but not unpickled, like errors of HTTP clients."""
 
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class ShowsNothing(Exception):
 
 
 def never_closed() -> Any:
-    """A generator that goes on where it is closed."""
+    """A generator that continues when it is closed."""
     while True:
         try:
             yield 1
@@ -72,7 +72,7 @@ class SubText(str):
 
 
 class Own(BaseException):
-    """No `Exception`."""
+    """An exception that does not derive from `Exception`."""
 
 
 class OddMeta(type):
@@ -284,7 +284,7 @@ RAISING: dict[str, tuple[Callable[[], Any], str]] = {
     "an error in a finally": (_in_finally, WORDS),
     "an error in an exit": (_in_exit, WORDS),
 }
-"""By name: what raises, and the words of a message about it, as an expression."""
+"""By name: a function that raises, and a regular expression for the message about it."""
 
 
 def _closed() -> io.StringIO:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users' agent loops and tools may do: raise in every way, and return what nobody expects.
+"""Actions of users' agent loops and tools: raising in every way, and returning what nobody expects.
 
-Each row of `RAISING` is called where it should do something; the words that it says are to be found by whoever reads
-the run's log. Each row of `RETURNED` is what an agent loop changes of a sound output, and which field the message has
-to name; None where it is to be taken as the plain value that it stands for.
+Each row of `RAISING` is called in place of a normal action; its words must appear in the run's log. Each row of
+`RETURNED` is a change to an agent loop's valid output, and the field that the message must name; None if the output is
+accepted as the plain value that it stands for.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Opaque:
-    """Pickles, and does not unpickle."""
+    """An object that can be pickled but not unpickled."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users' agent loops and tools do, as a table: by name a loop, and what is to be said of it.
+"""Behaviours of users' agent loops and tools as a table: a loop by name, and what must be reported about it.
 
-A loop here is a function of the agent loop that does it (`OddLoop`), verl's sampling parameters and the data's row.
-What stands beside it is an expression for the words that its group fails with, or None where its answers are trained.
-`LOOPS` harm nobody else, `DEADLY` end or block their process.
+A loop here is a function of the agent loop that runs it (`OddLoop`), verl's sampling parameters and the data's row. The
+second value is a regular expression for the error of its group, or None if its answers are trained. `LOOPS` do not
+affect others, `DEADLY` end or block their process.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 
 class OddLoop(Protocol):
-    """What a loop of the table needs."""
+    """The interface that a loop of the table needs."""
 
     async def sound(self, sampling_params: dict[str, Any]) -> AgentLoopOutput:
-        """What a right loop returns: two tokens of the engine's answer."""
+        """Return a correct output: two tokens of the engine's answer."""
 
     async def ask(self, sampling_params: dict[str, Any], prompt_ids: list[int]) -> Any:
-        """The engine's answer."""
+        """Return the engine's answer."""
 
     def output(self, prompt_ids: list[int], response_ids: list[int]) -> AgentLoopOutput:
-        """As if these tokens were an answer."""
+        """Return an output as if these tokens were an answer."""
 
 
 Loop = Callable[[Any, dict[str, Any], dict[str, Any]], Awaitable[Any]]
@@ -54,7 +54,7 @@ Table = dict[str, tuple[Loop, str | None]]
 
 
 def raising(function: Callable[[], Any], where: str = "before") -> Loop:
-    """A loop that calls the function before its answer, after it, or in a thread."""
+    """Return a loop that calls the function before its answer, after it, or in a thread."""
 
     async def run(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
         if where == "after":
@@ -68,7 +68,7 @@ def raising(function: Callable[[], Any], where: str = "before") -> Loop:
 
 
 def returning(changes: dict[str, Any]) -> Loop:
-    """A loop whose output has these fields."""
+    """Return a loop whose output has these fields."""
 
     async def run(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
         return (await loop.sound(sampling_params)).model_copy(update=changes)
@@ -77,7 +77,7 @@ def returning(changes: dict[str, Any]) -> Loop:
 
 
 def returning_instead(made: Callable[[AgentLoopOutput], Any]) -> Loop:
-    """A loop that returns what is made of a right output."""
+    """Return a loop that returns ``made`` of a correct output."""
 
     async def run(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
         return made(await loop.sound(sampling_params))
@@ -85,7 +85,7 @@ def returning_instead(made: Callable[[AgentLoopOutput], Any]) -> Loop:
     return run
 
 
-# What a loop or a tool does to its process.
+# Actions of a loop or a tool on its process.
 
 
 def blocks() -> None:
@@ -165,7 +165,7 @@ def changes_the_locale() -> None:
 
 
 def replaces_handlers() -> None:
-    # Where it is the main thread's, which it is not everywhere.
+    # Only possible in the main thread.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         try:
             signal.signal(number, signal.SIG_IGN)
@@ -257,12 +257,12 @@ HARMLESS: dict[str, Callable[[], Any]] = {
         *(swallows, finalizes_badly, ignores_a_close, a_coroutine_of_nobody, a_future_of_nobody),
     )
 }
-"""Of these nobody notices anything."""
+"""Actions without any noticeable effect."""
 OURSELVES = {function.__name__: function for function in (blocks, prints, forks, sets_policies, swallows)}
-"""Those of them that tests may do to their own process."""
+"""Those of them that tests may perform on their own process."""
 
 
-# What a loop does to its own trajectory.
+# Actions of a loop on its own trajectory.
 
 
 async def leaves_tasks(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
@@ -384,7 +384,7 @@ BEHAVING: dict[str, tuple[Any, str | None]] = {
     "gives up an answer": (gives_up_an_answer, None),
 }
 
-# Where the event loop is an agent-loop worker's.
+# For the event loop of an agent-loop worker.
 IN_A_WORKER: Table = {"gathers exits": (gathers_exits, WORDS)}
 
 LOOPS: Table = {
@@ -397,7 +397,7 @@ LOOPS: Table = {
 }
 
 
-# What costs a process.
+# Actions that cost a process.
 
 
 def _in_a_callback() -> None:

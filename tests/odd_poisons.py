@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent loop may change in its process, or in what its trajectories share, so that no other can run there."""
+"""Changes by an agent loop to its process, or to state its trajectories share, after which no other loop can run
+there.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ POISONS: dict[str, Callable[[Any], Any]] = {
 
 
 def and_raises(poison: Callable[[Any], Any]) -> Loop:
-    """A loop that does this and raises."""
+    """Return a loop that does this and raises."""
 
     async def run(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
         poison(loop)
@@ -91,7 +93,7 @@ def and_raises(poison: Callable[[Any], Any]) -> Loop:
 
 
 def and_gets_away(poison: Callable[[Any], Any]) -> Loop:
-    """A loop that does this when it is over."""
+    """Return a loop that does this after it has ended."""
 
     async def run(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
         asyncio.get_running_loop().call_later(0.5, poison, loop)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that raise, return, hang, fork, print, exit, allocate and monkeypatch, as a table, and one that is right.
+"""Rewards that raise, return, hang, fork, print, exit, allocate and monkeypatch, as a table, and a correct one.
 
-The file of a reward function: `compute_score` goes wrong in the way that the answer's text, or ``way`` of its
-``extra_info``, names. The table `WAYS` says what each call comes to, for tests: a score, or what the error says. No way
-does more than it has to: the machine is the tests'.
+This is the file of a reward function: `compute_score` misbehaves in the way that the answer's text, or ``way`` of its
+``extra_info``, names. For tests the table `WAYS` has the result of each call: a score, or the error's text. The ways
+are as mild as possible, because they run on the tests' machine.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).parent))  # as a reward's file finds its own modules
+sys.path.append(str(Path(__file__).parent))  # lets a reward's file import its own modules
 from odd_errors import RAISING, WORDS, OwnError, SubText, never_closed
 
 SCORED, RAISED, DIED, LATE = "scored", "raised", "died", "late"
 
 
 class Way(NamedTuple):
-    """What a way does, and what its call comes to.
+    """A misbehaviour and the result of its call.
 
     Attributes:
         ends: one of the four above.
-        says: of a score, its value; of an error, what its message has.
+        says: the value of a score, or a part of an error's message.
         alone: whether it may also harm later calls in its own process, which docs/rewards.md allows.
     """
 
@@ -70,11 +70,11 @@ class Way(NamedTuple):
 
 WAYS: dict[str, Way] = {}
 HARMLESS: list[str] = []
-"""Ways that only raise or return something: also for functions that run in a reward worker itself."""
+"""Ways that only raise or return something, which may also run in a reward worker itself."""
 
 
 def way(name: str, ends: str, says: Any, alone: bool = False) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Put a function into the table."""
+    """Add a function to the table."""
 
     def put(do: Callable[[], Any]) -> Callable[[], Any]:
         WAYS[name] = Way(do, ends, says, alone)
@@ -84,7 +84,7 @@ def way(name: str, ends: str, says: Any, alone: bool = False) -> Callable[[Calla
 
 
 def returns(name: str, make: Callable[[], Any], score: Any = None, refused: str | None = None) -> None:
-    """Put a way into the table that returns what ``make`` makes: with this score, or refused with these words."""
+    """Add a way that returns the result of ``make``: with this score, or refused with these words."""
     WAYS[name] = Way(make, SCORED if refused is None else RAISED, score if refused is None else refused)
     HARMLESS.append(name)
 
@@ -147,7 +147,7 @@ class Grade(enum.IntEnum):
 
 
 class Bare:
-    """Nothing that another process could know."""
+    """A class that no other process knows."""
 
 
 class FailingFloat:
@@ -196,7 +196,7 @@ class Endless(Mapping):  # type: ignore[type-arg]
         return itertools.count()
 
 
-# verl loads the file as no module that dataclasses could look postponed annotations up in.
+# verl loads the file without entering it in sys.modules, where dataclasses look up postponed annotations.
 Report = dataclasses.make_dataclass("Report", [("score", float, 1.0)])
 
 
@@ -290,7 +290,7 @@ returns("weak reference", lambda: {"score": 1.0, "w": weakref.ref(Bare)}, refuse
 returns("view of memory", lambda: {"score": 1.0, "v": memoryview(b"x")}, 1.0)
 
 
-# -- what else code does
+# -- other actions of code
 
 
 @way("prints megabytes", SCORED, 1.0)
@@ -361,7 +361,7 @@ def kills_itself() -> Any:
 
 @way("kills its parent", DIED, "ended|closed")
 def kills_its_parent() -> Any:
-    # Where that has ended already, its parent is who has taken it in: the test itself.
+    # If the fork server has ended already, the parent is whoever adopted this process: the test itself.
     if b"forkserver" in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
         os.kill(os.getppid(), signal.SIGKILL)
     os._exit(1)
@@ -457,7 +457,7 @@ def closes_files() -> Any:
 @way("closes streams", SCORED, 1.0, alone=True)
 def closes_streams() -> Any:
     for stream in (0, 1, 2):
-        with contextlib.suppress(OSError):  # it has done so before in this process
+        with contextlib.suppress(OSError):  # an earlier call in this process has killed it
             os.close(stream)
     sys.stdout = sys.stderr = None  # type: ignore[assignment]
     return 1.0
@@ -582,7 +582,7 @@ class _Finalized:
         raise OwnError("in the end")
 
 
-# -- and what else it leaves
+# -- and things that code leaves behind
 
 
 @way("exits in a thread", SCORED, 1.0)
@@ -774,12 +774,12 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     **rest: Any,
 ) -> Any:
-    """A score, or what the way does that is asked for; those that name none get 1.0."""
+    """Return a score, or do what the requested way does; without a way the score is 1.0."""
     asked = WAYS.get(str((extra_info or {}).get("way", solution_str)))
     return 1.0 if asked is None else asked.do()
 
 
 async def compute_score_later(**arguments: Any) -> Any:
-    """As `compute_score`, asynchronously."""
+    """Like `compute_score`, but asynchronous."""
     await asyncio.sleep(0)
     return compute_score(**arguments)

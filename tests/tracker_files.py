@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers that write to files below one folder, and what a reader finds there."""
+"""Trackers that write to files below one folder, and readers for their files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROJECT = "tracked"
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What has all four of them write below ``folder``, and ask no network."""
+    """Return an environment in which all four write below ``folder`` and use no network."""
     return {
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(folder),
@@ -33,19 +33,19 @@ def environment(folder: Path) -> dict[str, str]:
 
 @dataclass
 class Told:
-    """What one run of one tracker was told: its rows by step, how it ended, and its status."""
+    """What one run of one tracker received: its rows by step, how it ended, and its status."""
 
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     ended: dict[str, Any] = field(default_factory=dict)
     status: Any = None
 
     def column(self, key: str) -> dict[int, float]:
-        """By step."""
+        """Return a metric's values by step."""
         return {step: row[key] for step, row in self.rows.items() if key in row}
 
 
 def all_of_one_run(folder: Path, key: str | None) -> dict[str, Told]:
-    """What each was told of the only run there; ``key``: of a metric that has a row for each step, if there are any."""
+    """Return what each tracker received for the only run; ``key``: a metric with a row for each step, if any."""
     (of_wandb_run,), (of_mlflow_run,) = of_wandb(folder), of_mlflow(folder, key)
     found = {"file": of_file(folder), "tensorboard": of_tensorboard(folder, key)}
     return found | {"mlflow": of_mlflow_run, "wandb": of_wandb_run}
@@ -64,7 +64,7 @@ def of_file(folder: Path) -> Told:
 
 
 def of_tensorboard(folder: Path, key: str | None) -> Told:
-    """``key``: of the metric whose rows are wanted."""
+    """``key``: the metric whose rows are wanted."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     scalars = events.Scalars(key) if key is not None else []
@@ -77,7 +77,7 @@ def of_tensorboard(folder: Path, key: str | None) -> Told:
 
 
 def of_mlflow(folder: Path, key: str | None) -> list[Told]:
-    """Its runs, the oldest first."""
+    """Return its runs, oldest first."""
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     client = mlflow.MlflowClient(f"file://{folder}/mlruns")
     experiments = [found.experiment_id for found in client.search_experiments()]
@@ -92,7 +92,7 @@ def of_mlflow(folder: Path, key: str | None) -> list[Told]:
 
 
 def of_wandb(folder: Path) -> list[Told]:
-    """Its runs, the oldest first; the status is the exit code, None where it was told of none."""
+    """Return its runs, oldest first; the status is the exit code, or None if it was not reported."""
     found = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns):
         told = Told()
@@ -117,7 +117,7 @@ def of_wandb(folder: Path) -> list[Told]:
 
 
 def _records(file: Path) -> list[Any]:
-    """The records of W&B's file: LevelDB's log format after a header of its own."""
+    """Return the records of W&B's file, which has LevelDB's log format after a header of its own."""
     data, at, parts, found = file.read_bytes(), HEADER, b"", []
     while at + HEADER <= len(data):
         left = BLOCK - at % BLOCK
@@ -127,7 +127,7 @@ def _records(file: Path) -> list[Any]:
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         parts += data[at + HEADER : at + HEADER + length]
         at += HEADER + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or the last part
             record = wandb_internal_pb2.Record()
             record.ParseFromString(parts)
             found.append(record)

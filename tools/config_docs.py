@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/configuration.md from the config types: `python tools/config_docs.py PATH`.
 
-Contract: the document is a pure function of `recipe.async_engine.config.sections`, so a setting cannot exist without its
-documentation; a test compares the committed file with `render_document()`.
+Contract: the document is a pure function of `recipe.async_engine.config.sections`, so a setting cannot exist without
+its documentation; a test compares the committed file with `render_document()`.
 """
 
 import argparse
@@ -106,19 +106,19 @@ def _type_name(item: Any) -> str:
 
 def _section(path: str, cls: type[Any]) -> str:
     rows = [_row(path, name, info) for name, info in settings_of(cls).items() if info.description]
-    if not rows:  # its table's row says it all
+    if not rows:  # the section's table row in its parent says everything
         return ""
     head = ["| setting | type | default | unit | allowed | meaning |", "|---|---|---|---|---|---|"]
     return "\n".join([f"## `{path}`", "", inspect.cleandoc(cls.__doc__ or ""), "", *head, *rows, "", ""])
 
 
 def render_document() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     return "".join([f"{INTRODUCTION}\n", *(_section(path, cls) for path, cls in SECTIONS.items()), CONCLUSION])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the document, or compare a file with it; 1 if it differs."""
+    """Write the document, or compare a file with it; return 1 if it differs."""
     parser = argparse.ArgumentParser(description="Document the settings of this package.")
     parser.add_argument("path", type=Path, nargs="?", help="file to write; standard output if absent")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")

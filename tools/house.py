@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the house at a commit: `python tools/house.py [COMMIT]` prints one line each.
+"""Prints figures about the code base at a commit, one per line: `python tools/house.py [COMMIT]`.
 
-An exception is a class that has one of Python's among its bases, directly or by other classes of the package. Settings
-are rows of docs/configuration.md, which is made from their types, without those of the built-in task. A way has as many
-files as docs/architecture.md lists for it under "Four ways through the house".
+An exception is a class that has one of Python's exceptions among its bases, directly or through other classes of the
+package. Settings are rows of docs/configuration.md, which is generated from their types, without those of the built-in
+task. The files of a way are those that docs/architecture.md lists for it under "Four ways through the house".
 
-A private member counts as used across classes where a class names `x._member`, has none of this name itself, and
-another class of the package has one: its base class, or that of an object it holds. By names alone: a few are chance.
+A private member counts as used across classes if a class names `x._member`, does not define this name itself, and
+another class of the package (its base class, or that of an object it holds) does. The match is by name only, so a few
+are coincidences.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def text_of(commit: str, path: str) -> str:
 
 
 def sources(commit: str, folders: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Path and text of each Python file below ``folders``, without its licence header."""
+    """Yield path and text of each Python file below ``folders``, without its licence header."""
     for path in files(commit, *folders):
         if path.endswith(".py"):
             lines = text_of(commit, path).splitlines(keepends=True)
@@ -46,7 +47,7 @@ def sources(commit: str, folders: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def lines_by_room(package: dict[str, str]) -> dict[str, int]:
-    """Of `recipe/async_engine`, the engine, and of what stands beside it."""
+    """Return lines by package: `recipe/async_engine`, the engine, and the packages beside it."""
     lines: Counter[str] = Counter()
     for path, text in package.items():
         lines["/".join(path.split("/")[:2])] += text.count("\n")
@@ -54,7 +55,7 @@ def lines_by_room(package: dict[str, str]) -> dict[str, int]:
 
 
 def exceptions(trees: Iterable[ast.Module]) -> set[str]:
-    """Names of the package's exception classes."""
+    """Return the names of the package's exception classes."""
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     found = {
         name for name, item in vars(builtins).items() if isinstance(item, type) and issubclass(item, BaseException)
@@ -72,7 +73,7 @@ def base_names(class_: ast.ClassDef) -> Iterator[str]:
 
 
 def figures_of_docs(commit: str) -> dict[str, int]:
-    """Words of all pages, settings, and files on each way."""
+    """Return the words of all pages, the number of settings, and the files on each way."""
     pages = {path: text_of(commit, path) for path in files(commit, DOCS) if path.endswith(".md")}
     ways = WAY.findall(pages.get("docs/architecture.md", ""))
     return {
@@ -87,7 +88,7 @@ def lines_of(node: Any) -> int:
 
 
 def private_members(class_: ast.ClassDef) -> set[str]:
-    """Private names that a class defines, as methods, in its body or on `self`."""
+    """Return private names that a class defines, as methods, in its body or on `self`."""
     names = set()
     for node in ast.walk(class_):
         if isinstance(node, FUNCTIONS):
@@ -98,7 +99,7 @@ def private_members(class_: ast.ClassDef) -> set[str]:
 
 
 def uses_of_others(classes: dict[str, ast.ClassDef]) -> Iterator[str]:
-    """Private members of one class of ours that the text of another one names."""
+    """Yield the private members of one class of the package that another class names."""
     own = {name: private_members(class_) for name, class_ in classes.items()}
     for name, class_ in classes.items():
         others = set().union(*(members for other, members in own.items() if other != name)) - own[name]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a lock file to standard output: of the environment that runs this script, or of pip's report on another one.
+"""Writes a lock file to standard output, from the environment that runs this script or from a report of pip.
 
     python tools/make_lock.py                                  # what is installed here: the CPU stack
     pip install --dry-run --report report.json ... && python tools/make_lock.py report.json    # accelerators
 
 Contract: every distribution is pinned exactly, without a local build tag (`torch==2.13.0`, not `2.13.0+cpu`, so that an
-index without such builds serves too), except the ones that are left out. No address of an index gets into it.
+index without such builds works too), except for those that are left out. No address of an index is written.
 """
 
 import importlib.metadata
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-# Published as accelerator builds that fail at import beside a CPU build of torch; nothing here imports them.
+# Their published builds are for accelerators and fail at import beside a CPU build of torch; nothing here imports them.
 BROKEN_WITHOUT_ACCELERATOR = {"torchvision", "torchaudio", "torchcodec"}
 INSTALLERS = {"pip", "wheel", "verl-recipe-async"}
 
@@ -31,12 +31,12 @@ GPU_HEADER = """\
 
 
 def normalized(name: str) -> str:
-    """The name as package indexes compare it (PEP 503)."""
+    """Return the name in the form that package indexes compare (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def pins(found: Iterable[tuple[str, str]], left_out: set[str]) -> str:
-    """A line `name==version` for each distribution, sorted by name."""
+    """Return a line `name==version` for each distribution, sorted by name."""
     versions = {normalized(name): version for name, version in found}
     kept = [(name, version) for name, version in sorted(versions.items()) if name not in left_out]
     return "".join(f"{name}=={version.partition('+')[0]}\n" for name, version in kept)
@@ -48,7 +48,7 @@ def of_this_environment() -> str:
 
 
 def of_report(path: Path) -> str:
-    """What pip would install, by the report of a dry run."""
+    """Return the lock file for what pip would install, from the report of a dry run."""
     report = json.loads(path.read_text())
     found = [(item["metadata"]["name"], item["metadata"]["version"]) for item in report["install"]]
     return GPU_HEADER.format(python=report["environment"]["python_version"]) + pins(found, INSTALLERS)

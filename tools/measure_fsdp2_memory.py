@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the peak of an FSDP2 update on a CPU: `python tools/measure_fsdp2_memory.py MODEL RANKS TOKENS`.
 
-transformers' model of that shape, wrapped as verl's engine wraps it, goes forward and backward over two micro-batches
-of TOKENS tokens on rank 0 of RANKS: with fake tensors, which have sizes and no contents, under torch's own
+transformers' model of that shape, wrapped as verl's engine wraps it, runs forward and backward over two micro-batches
+of TOKENS tokens on rank 0 of RANKS. It uses fake tensors, which have sizes and no contents, under torch's own
 `FSDPMemTracker`, which follows every allocation. Log-probs are a function of the logits whose backward pass writes into
-them, as flash-attn's cross entropy does in verl. Adam's moments, which exist from the first step on, are added. Prints
-bytes by kind.
+them, as flash-attn's cross entropy does in verl. Adam's moments, which exist from the first step on, are added. It
+prints bytes by kind.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from recipe.plan.memory.known import known_model
 
 
 class InPlaceLogProbs(torch.autograd.Function):
-    """One number for each row of the logits; its gradient takes their place."""
+    """Returns one number per row of the logits; the gradient overwrites the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class InPlaceLogProbs(torch.autograd.Function):
 
 
 def measure(name: str, ranks: int, tokens: int) -> dict[str, int]:
-    """Bytes by kind at the peak of forward and backward pass, and of Adam's moments."""
+    """Return bytes by kind at the peak of forward and backward pass, and those of Adam's moments."""
     known = known_model(name)
     if known is None:
         raise SystemExit(f"{name}: no model of plan/memory/known.py")
@@ -64,7 +64,7 @@ def measure(name: str, ranks: int, tokens: int) -> dict[str, int]:
         with tracker:
             ids, positions = torch.zeros((1, tokens), dtype=torch.long), torch.arange(tokens).unsqueeze(0)
             for _ in range(2):
-                # Nothing else keeps the logits: the backward pass gives their memory back.
+                # Nothing else may hold the logits, so that the backward pass frees their memory.
                 log_probs = InPlaceLogProbs.apply(
                     model(input_ids=ids, position_ids=positions, use_cache=False).logits.squeeze(0)
                 )

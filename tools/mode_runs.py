@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs that `modes_picture` draws: one of each mode, of the same work, on the CPU; and what their records say.
+"""Runs each mode on the same work on the CPU for `modes_picture`, and reads the records of these runs.
 
-Eight generation slots, batches of six prompts with two answers each, lengths with a long tail, slow decode steps and
-updates (`timed_answers`). When the trainer worked is in a run's ``metrics.jsonl``; which answer was decoded when, and
-by which version, is what the engine has noted.
+There are eight generation slots, batches of six prompts with two answers each, long-tailed lengths, slow decode steps
+and slow updates (`timed_answers`). A run's ``metrics.jsonl`` shows when the trainer worked; the engine's record shows
+which answer was decoded when, and by which version.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SLOTS, DECODE_S, UPDATE_S, STEPS, RUN_S = 8, 0.1, 2.5, 14, 300
 
 @dataclass(frozen=True)
 class Mode:
-    """A band of the picture: what to run, and what to say of it.
+    """A band of the picture: what to run, and its caption.
 
-    ``shared``: training and generation have the same devices.
+    ``shared``: training and generation use the same devices.
     """
 
     name: str
@@ -74,10 +74,10 @@ TRAIN, SYNC = "train", "sync"
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time, in seconds.
+    """A period of time, in seconds.
 
-    ``what``: `TRAIN`, `SYNC`, or the name of an answer, of which this is a part. ``version``: the one that sampled the
-    part; of the trainer, the one that it made or published.
+    ``what``: `TRAIN`, `SYNC`, or the name of an answer of which this is a part. ``version``: the version that sampled
+    the part; for the trainer, the version that it made or published.
     """
 
     what: str
@@ -111,7 +111,7 @@ def overrides(mode: Mode, folder: Path, ray_folder: str) -> list[str]:
 
 
 def run(mode: Mode, folder: Path) -> None:
-    """Run the mode's main; leaves ``metrics.jsonl``, ``decode.jsonl`` and ``began``, where the former's times begin."""
+    """Run the mode's main; leave ``metrics.jsonl``, ``decode.jsonl`` and, in ``began``, the start time."""
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / "decode.jsonl"
     record.unlink(missing_ok=True)
@@ -125,7 +125,7 @@ def run(mode: Mode, folder: Path) -> None:
         "TRAINER": f"timed_answers.{mode.trainer}",
         "DECODE_RECORD": str(record),
     }
-    # Ray's sockets lie below it, and their paths must be short.
+    # Ray's sockets are in this folder, and their paths must be short.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
         command = [sys.executable, "-m", "trainer_main", *overrides(mode, folder, ray_folder)]
         with (folder / "output.txt").open("w") as output:
@@ -141,7 +141,7 @@ def run(mode: Mode, folder: Path) -> None:
 
 
 def answers(steps: Iterable[dict[str, Any]]) -> list[Span]:
-    """The parts of answers in the engine's record: what one version has sampled of one answer."""
+    """Return the parts of answers in the engine's record: what one version sampled of one answer."""
     parts: dict[tuple[str, int], Span] = {}
     for step in steps:
         for name in step["answers"]:
@@ -152,7 +152,7 @@ def answers(steps: Iterable[dict[str, Any]]) -> list[Span]:
 
 
 def training(steps: Iterable[dict[str, Any]], origin: float) -> list[Span]:
-    """What the trainer did, by a run's metrics: each step ends with its weight sync."""
+    """Return what the trainer did, from a run's metrics: each step ends with its weight sync."""
     spans = []
     for step in steps:
         version, ended = int(step["fully_async/count/current_param_version"]), origin + step["wall_seconds"]
@@ -163,7 +163,7 @@ def training(steps: Iterable[dict[str, Any]], origin: float) -> list[Span]:
 
 
 def read(folder: Path) -> list[Span]:
-    """A run's spans; time begins with its first decode step."""
+    """Return a run's spans; time starts with its first decode step."""
     decoded, steps = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ("decode.jsonl", "metrics.jsonl")

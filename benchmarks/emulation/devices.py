@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the emulated devices of a run are, and one piece of work on such a device.
+"""The emulated devices of a run, and the timing of work on such a device.
 
-Contract: `EMULATED_DEVICES` has the run's emulation as JSON, the fields of `Emulation`; every process of the run reads
-it there, below stock verl's mains and this package's alike. `Device.work` returns when the device's time has passed,
-or when the real work has ended if that is later. What was too slow to be emulated is in the record: a comparison in
-which `late_s` is not small measures this machine instead of the device. Shown by tests/plan/test_emulation.py and, in a
-run, tests/e2e/test_fully_async.py.
+Contract: `EMULATED_DEVICES` has the run's emulation as JSON, with the fields of `Emulation`; every process of the run
+reads it there, under stock verl's mains and this package's alike. `Device.work` returns when the device's time has
+passed, or when the real work has ended if that is later. The record shows work that was too slow to be emulated: a
+comparison in which `late_s` is not small measures this machine instead of the device. Shown by
+tests/plan/test_emulation.py and, in a run, tests/e2e/test_fully_async.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recipe.plan.device import H100, DeviceProfile, DeviceTimes, shape_of
 
 VARIABLE = "EMULATED_DEVICES"
 SLEEP_S = 0.5
-"""Of putting an engine to sleep, and of waking it, without its weights; an assumption."""
+"""Assumed seconds to put an engine to sleep, and to wake it, without its weights."""
 PROFILES: Mapping[str, DeviceProfile] = {"h100": H100}
 
 Count = Annotated[int, Field(ge=1)]
@@ -40,16 +40,16 @@ class Emulation:
 
     Attributes:
         device, model: names in `PROFILES` and `benchmarks.emulation.models.MODELS`.
-        replica_devices: that one rollout replica stands for.
-        trainer_devices: that one trainer or log-prob rank stands for.
-        shared: whether trainer and engines take turns on them, so that an engine sleeps between two loads.
-        token_scale, time_scale: see `DeviceTimes`.
+        replica_devices: number of devices that one rollout replica stands for.
+        trainer_devices: number of devices that one trainer or log-prob rank stands for.
+        shared: whether trainer and engines take turns on the devices, so that an engine sleeps between two loads.
+        token_scale, time_scale: those of `DeviceTimes`.
         decode_step_s: the time of every engine step, in place of the device's.
-        computes: whether devices compute anything; without it tokens are random, a decode step takes no core at all,
-            and an update is of as few sequences as there can be.
-        record: folder to which each process writes a file of what it did when, one line a piece of work.
-        dies_after_s: an engine ends its process so many seconds after its first step: the first that comes so far,
-            which creates the file `dies_once`.
+        computes: whether devices compute anything; otherwise tokens are random, a decode step uses no core at all, and
+            an update has as few sequences as possible.
+        record: folder in which each process writes a file of what it did when, one line per piece of work.
+        dies_after_s: seconds after its first step at which an engine ends its process; only the first engine to get
+            there does, and creates the file `dies_once`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -76,7 +76,7 @@ class Emulation:
 
     @classmethod
     def parse(cls, text: str) -> Emulation:
-        """Raises ValueError, which names the variable and all that is wrong in it."""
+        """Parse JSON; raise ValueError that names the variable and everything that is wrong in it."""
         try:
             return TypeAdapter(cls).validate_json(text)
         except ValidationError as error:
@@ -86,8 +86,8 @@ class Emulation:
             ) from error
 
     def environment(self) -> dict[str, str]:
-        """What a run of these devices needs in its environment."""
-        # verl then takes the engine that `benchmarks.emulation.trainer` registers, where that is imported.
+        """Return the environment variables that a run on these devices needs."""
+        # verl then uses the engine that `benchmarks.emulation.trainer` registers, where that module is imported.
         return {VARIABLE: json.dumps(asdict(self)), "VERL_ENGINE_VENDOR": "emulated"}
 
     def times(self, devices: int) -> DeviceTimes:
@@ -113,7 +113,7 @@ class Device:
 
     @contextmanager
     def work(self, kind: str, device_s: float, **noted: Any) -> Iterator[None]:
-        """Spend at least ``device_s`` seconds in the block, waiting for what the real work leaves of them."""
+        """Spend at least ``device_s`` seconds in the block, sleeping after the real work if that is faster."""
         began = time.time()
         clock = time.monotonic()
         yield
@@ -122,19 +122,19 @@ class Device:
         self._note({"kind": kind, "began": began, "device_s": device_s, "late_s": max(0.0, real_s - device_s), **noted})
 
     def engine_step_s(self, decoding: int, context_tokens: int, prefills: Iterable[tuple[int, int]]) -> float:
-        """Of an engine step: tokens of ``decoding`` sequences, and prefills of (tokens, tokens before them)."""
+        """Return the seconds of an engine step: ``decoding`` sequences, prefills of (tokens, tokens before them)."""
         if self.emulation.decode_step_s is not None:
             return self.emulation.decode_step_s
         read = sum(self.times.prefill_s(tokens, context) for tokens, context in prefills)
         return self.times.decode_step_s(decoding, context_tokens) + read
 
     def load_s(self) -> float:
-        """Of weights that are loaded in place, with the sleep before them and the waking for them."""
+        """Return the seconds of an in-place weight load, including sleep and wake-up if devices are shared."""
         turn = 2 * SLEEP_S * self.times.time_scale if self.emulation.shared else 0.0
         return self.times.load_s() + turn
 
     def end_if_due(self) -> None:
-        """End this process, without a word, if it is the one that was to die."""
+        """End this process abruptly if it is the one that is set to die."""
         due, mark = self.emulation.dies_after_s, self.emulation.dies_once
         if due is None or mark is None:
             return
@@ -155,7 +155,7 @@ class Device:
 
 
 def emulation(environ: Mapping[str, str] = os.environ) -> Emulation:
-    """That of this process's run."""
+    """Return the emulation of this process's run."""
     if VARIABLE not in environ:
         raise ValueError(
             f"{VARIABLE} is not set: it has the emulated devices as JSON, see benchmarks.emulation.devices."
@@ -164,7 +164,7 @@ def emulation(environ: Mapping[str, str] = os.environ) -> Emulation:
 
 
 def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the devices of a run have written, by file name; an unfinished last line is left out."""
+    """Return what the devices of a run have written, by file name, without an unfinished last line."""
     found = {}
     for file in sorted(folder.glob("*.jsonl")):
         whole, _, _ = file.read_text().rpartition("\n")

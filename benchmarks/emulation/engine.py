@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM engine on the CPU that takes the time of an emulated accelerator, chosen by name::
+"""A vLLM engine on the CPU that takes the time of an emulated accelerator, selected by name::
 
     actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension
 
-Contract: each step of the model runner takes what the device takes for the tokens scheduled, in the engine's own thread
-and process, so that neither an event loop nor another process waits with it. So does a load of weights in
-place, and where trainer and engine share accelerators its sleep and its waking, once a load: vLLM has no sleep mode on
-a CPU. Weights that are staged beside generation take the time of their transfer, which is its sender's.
+Contract: each step of the model runner takes as long as the device does for the scheduled tokens, in the engine's own
+thread and process, so that neither an event loop nor another process waits with it. An in-place weight load also takes
+the device's time, including sleep and wake-up if trainer and engine share accelerators, because vLLM has no sleep mode
+on a CPU. The transfer time of weights that are staged beside generation is spent by the sender.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MARK = "_emulated"
 
 @functools.cache
 def device() -> Device:
-    """This process's."""
+    """Return this process's device."""
     found = emulation()
     return Device(found, "engine", found.replica_devices)
 
 
 def step_s(scheduled: Any) -> tuple[float, int]:
-    """(seconds, sequences that got a token) of what a `SchedulerOutput` has scheduled."""
+    """Return (seconds, number of sequences) for what a `SchedulerOutput` has scheduled."""
     tokens = scheduled.num_scheduled_tokens
     prefills = [(tokens[request.req_id], request.num_computed_tokens) for request in scheduled.scheduled_new_reqs]
     decoding = context_tokens = 0

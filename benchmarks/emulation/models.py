@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that benchmarks and tests name: the fields of their published config.json files that a shape is made of."""
+"""Models used by benchmarks and tests: the fields of their published config.json files that determine their shapes."""
 
 MODELS = {
     "qwen2.5-0.5b": {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's FSDP2 engine on the CPU, taking the time of an emulated accelerator for updates and log-probs.
 
-Importing this module registers it for the vendor ``emulated`` of the device "cpu", which `Emulation.environment` has
-verl choose; any main has it imported in its training workers by::
+Importing this module registers it for the vendor ``emulated`` of the device "cpu", which `Emulation.environment` makes
+verl select. Training workers of any main import it with::
 
     actor_rollout_ref.model.external_lib=benchmarks.emulation.trainer
 """
@@ -22,14 +22,14 @@ from recipe.laptop.platform.engines import CPUFSDPEngineWithLMHead
 
 @functools.cache
 def device() -> Device:
-    """This process's."""
+    """Return this process's device."""
     found = emulation()
     return Device(found, "trainer", found.trainer_devices)
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu", vendor="emulated")
 class EmulatedEngine(CPUFSDPEngineWithLMHead):
-    """One rank; it waits on the thread that called it, as for a device."""
+    """One rank; it waits on the calling thread, as for a real device."""
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         found = lengths(data)
@@ -44,12 +44,12 @@ class EmulatedEngine(CPUFSDPEngineWithLMHead):
 
 
 def least(data: Any) -> Any:
-    """Of a batch as few sequences as an update takes: as many as verl computes at once."""
+    """Return as few sequences of a batch as an update can have: the number that verl computes at once."""
     dynamic = tensordicts.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
     count = 1 if dynamic else int(data["micro_batch_size_per_gpu"])
     return tensordicts.index_select_tensor_dict(data, list(range(count)))
 
 
 def lengths(data: Any) -> list[int]:
-    """Tokens of each sequence of verl's batch, in which they are nested."""
+    """Return the number of tokens of each sequence in verl's nested batch."""
     return data["input_ids"].offsets().diff().tolist()

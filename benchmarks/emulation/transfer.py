@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint engine ``emulated_gloo``: `recipe_gloo`, whose sender takes the time of an accelerator's links::
+"""Checkpoint engine ``emulated_gloo``: `recipe_gloo` with a sender that takes the time of an accelerator's links::
 
 actor_rollout_ref.rollout.checkpoint_engine.backend=emulated_gloo
 actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=benchmarks.emulation.transfer
@@ -20,13 +20,13 @@ BACKEND = "emulated_gloo"
 
 @functools.cache
 def device() -> Device:
-    """This process's."""
+    """Return this process's device."""
     return Device(emulation(), "sender", 1)
 
 
 @CheckpointEngineRegistry.register(BACKEND)
 class EmulatedEngine(GlooCheckpointEngine):
-    """Waits on the engine's own thread when the stream has been confirmed: a version is not there before."""
+    """Waits on the engine's own thread after the stream has been confirmed, since a version arrives only then."""
 
     def _send(self, *arguments: Any) -> dict[str, float]:
         with device().work("transfer", device().times.transfer_s()):

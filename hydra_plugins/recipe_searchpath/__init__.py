@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the recipe's shared config groups (`preset`, `async_engine`) known to every Hydra program.
+"""Adds the recipe's shared config groups (`preset`, `async_engine`) to the search path of every Hydra program.
 
 Hydra imports every module of the namespace package `hydra_plugins` at start-up, so this one imports nothing but Hydra.
 With it, `+preset=tiny_cpu` also works with a stock verl main, from any directory. The modes' own configurations and
-verl's are found too, so that a file of the user's may start from one (``defaults: [fully_async_ppo_trainer, _self_]``):
-Hydra takes a search path from nobody but the file that is named to the main. `pkg://verl.trainer.config` would name
-verl's too, but Hydra imports a package to find it, and verl with torch and transformers takes six seconds to import.
+verl's are added too, so that a user's file may extend one (``defaults: [fully_async_ppo_trainer, _self_]``); otherwise
+Hydra takes a search path only from the primary config file. `pkg://verl.trainer.config` would also find verl's, but
+Hydra imports a package to locate it, and importing verl with torch and transformers takes six seconds.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ CONFIGS = tuple(f"pkg://recipe.{name}.config" for name in PACKAGES)
 
 
 def verl_config_folder() -> str:
-    """Where the installed verl keeps its configuration; nothing is imported to find it.
+    """Return the folder of the installed verl's configuration, without importing verl.
 
     Raises:
         ModuleNotFoundError: verl is not installed.
@@ -33,10 +33,10 @@ def verl_config_folder() -> str:
 
 
 class RecipeSearchPath(SearchPathPlugin):
-    """Appends the folders of configurations: a program's own win over ours, and ours over verl's."""
+    """Appends the configuration folders: a program's own files go before the recipe's, and those before verl's."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Called by Hydra once, while it builds the config search path."""
+        """Append the folders; Hydra calls this once, while it builds the config search path."""
         for path in CONFIGS:
             search_path.append(provider=PROVIDER, path=path)
         with contextlib.suppress(ModuleNotFoundError):

@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run needs where there is no accelerator: a platform for verl, a transfer of weights, forks, and a task."""
+"""Support for runs without an accelerator: a CPU platform for verl, weight transfer, forked workers, and a built-in
+task.
+"""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which platform a run of this package's own mains takes, and the environment that its processes need for it.
+"""Chooses the platform of a run of this package's own mains, and the environment that its processes need for it.
 
-Only a main asks; the plugin never guesses. The CPU is chosen when the user asks for it (VERL_PLATFORM=cpu, or
+Only a main calls this; the plugin never guesses. The CPU is chosen when the user asks for it (VERL_PLATFORM=cpu, or
 trainer.device=cpu, as the presets for a CPU do), or when there is neither an accelerator on this machine nor a Ray
-cluster that the run would join: the driver of a GPU cluster often stands on a node without a GPU. Any other value of
-VERL_PLATFORM, and everything else, is left to verl. `choose_platform` is a pure function of what it is given.
+cluster that the run would join: the driver of a GPU cluster often runs on a node without a GPU. For any other value of
+VERL_PLATFORM, and in all other cases, verl chooses. `choose_platform` is a pure function of its arguments.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ CPU_ENVIRONMENT: dict[str, str] = {
     **LOG_LEVEL,
     "VERL_PLATFORM": "cpu",
     "VLLM_TARGET_DEVICE": "cpu",
-    # "auto" pins every vLLM worker of a machine to the same first cores.
+    # "auto" would pin every vLLM worker of a machine to the same first cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # A run is a dozen processes; with a thread pool per core each they only take turns.
+    # A run has a dozen processes, which would compete for the cores if each had a thread per core.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # Compiling costs seconds per process and gains nothing at the sizes that a CPU trains.
+    # Compiling costs seconds per process and gains nothing at the model sizes that a CPU trains.
     "TORCHDYNAMO_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -33,7 +33,7 @@ CPU_ENVIRONMENT: dict[str, str] = {
 def choose_platform(
     environ: Mapping[str, str], machine: Machine, ray_address: str | None = None, device: str | None = None
 ) -> PlatformChoice:
-    """The platform of a run by the driver's environment, what `inspect_machine` found, and two settings.
+    """Return the platform of a run, given the driver's environment, the result of `inspect_machine`, and two settings.
 
     Args:
         ray_address: `ray_kwargs.ray_init.address`.

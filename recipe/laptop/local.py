@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a main takes from the machine that it runs on, where that has no accelerator; a main composes a run with it.
+"""Parts of a main that depend on a machine without an accelerator: platform, built-in task and forked workers.
 
-Contract: nothing of it does anything to a run on accelerators that does not ask for the built-in task.
+Contract: they have no effect on a run on accelerators that does not ask for the built-in task.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TASK_TIMEOUT_S = 300.0
 
 
 def fill_builtin_task(config: DictConfig) -> None:
-    """Make the built-in task if the configuration has it, and fill the paths that are null."""
+    """Create the built-in task if the configuration asks for it, and fill in the paths that are null."""
     task = config.get("builtin_task")
     if task is None or (config.data.train_files and config.actor_rollout_ref.model.path):
         return
@@ -52,7 +52,7 @@ def fill_builtin_task(config: DictConfig) -> None:
 
 
 def _make_task(folder: str, settings: TaskSettings) -> None:
-    """In a process of its own: making the task imports torch, which this process has no other use for.
+    """Create the task in a separate process, because that imports torch, which this process does not need otherwise.
 
     Raises:
         TaskDirectoryError: the folder cannot be used.
@@ -63,22 +63,22 @@ def _make_task(folder: str, settings: TaskSettings) -> None:
     try:
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TASK_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise RunFailed(f"the built-in task was not made in {folder} within {TASK_TIMEOUT_S:g} s") from None
+        raise RunFailed(f"the built-in task was not created in {folder} within {TASK_TIMEOUT_S:g} s") from None
     said = done.stderr.strip()
-    if done.returncode == 2:  # as its main says
+    if done.returncode == 2:  # the exit status of `recipe.laptop.task` for TaskDirectoryError
         raise TaskDirectoryError(said)
     if done.returncode:
-        raise RunFailed(f"the built-in task was not made in {folder}: {said or 'no word of why'}")
+        raise RunFailed(f"the built-in task was not created in {folder}: {said or 'it gave no reason'}")
 
 
 def forks(config: DictConfig, choice: PlatformChoice) -> Prefork | None:
-    """What forks the workers of a Ray of this run's own from one process that has imported the stack; None: nothing."""
+    """Return the server that forks this run's own Ray workers from one process with the stack imported, or None."""
     asked = choice.is_cpu and config.async_training.prefork_workers
     if not asked or sys.platform != "linux":
         return None
     if not is_supported(ray.__version__, RAY_SUPPORTED):
         logger.warning(
-            "async_training.prefork_workers has no effect with ray %s (written for %s): workers start from scratch",
+            "async_training.prefork_workers has no effect with ray %s (written for %s): workers start without it",
             ray.__version__,
             RAY_SUPPORTED,
         )

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight publisher where trainer and rollout share their accelerators.
+"""The weight publisher for trainer and rollout on the same accelerators.
 
-Contract: generation happens between :meth:`begin_generation` and :meth:`pause` only. `pause` returns when every live
-engine has given back its requests; requests on their way come back unanswered, so none waits at a server while the
-trainer has its turn. :meth:`release` then frees the replicas' memory for the trainer, and :meth:`swap` takes it back
-with new weights, each rank handing them to the engine beside it; the version is announced when all of them have
-committed. A replica that died is out of routing for the rest of its turn; before the next publication, which waits for
-it, it is started again at its place, as far as the budget goes, since every rank hands its weights to one beside it.
+Contract: generation happens only between :meth:`begin_generation` and :meth:`pause`. `pause` returns when every live
+engine has returned its requests; requests on their way come back unanswered, so none waits at a server during the
+trainer's turn. :meth:`release` then frees the replicas' memory for the trainer, and :meth:`swap` allocates it again and
+loads new weights, which each rank passes to the engine beside it. The version is announced when all replicas have
+committed it. A replica that died is out of routing for the rest of its turn. The next publication first restarts it in
+its old place, within the restart budget, since every rank needs an engine to pass its weights to.
 
-Ranks that gather their weights from the same shards (FSDP) hand over the same bits, and a version of which they do
-not ends the run. Megatron's ranks each hand over their own copy of what is not sharded (norms, biases, routers), and
-nothing keeps those copies equal to the last bit: there a difference is logged, once.
+Ranks that gather their weights from the same shards (FSDP) pass identical bits, and a version for which they do not
+ends the run. Megatron's ranks each pass their own copy of parameters that are not sharded (norms, biases, routers), and
+nothing keeps those copies bitwise equal; there a difference is logged once.
 
 Shown by tests/integration/test_turn_publisher.py, tests/e2e/test_partial_rollout.py and test_lost_replica.py.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class TurnPublisher(WeightPublisher):
-    """See the module's contract.
+    """Publishes versions between turns, as the module's contract describes.
 
     Attributes:
         is_awake: whether the engines have their memory.
@@ -39,26 +39,26 @@ class TurnPublisher(WeightPublisher):
     is_awake = True
 
     ranks_agree = True
-    """Whether all trainer ranks hand over the same bits; see the module's contract."""
+    """Whether all trainer ranks must pass identical bits; False for Megatron."""
     _told_of_difference = False
     _restart: Callable[[RolloutReplica], RolloutReplica]
     _budget = _restarts = 0
 
     def restart_lost(self, restart: Callable[[RolloutReplica], RolloutReplica], budget: int) -> None:
-        """Have ``restart`` start lost replicas again, ``budget`` times in all; it returns when one is up."""
+        """Use ``restart`` to start lost replicas again, ``budget`` times in all; it returns when the replica is up."""
         self._restart, self._budget = restart, budget
 
     @property
     def restarts(self) -> int:
-        """Replicas started again so far."""
+        """Number of replicas restarted so far."""
         return self._restarts
 
     def begin_generation(self) -> None:
-        """Let the replicas, which hold a complete version, answer requests; NoReplicaLeft if none is alive."""
+        """Let the replicas answer requests with the version that they hold; raise NoReplicaLeft if none is alive."""
         asyncio.run(self._begin())
 
     async def _begin(self) -> None:
-        # The publication has taken the engines' memory back, their caches included.
+        # The publication has already restored the engines' memory, including their caches.
         await self.known.each("resume", self.known.present, lambda record: record.replica.resume_generation())
         await self.known.route(self.known.present)
         await self._unroute_dead()
@@ -66,13 +66,13 @@ class TurnPublisher(WeightPublisher):
             raise NoReplicaLeft(f"no rollout replica is alive: {self.known.errors}")
 
     def pause(self) -> float:
-        """Interrupt generation; returns the seconds until no engine generates."""
+        """Interrupt generation; return the seconds until no engine generates."""
         began = time.monotonic()
         self._each("stop generating", lambda record: record.replica.abort_all_requests(reject_request=True))
         return time.monotonic() - began
 
     def release(self) -> None:
-        """Free the memory of the replicas' engines, which hold no weights then."""
+        """Free the memory of the replicas' engines, which then hold no weights."""
         self._each("free its memory", lambda record: record.replica.sleep())
         self.is_awake = False
 
@@ -80,7 +80,7 @@ class TurnPublisher(WeightPublisher):
         asyncio.run(self.known.each(what, self.known.present, action, timeout_s))
 
     def find_dead(self) -> str:
-        """Ask each replica whether it and its engine are alive; returns what is wrong with those that are not."""
+        """Check each replica and its engine; return the errors of those that are not alive."""
         self._each("answer", self._check_engine, PING_TIMEOUT_S)
         asyncio.run(self._unroute_dead())
         return self.known.errors
@@ -90,10 +90,10 @@ class TurnPublisher(WeightPublisher):
         await asyncio.gather(*[server.check_engine.remote() for server in record.replica.servers])
 
     def stage(self, version: int) -> StagedVersion:
-        """Start lost replicas again; the engines' memory is the trainer's until `swap` loads the weights in place.
+        """Restart lost replicas; the trainer uses the engines' memory until `swap` loads the weights in place.
 
         Raises:
-            PublishFailed: one died and the budget is used up, or it did not start.
+            PublishFailed: a replica died and could not be restarted, or the budget is used up.
         """
         cause = self.find_dead()
         for lost in self.take_lost():
@@ -103,14 +103,14 @@ class TurnPublisher(WeightPublisher):
     def _in_place_of(self, lost: RolloutReplica, cause: str) -> RolloutReplica:
         if self._restarts >= self._budget:
             raise PublishFailed(
-                f"rollout replica {lost.replica_rank} died ({cause}) and {self._restarts} have been started again: "
-                f"async_training.max_replica_restarts={self._budget}"
+                f"rollout replica {lost.replica_rank} died ({cause}) after {self._restarts} restarts, as many as "
+                f"async_training.max_replica_restarts={self._budget} allows"
             )
         self._restarts += 1
         logger.warning("rollout replica %d died and is started again: %s", lost.replica_rank, cause)
         try:
             return self._restart(lost)
-        except Exception as error:  # whatever kept it from starting is the run's end
+        except Exception as error:  # any error that prevents the restart ends the run
             what = f"rollout replica {lost.replica_rank} died ({cause}) and could not be started again"
             raise PublishFailed(f"{what}: {error}") from error
 
@@ -140,8 +140,8 @@ class TurnPublisher(WeightPublisher):
             )
 
     async def _resume(self, staged: StagedVersion) -> None:
-        """Nothing: the next generation turn begins with :meth:`begin_generation`."""
+        """Do nothing; the next generation turn starts with :meth:`begin_generation`."""
 
     async def _unroute_dead(self) -> None:
-        """Take engines that died since the last turn out of routing; their requests have failed or will."""
+        """Take engines that died since the last turn out of routing; their requests fail by themselves."""
         await self.known.unroute([record for record in self.known.records if record.dead and record.routed])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rehearsal where trainer and rollout share their accelerators: one turn of each.
+"""The rehearsal of partial rollout: one turn of the rollout and one of the trainer.
 
-Contract: that of `recipe.async_engine.trainer.rehearsal`. The engines are interrupted, give their memory to the
-trainer, whose ranks work and compute log-probs meanwhile, and wake with the version, handed over by the rank beside
-them. There is no other way, so nothing falls back. Shown by tests/e2e/test_rehearsal.py.
+Contract: that of `recipe.async_engine.trainer.rehearsal`. The engines are interrupted and free their memory for the
+trainer, whose ranks train and compute log-probs; then the engines wake with the version that the rank beside them
+passes. There is no alternative to this, so no setting falls back. Shown by tests/e2e/test_rehearsal.py.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from recipe.partial_rollout.publisher import TurnPublisher
 
 
 class TurnRehearsal(Rehearsal):
-    """See the module's contract."""
+    """Rehearses one turn of the rollout and one of the trainer."""
 
     publisher: TurnPublisher
 
     def rehearse(self) -> None:
-        """As every mode's, within a generation turn."""
+        """Rehearse as in every mode, within a generation turn."""
         self.publisher.begin_generation()
         super().rehearse()
         self.publisher.pause()
 
     def send_again(self, before: list[Answer]) -> None:
-        """A turn of the trainer, under a request at each engine."""
+        """Let the trainer have a turn while each engine has a request."""
         with self.checking("requests go on after a turn of the trainer") as check, self.in_haste():
             self.under_requests(lambda: self._turn(before), check)
 
@@ -52,4 +52,4 @@ class TurnRehearsal(Rehearsal):
 
     def _see_alive(self) -> None:
         if dead := [record.name for record in self.publisher.known.records if record.dead]:
-            raise RehearsalFailed(f"{', '.join(dead)} did not ({self.publisher.known.errors})")
+            raise RehearsalFailed(f"{', '.join(dead)} failed ({self.publisher.known.errors})")

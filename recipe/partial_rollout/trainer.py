@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The partial-rollout trainer: training and generation take turns on the same accelerators.
 
-Contract: a step is one generation turn and one training turn. The generation turn ends the moment its batch may be
-taken: the target number of complete groups, and closing it pushes no group past ``max_staleness``. What is unfinished
-then is interrupted, keeps its tokens, and goes on in the next turn under the new version. Validation and checkpoints
-happen between turns, while every unfinished trajectory waits, so they disturb none; a checkpoint holds them all. It is
-written before the engines take their memory back.
+Contract: a step is one generation turn and one training turn. The generation turn ends as soon as its batch may be
+taken, that is, when the target number of groups is complete and closing the turn pushes no group past
+``max_staleness``. Unfinished answers are then interrupted, keep their tokens, and continue in the next turn with the
+new version. Validation and checkpoints happen between turns, while every unfinished trajectory waits, so they disturb
+none. A checkpoint contains these trajectories, and is written before the engines allocate their memory again.
 
 Shown by tests/e2e/test_partial_rollout.py; the states and rules are in docs/partial-rollout.md.
 """
@@ -21,7 +21,7 @@ from recipe.partial_rollout.rehearsal import TurnRehearsal
 
 
 class PartialRolloutTrainer(AsyncPPOTrainer):
-    """See the module's contract."""
+    """Trains and generates in turns, as the module's contract describes."""
 
     actor_worker = HybridActorWorker
     actor_role = "actor_rollout"
@@ -31,7 +31,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
     rehearsal_class = TurnRehearsal
 
     def init_workers(self) -> None:
-        """Start every process of the run; engines follow the models, whose memory they share."""
+        """Start every process of the run; engines start after the models, whose memory they share."""
         self.reserve()
         started = side_by_side(
             {
@@ -54,7 +54,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         self.publisher.restart_lost(lambda lost: rollout.replicas.start_again(lost, self.timeouts.startup), budget)
 
     def _next_groups(self) -> list[GroupRun] | None:
-        """One generation turn."""
+        """Run one generation turn and return its batch."""
         self.publisher.begin_generation()
         self.running.open_turn()
         groups = self.running.take_batch(self.timeouts.batch_wait)
@@ -73,7 +73,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         return groups
 
     def _train(self, groups: list[GroupRun]) -> DataProto:
-        """As the base trainer's, with the engines' memory free."""
+        """Train like the base trainer, after freeing the engines' memory."""
         self.publisher.release()
         return super()._train(groups)
 
@@ -85,13 +85,13 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
             self.save_once()
 
     def _save_checkpoint(self) -> None:
-        """As the base trainer's, with the engines' memory free, also where the run ends without a further version."""
+        """Save like the base trainer, after freeing the engines' memory, which also covers the end of a run."""
         if self.publisher.is_awake:
             self.publisher.release()
         super()._save_checkpoint()
 
     def _validate_now(self) -> dict[str, float]:
-        """Validate between turns: the engines answer validation only, training's trajectories wait."""
+        """Validate between turns: engines answer only validation requests, while training's trajectories wait."""
         if not self.publisher.is_awake:
             self.metrics.update(self.publisher.publish(self.ledger.version))
         self.publisher.begin_generation()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of programming tasks: runs the programs of answers where they can do no harm."""
+"""The reward of programming tasks, which runs the programs of answers in a sandbox."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the reward of programming tasks can run with its settings: what a main has judge its configuration, too.
+"""Checks before a run whether the reward of programming tasks can run with its settings.
 
-Contract: it is asked on this machine, where one empty program is run; on a cluster, whoever scores tries it. Shown by
+Contract: it is checked on this machine by running an empty program; on a cluster the reward workers find out. Shown by
 tests/integration/test_config_files.py.
 """
 
@@ -18,7 +18,7 @@ FUNCTION = "reward.custom_reward_function"
 
 
 def problems(context: RuleContext) -> Iterator[Problem]:
-    """Of its settings, and of a machine that cannot isolate programs."""
+    """Yield the problems of its settings, or of a machine that cannot isolate programs."""
     path = str(context.get(f"{FUNCTION}.path") or "")
     if not _is_ours(path) or context.get("ray_kwargs.ray_init.address"):
         return
@@ -28,12 +28,12 @@ def problems(context: RuleContext) -> Iterator[Problem]:
         yield Problem(FUNCTION, path, "a reward that can run with its settings, here", fault)
     elif not isinstance(answer, int | float) or not 0 < answer <= limit / 2:
         allowed = f"seconds above 0, at most half of async_training.timeouts.reward={limit:g}"
-        advice = "Else a slow answer costs its whole group, not its own score alone."
+        advice = "Otherwise a slow answer fails its whole group instead of only losing its own score."
         yield Problem(f"{kwargs}.answer_s", str(answer), allowed, advice)
 
 
 def warnings(context: RuleContext) -> Iterator[str]:
-    """None: it can run or it cannot."""
+    """Yield nothing: the reward either can run or cannot."""
     yield from ()
 
 

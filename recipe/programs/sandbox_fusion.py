@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of `programs`, whose programs a Sandbox Fusion service runs: verl's own client, over HTTP.
+"""The reward of `programs` with a Sandbox Fusion service to run the programs, through verl's HTTP client.
 
     reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion
     +reward.custom_reward_function.reward_kwargs.url=http://HOST:PORT/run_code
 
-For machines on which bubblewrap cannot run. The service isolates and limits; of `Limits` it is told time and memory. A
-service that fails is not the answer's fault: the call fails, and is made again. Shown by
-tests/integration/test_sandbox_fusion.py, against an HTTP server of its protocol.
+It is for machines on which bubblewrap cannot run. The service isolates and limits programs; of `Limits` it gets time
+and memory. If the service fails, the call fails and is repeated, because the answer is not to blame. Shown by
+tests/integration/test_sandbox_fusion.py, against an HTTP server with its protocol.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ CALL = "\nimport json\nexecute(*json.loads({}))\n"
 
 
 def compute_score(*, url: str, **arguments: Any) -> dict[str, float]:
-    """As `programs.compute_score`; ``url`` is the service's, with its path (``/run_code``)."""
+    """Score like `programs.compute_score`; ``url`` is the service's, with its path (``/run_code``)."""
     return programs.compute_score(**arguments, run=partial(run, url))
 
 
 def run(url: str, source: str, stdin: str, limits: Limits, call: tuple[str, Sequence[Any]] | None = None) -> Outcome:
-    """Have the service run a program.
+    """Run a program on the service.
 
     Raises:
-        SandboxUnavailable: the service did not answer, or says that it failed.
+        SandboxUnavailable: the service did not answer, or reports that it failed.
     """
     if call is not None:
         source = inspect.getsource(sandboxed.execute) + CALL.format(repr(json.dumps([source, call])))
     seconds = max(1, math.ceil(limits.wall_s))
-    # The service takes it for the time of compilation as well, which a program in Python does not need.
+    # The service also limits compilation to this time, which a Python program does not need.
     answer, error = call_sandbox_api(url, source, stdin, seconds, seconds, limits.memory_bytes >> 20)
     if answer is None or answer.get("status") == "SandboxError":
         said = error if answer is None else answer.get("message")

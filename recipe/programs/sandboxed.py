@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first code in a sandbox: takes limits upon itself, then runs one program. `sandbox` sends its text there.
+"""The first code in a sandbox: sets its own limits, then runs one program. `sandbox` passes this file as text.
 
-Standard library only, and quick to start: every test case of every answer pays for it.
+It uses only the standard library and starts quickly, because every test case of every answer runs it.
 """
 
 import json
@@ -15,7 +15,7 @@ NOBODY = 65534
 def execute(source, call):
     """Run a program; with ``call``, a name and arguments, call that function of it and write its result as JSON.
 
-    A Sandbox Fusion service is sent this function's text alone, so it imports what it needs itself.
+    A Sandbox Fusion service is sent only the text of this function, so it has imports of its own.
     """
     import json
     import os
@@ -24,7 +24,7 @@ def execute(source, call):
     if call is None:
         exec(compile(source, "answer.py", "exec"), space)
         return
-    # What the program prints is not its result.
+    # The program's own output is not its result.
     out, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     exec(compile(source, "answer.py", "exec"), space)
@@ -39,14 +39,14 @@ def main(ready, job_file):
     with os.fdopen(job_file) as file:
         job = json.load(file)
     if os.getuid() == 0:
-        # The kernel bounds the number of threads of every user but root.
+        # The kernel limits the number of threads of every user except root.
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     for name, soft, hard in job["limits"]:
         resource.setrlimit(getattr(resource, name), (soft, hard))
     os.write(ready, b"+")
-    # What bubblewrap was told by, too.
+    # This also closes the pipes through which bubblewrap was controlled.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.argv = ["answer.py"]
     execute(job["source"], job["call"])

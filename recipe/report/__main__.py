@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.report RUN [OTHER_RUN]`` writes a report, a comparison, or with ``--trace FILE`` a trace; see
-docs/report.md.
+"""Command line of the report: ``python -m recipe.report RUN [OTHER_RUN]`` writes a report or a comparison, with
+``--trace FILE`` a trace, and with ``--follow`` prints what a run does; docs/report.md describes it.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from recipe.report.run import Run, lacking, load
 
 WAIT_S = 600.0
 PAGES, TRACES = "bokeh", "perfetto"
-"""What pages and traces are made with; neither is needed to follow a run."""
+"""The packages with which pages and traces are made; following a run needs neither."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 2 if there is nothing to report on, or the file cannot be written."""
+    """Return the exit status: 2 if there is nothing to report on, or the file cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m recipe.report", description="Writes the report of a run, or compares two runs."
     )
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     of_two, traces, follows = options.other is not None, options.trace is not None, options.follow
     for wrong, what in (
-        (of_two and (follows or traces), "--trace and --follow are of one run: name one"),
+        (of_two and (follows or traces), "--trace and --follow take a single run: name one"),
         (follows and (traces or options.output), "--follow writes no file: leave out --trace and --output"),
         (traces and options.output, "--trace has the file to write: leave out --output"),
         (options.wait is not None and not follows, "--wait is for --follow: name both"),
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _seconds(text: str) -> float:
-    """A time to wait, which has an end."""
+    """Parse a finite number of seconds to wait."""
     seconds = float(text)
     if not (math.isfinite(seconds) and seconds >= 0):
         raise argparse.ArgumentTypeError(f"{text}: give seconds, 0 or more")
@@ -69,7 +69,7 @@ def _seconds(text: str) -> float:
 
 
 def _written(options: argparse.Namespace) -> tuple[Path, list[str]]:
-    """The file that was asked for, and what is said of it."""
+    """Write the requested file; return its path and the lines to print about it."""
     run = _loaded(options.run)
     if options.trace:
         from recipe.report.trace import write_trace
@@ -89,7 +89,7 @@ def _written(options: argparse.Namespace) -> tuple[Path, list[str]]:
 
 
 def _loaded(folder: Path) -> Run:
-    """The run in a folder; what is damaged there is told."""
+    """Load the run in a folder, and print notes on damaged files."""
     run = load(folder)
     sys.stderr.write("".join(f"{note}\n" for note in run.notes))
     return run

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every second of every accelerator went, and every sampled token: an account over a run's record of events.
+"""Accounts for each second of every accelerator, and for each sampled token, from a run's record of events.
 
-Contract: each second of a device's life is in exactly one class. What its events do not cover before its first one is
-start-up; what they do not cover later is `Class.NOT_KNOWN`, which no other class ever takes in. An engine without a
-request, and a free place of one that has some, waits for whatever the scheduler says it gives nothing for, or for what
-the trajectories that have its slots are at. A trainer that waits for a batch waits for rewards or log-prob servers
-while only these keep the run from going on. Where both sides share their accelerators, a second is the engine's while
-the trainer waits or validates, and the trainer's otherwise. Events that overlap make the sum exceed the life:
-:attr:`Account.closes` is False then, as it is where a device's unknown time or the tokens do not come out.
+Contract: each second of a device's life is in exactly one class. Time before a device's first event is start-up; later
+time that its events do not cover is `Class.NOT_KNOWN`, which is never added to another class. An engine without a
+request, and a free place of an engine with some, waits for the reason that the scheduler reports for not starting more,
+or for what the trajectories that hold its slots are doing. A trainer without a batch waits for rewards or log-prob
+servers if only these hold up the run. If both sides share their accelerators, a second counts for the engine while the
+trainer waits or validates, and for the trainer otherwise. :attr:`Account.closes` is False if events overlap, so that
+the sum exceeds the life, or if a device's unknown time or the tokens do not add up.
 
-Shown by tests/report/test_account.py and, of real runs, tests/accounts.py.
+Shown by tests/report/test_account.py and, with real runs, tests/accounts.py.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ from recipe.report.event_context import Context
 logger = logging.getLogger(__name__)
 
 OFF_BY = 0.005
-"""The share of a device's life by which its seconds may miss it: two clocks are compared."""
+"""Tolerated difference between a device's life and the sum of its seconds, as a share, since two clocks are
+compared.
+"""
 
 
 class Kind(StrEnum):
-    """What a class is for whoever pays for the accelerator."""
+    """The value of a class of time to the owner of the accelerator."""
 
     USEFUL = "useful"
     REPEATED = "repeated"
@@ -77,7 +79,7 @@ KINDS: Mapping[Class, Kind] = {
 
 @dataclass(frozen=True)
 class DeviceAccount:
-    """One device: its accelerators, its life in seconds, and the seconds of each class that it has."""
+    """One device: its number of accelerators, its life in seconds, and its seconds in each class."""
 
     accelerators: int
     life: float
@@ -90,13 +92,13 @@ class DeviceAccount:
 
     @property
     def closes(self) -> bool:
-        """Whether the classes are the life, but for what the comparison of clocks leaves open."""
+        """Return whether the classes add up to the life, within the tolerance for two clocks."""
         return abs(sum(self.seconds.values()) - self.life) <= OFF_BY * self.life and self.exceeds <= OFF_BY * self.life
 
 
 @dataclass(frozen=True)
 class Account:
-    """See the module's contract. Seconds are of one accelerator of the device; ``tokens``: None if nobody could say."""
+    """The account of a run, per device. Seconds are of one accelerator of the device; ``tokens`` is None if unknown."""
 
     duration: float
     devices: Mapping[str, DeviceAccount]
@@ -117,7 +119,7 @@ class Account:
         return dict(sums)
 
     def summary(self) -> dict[str, Any]:
-        """In the keys of ``summary.json``."""
+        """Return the account with the keys of ``summary.json``."""
         tokens = self.tokens
         return {
             "duration": self.duration,
@@ -132,7 +134,7 @@ class Account:
 
 
 class Piece(NamedTuple):
-    """A stretch of time in which a device does one thing, with its share."""
+    """A period in which a share of a device's places does one thing."""
 
     device: str
     start: float
@@ -148,11 +150,11 @@ def close(
     tokens: TokenBooks | None = NO_TOKENS,
     found: Iterable[Piece] | None = None,
 ) -> Account:
-    """The account of a run from 0 to ``until``, in seconds of the run's clock.
+    """Return the account of a run from 0 to ``until``, in seconds of the run's clock.
 
     Args:
-        events: of all lanes or of those that `pieces` reads, in any order.
-        found: what `pieces` gives for them, if it is at hand.
+        events: events of all lanes, or at least of those that `pieces` reads, in any order.
+        found: the result of `pieces` for these events, if it is known already.
     """
     lives = _lives(events, devices, until)
     seconds: dict[str, defaultdict[str, float]] = {device: defaultdict(float) for device in lives}
@@ -172,7 +174,7 @@ def close(
 
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:
-    """What each device did, its start-up included, up to ``until``; gaps in between are left out."""
+    """Yield what each device did up to ``until``, including its start-up; gaps between events are left out."""
     context = Context.of(events)
     lives = _lives(events, devices, until)
     starting = dict(lives)
@@ -189,10 +191,10 @@ def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[
 
 
 def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Class, float]]:
-    """What the other side did while one side waited for it.
+    """Return what the other side did while one side waited for it.
 
-    Of the trainer's accelerator-seconds in `Class.WAIT_BATCH`, how many had which class of the engines, their mean; of
-    the engines' in `Class.WAIT_GATE` and `Class.WAIT_TAIL`, how many had which class of the trainer.
+    For the trainer's accelerator-seconds in `Class.WAIT_BATCH`: the seconds by class of the engines, as their mean. For
+    the engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL`: the seconds by class of the trainer.
     """
     by_side: dict[str, list[Piece]] = {TRAINER: [], ROLLOUT: []}
     for piece in found:
@@ -207,7 +209,7 @@ def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Clas
 
 
 def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each: float) -> dict[Class, float]:
-    """Seconds of this class of one side by the others' classes, ``each`` for a second of one of the others."""
+    """Return one side's seconds in class ``what`` by the others' class, each of whose seconds counts ``each``."""
     changes: defaultdict[float, float] = defaultdict(float)
     for piece in waiting:
         if piece.what == what:
@@ -217,7 +219,7 @@ def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each
         return {}
     times = np.array(sorted(changes))
     levels = np.cumsum([changes[time] for time in times])
-    # Seconds of the class up to each of these times; between two of them they grow evenly.
+    # Seconds in the class up to each of these times; between two times they grow linearly.
     sums = np.concatenate([[0.0], np.cumsum(levels[:-1] * np.diff(times))])
     spans = np.array([(other.start, other.end) for other in others])
     lengths = np.interp(spans[:, 1], times, sums) - np.interp(spans[:, 0], times, sums)
@@ -228,14 +230,14 @@ def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each
 
 
 def account_of(recorded: Recorded) -> Account:
-    """The account of a run that has ended, up to the end of its record."""
+    """Return the account of a run that has ended, up to the end of its record."""
     table = read(recorded.file).events
     many = pc.is_in(table["lane"], pa.array([TRAJECTORIES, GROUPS]))
     return close(events_of(table.filter(pc.invert(many))), recorded.devices, recorded.until, recorded.tokens)
 
 
 def settled(recorded: Recorded) -> dict[str, Any]:
-    """The same in the keys of ``summary.json``, for the process that writes that."""
+    """Return the account with the keys of ``summary.json``, for the process that writes that file."""
     account = account_of(recorded)
     if not account.closes:
         logger.warning("the account of the run does not close: %s", account.summary())
@@ -243,7 +245,7 @@ def settled(recorded: Recorded) -> dict[str, Any]:
 
 
 def _lives(events: Iterable[Event], devices: Devices, until: float) -> dict[str, tuple[float, float]]:
-    """Beginning and end of each device's life."""
+    """Return the beginning and end of each device's life."""
     named = {event.lane for event in events}
     begins = {lane: 0.0 for lane in sorted(named, key=_place) if devices.counts(lane)}
     ends: dict[str, float] = {}
@@ -257,6 +259,6 @@ def _lives(events: Iterable[Event], devices: Devices, until: float) -> dict[str,
 
 
 def _place(lane: str) -> tuple[bool, bool, str, int]:
-    """Where a device stands in an account: the trainer, then rollout engines by their numbers, then the others."""
+    """Return the sort key of a device: the trainer, then rollout engines by number, then the others."""
     kind, _, number = lane.partition(" ")
     return lane != TRAINER, kind != ROLLOUT, kind, int(number) if number.isdecimal() else 0

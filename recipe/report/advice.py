@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run lost most time to, and the setting to change for it.
+"""Advice: what a run lost most time to, and which setting to change.
 
-Contract: pure. Time that one side waits for the other is charged to what the other one did meanwhile, so that a cause
-is named, and not the waits that it makes elsewhere. Each piece of advice names the seconds that it is about, why they
-were lost as far as the account can tell, and one setting; what is expected of a change is an upper bound, since a wait
-that ends may begin elsewhere. Shown by tests/report/test_advice.py and, of runs with planted causes,
+Contract: pure. Time that one side waits for the other is charged to what the other side did meanwhile, so that advice
+names a cause instead of the waits that it creates elsewhere. Each piece of advice names the seconds concerned, why they
+were lost as far as the account can tell, and one setting; the expected gain is an upper bound, since another wait may
+take the place of the one that ends. Shown by tests/report/test_advice.py and, for runs with planted causes,
 tests/e2e/test_planted_causes.py.
 """
 
@@ -20,11 +20,11 @@ from recipe.async_engine.record.events import LOG_PROBS, ROLLOUT, TRAINER, Class
 from recipe.report.account import KINDS, Account, Kind
 
 WORTH_SAYING = 0.03
-"""The share of all time, without start-ups, from which on a loss is named."""
+"""Smallest loss that is reported, as a share of all time without start-ups."""
 LITTLE = 0.1
 MOST = 0.5
 SLOW = 0.75
-"""An engine that decodes with less than this part of the others' speed is a slow one."""
+"""An engine counts as slow if it decodes at less than this fraction of the other engines' speed."""
 
 CHARGED_TO_TRAINER = frozenset(
     {
@@ -37,7 +37,7 @@ CHARGED_TO_TRAINER = frozenset(
         Class.DOWN,
     }
 )
-"""What the trainer does while the gate holds an engine back, and is the cause of it."""
+"""Activities of the trainer that cause the wait of an engine which the gate holds back meanwhile."""
 
 WITHOUT_WORK = (
     Class.WAIT_GATE,
@@ -47,12 +47,15 @@ WITHOUT_WORK = (
     Class.WAIT_TOOLS,
     Class.IDLE_PLACES,
 )
-"""What costs accelerators and no speed, as long as the trainer waits for no batch."""
+"""Classes that waste accelerators but not speed, as long as the trainer does not wait for batches."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """seconds: accelerator-seconds that it is about; share: of all devices' time without the start-up."""
+    """One piece of advice.
+
+    seconds: accelerator-seconds concerned; share: their share of all devices' time without the start-up.
+    """
 
     what: Class
     seconds: float
@@ -64,10 +67,10 @@ class Advice:
 
 @dataclass(frozen=True)
 class Facts:
-    """What advice is given on.
+    """The facts on which advice is based.
 
-    account: of the run. settings: of the record's header. meanwhile: see `recipe.report.account.meanwhile`.
-    speeds: of each rollout engine, the tokens that it sampled for a second of decoding.
+    account: the run's account. settings: those in the record's header. meanwhile: result of
+    `recipe.report.account.meanwhile`. speeds: for each rollout engine, tokens sampled per second of decoding.
     """
 
     account: Account
@@ -76,18 +79,18 @@ class Facts:
     speeds: Mapping[str, float] = field(default_factory=dict)
 
     def share(self, side: str, what: Class) -> float:
-        """Of a side's time without its start-up."""
+        """Return the share of a class in a side's time without its start-up."""
         return _shares(sides(self.account).get(side, {})).get(what, 0.0)
 
     @property
     def training_is_slower(self) -> bool:
-        """Whether a faster rollout would hardly make the run faster; where both sides share, it always would."""
+        """Return whether a faster rollout would hardly speed up the run; never true with shared accelerators."""
         waits = self.share(TRAINER, Class.WAIT_BATCH) + self.share(TRAINER, Class.WAIT_REWARD)
         return waits < LITTLE and useful_share(sides(self.account).get(TRAINER, {})) >= MOST
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """What to change, the greatest loss first."""
+    """Return the advice, greatest loss first."""
     total = sum(_running(facts.account.total).values())
     if total <= 0:
         return []
@@ -111,14 +114,14 @@ def advise(facts: Facts) -> list[Advice]:
 
 
 def charged(facts: Facts) -> dict[Class, float]:
-    """Accelerator-seconds by the class that is their cause."""
+    """Return accelerator-seconds by the class that caused them."""
     seconds = defaultdict(float, {Class(what): value for what, value in _running(facts.account.total).items()})
     for waited, by in facts.meanwhile.items():
         for what, value in by.items():
             if what in CHARGED_TO_TRAINER if waited != Class.WAIT_BATCH else KINDS[what] is not Kind.USEFUL:
                 seconds[waited] -= value
                 seconds[what] += value
-    # Where the two sides take turns because of the gate, it costs the shorter of the two.
+    # If the gate makes the two sides take turns, it is charged with the shorter of the two waits.
     training = facts.meanwhile.get(Class.WAIT_GATE, {}).get(Class.TRAINING, 0.0)
     if training:
         held = min(seconds[Class.WAIT_GATE], seconds[Class.WAIT_BATCH])
@@ -128,7 +131,7 @@ def charged(facts: Facts) -> dict[Class, float]:
 
 
 def sides(account: Account) -> dict[str, dict[str, float]]:
-    """Accelerator-seconds of each class by side: trainer, rollout engines, log-prob servers."""
+    """Return accelerator-seconds of each class by side: trainer, rollout engines, log-prob servers."""
     sums: dict[str, defaultdict[str, float]] = {}
     for name, device in account.devices.items():
         side = sums.setdefault(name.partition(" ")[0], defaultdict(float))
@@ -138,7 +141,7 @@ def sides(account: Account) -> dict[str, dict[str, float]]:
 
 
 def useful_share(seconds: Mapping[str, float]) -> float:
-    """Of a side's time without its start-up."""
+    """Return the useful share of a side's time without its start-up."""
     return sum(share for name, share in _shares(seconds).items() if KINDS[Class(name)] is Kind.USEFUL)
 
 
@@ -157,7 +160,7 @@ Rule = Callable[[Facts], Said | None]
 
 
 def _slow_engine(facts: Facts, causes: Mapping[Class, float]) -> tuple[str, float, Said] | None:
-    """The slowest engine, if the others are that much faster; what its slowness costs it, and them at its tails."""
+    """Return the slowest engine if the others are much faster, with its cost to itself and to their tails."""
     if len(facts.speeds) < 2:
         return None
     device = min(facts.speeds, key=lambda name: facts.speeds[name])
@@ -171,7 +174,7 @@ def _slow_engine(facts: Facts, causes: Mapping[Class, float]) -> tuple[str, floa
     reason = (
         f"it decodes with {facts.speeds[device] / usual:.0%} of the other engines' speed, and they wait for its answers"
     )
-    return device, seconds, (reason, f"look at the machine of {device}; until it is mended, leave its node out")
+    return device, seconds, (reason, f"look at the machine of {device}; until it is repaired, leave its node out")
 
 
 def _wider_gate(settings: Mapping[str, Any]) -> str:
@@ -182,7 +185,7 @@ def _wider_gate(settings: Mapping[str, Any]) -> str:
 
 
 def _more_for(side: str, other: str, other_has: int) -> str:
-    """Of this side's accelerators, those of the other one where it can spare some."""
+    """Return advice to add accelerators to a side, taken from the other side if that has several."""
     if other_has > 1:
         return f"give the {side} accelerators of the {other} ({side}.n_gpus_per_node up, {other}.n_gpus_per_node down)"
     return f"more accelerators for the {side}: {side}.n_gpus_per_node up"
@@ -209,7 +212,7 @@ def _batch(facts: Facts) -> Said:
 
 
 def _slots(facts: Facts) -> tuple[int | None, int, int]:
-    """Groups that a replica is given, where that is set; places of all engines that are used; places they have."""
+    """Return the groups per replica (None if not set), the places used on all engines, and the places that exist."""
     settings = facts.settings
     places = int(settings.get("engine_places", 0))
     room = int(settings.get("max_num_seqs") or 0) * int(settings.get("rollout_replicas", 1))
@@ -220,7 +223,7 @@ def _idle(facts: Facts) -> Said:
     groups, _, _ = _slots(facts)
     if groups is None:
         return (
-            "engines decode with free places although as many answers run as may: these are in tools or on their way",
+            "engines decode with free places although as many answers run as may: some are in tools or in transit",
             "actor_rollout_ref.rollout.agent.num_workers up; if tools are slow, async_training."
             "concurrent_samples_per_replica above what an engine has places for",
         )
@@ -288,7 +291,7 @@ RULES: Mapping[Class, Said | Rule] = {
         "the tools' time; or quicker tools",
     ),
     Class.WAIT_AGENTS: (
-        "engines are empty although trajectories run: these are in tokenization, or on their way",
+        "engines are empty although trajectories run: these are in tokenization or in transit",
         "actor_rollout_ref.rollout.agent.num_workers up, and async_training.concurrent_samples_per_replica, so that "
         "others generate meanwhile",
     ),

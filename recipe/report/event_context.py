@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an event of a device means for its account, given what trainer, scheduler, engines and agents did meanwhile.
+"""Classifies a device's event in the account, from what trainer, scheduler, engines and agents did at the time.
 
-Contract: a device's event is divided at each change of what decides about its class, and each part has one class.
-Tables here say what means what; what is in none of them is
-`Class.NOT_KNOWN`. Shown by tests/report/test_account.py.
+Contract: a device's event is divided at each change of a fact that determines its class, and each part has one class.
+The tables in this module define the classes; anything that they lack is `Class.NOT_KNOWN`. Shown by
+tests/report/test_account.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from recipe.async_engine.record.events import (
 )
 
 WAIT, VALIDATE = "wait", "validate"
-"""Phases of the trainer that give the accelerators that it shares to the engine."""
+"""Phases in which the trainer leaves shared accelerators to the engine."""
 
 PHASES: Mapping[str, Class] = {
     "update": Class.TRAINING,
@@ -42,7 +42,7 @@ PHASES: Mapping[str, Class] = {
     WAIT: Class.WAIT_BATCH,
     Class.START_UP: Class.START_UP,
 }
-"""What a phase of the trainer's timeline is to its accelerators."""
+"""Class of the trainer's accelerators by phase of its timeline."""
 
 FREE_FOR: Mapping[str, Class] = {
     Why.GENERATING: Class.IDLE_PLACES,
@@ -52,7 +52,7 @@ FREE_FOR: Mapping[str, Class] = {
     Why.LAST_OF_PROMPTS: Class.WAIT_PROMPTS,
     Why.LAST_OF_END: Class.WAIT_END,
 }
-"""What a free place of an engine with requests waits for, by what the scheduler says."""
+"""Class of a free place in an engine with requests, by the reason that the scheduler reports."""
 
 EMPTY_FOR: Mapping[str, Class] = {
     Why.DRAIN: Class.WAIT_WEIGHTS,
@@ -62,23 +62,23 @@ EMPTY_FOR: Mapping[str, Class] = {
     Why.END: Class.WAIT_END,
     Class.START_UP: Class.START_UP,
 }
-"""What an engine without a request waits for, by what the scheduler says, while no trajectory generates."""
+"""Class of an engine without a request while no trajectory generates, by the reason that the scheduler reports."""
 
 BUSY = frozenset({Class.DECODING, Class.PREFILL, Class.RE_PREFILL, Class.RETRY})
-"""An engine works for the trainer."""
+"""Classes in which an engine works for the trainer."""
 
 KNOWN = frozenset(Class)
 
 
 class Track:
-    """What one thing was at any moment: the values from each of some times on."""
+    """A value over time, given as its changes."""
 
     def __init__(self, changes: Mapping[float, str | None]) -> None:
         self._times = sorted(changes)
         self._values = [None, *(changes[time] for time in self._times)]
 
     def during(self, start: float, end: float) -> Iterator[tuple[float, float, str | None]]:
-        """Stretches of this time in which it did not change."""
+        """Yield the periods of constant value in this time."""
         index = bisect_right(self._times, start)
         while start < end:
             stop = min(end, self._times[index]) if index < len(self._times) else end
@@ -88,11 +88,11 @@ class Track:
 
 
 Part = tuple[float, float, Class]
-"""From, to, and what it was."""
+"""Start, end and class."""
 
 
 class Context(NamedTuple):
-    """Tracks of a run. engines: whether one of them works for the trainer. away: what trajectories are at."""
+    """Tracks of a run. engines: whether any engine works for the trainer. away: activities outside of engines."""
 
     phases: Track
     whys: Track
@@ -101,7 +101,7 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Context:
-        """From the record."""
+        """Build the tracks from a record's events."""
         lanes: dict[str, list[Event]] = {TRAINER: [], SCHEDULER: [], ROLLOUT: [], AGENTS: []}
         for event in events:
             kind = event.lane.partition(" ")[0]
@@ -115,7 +115,7 @@ class Context(NamedTuple):
         )
 
     def during(self, event: Event, until: float, shared: bool) -> Iterator[Part]:
-        """The parts of a device's event up to ``until``, with their classes."""
+        """Yield the parts of a device's event up to ``until``, with their classes."""
         if event.lane == TRAINER and event.what != WAIT:
             yield event.start, until, PHASES.get(event.what, Class.NOT_KNOWN)
             return
@@ -141,7 +141,7 @@ class Context(NamedTuple):
             yield begin, stop, PHASES.get(WAIT, Class.NOT_KNOWN)
 
     def _of_rewards(self, begin: float, stop: float) -> Iterator[Part]:
-        """Only rewards keep the run from going on, or log-probs that are computed with them."""
+        """Yield parts for a time in which only rewards, or log-probs computed with them, hold up the run."""
         for start, end, away in self.away.during(begin, stop):
             scores_only = away is not None and Away.LOG_PROBS in away and Away.REWARD not in away
             yield start, end, Class.WAIT_LOG_PROBS if scores_only else Class.WAIT_REWARD
@@ -156,11 +156,11 @@ class Context(NamedTuple):
         elif why == Why.REWARD:
             yield from self._of_rewards(begin, stop)
         else:
-            # Before the scheduler begins it says nothing.
+            # The scheduler reports nothing before it starts.
             yield begin, stop, EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN)
 
     def _of_empty(self, begin: float, stop: float, free: Class) -> Iterator[Part]:
-        """Trajectories have slots, and this engine has no request of theirs: others have, or none has."""
+        """Yield parts for an engine without requests while trajectories hold slots, on other engines or on none."""
         for first, last, engines in self.engines.during(begin, stop):
             if engines and free is not Class.IDLE_PLACES:
                 yield first, last, free
@@ -170,7 +170,7 @@ class Context(NamedTuple):
 
 
 def _one_at_a_time(events: Iterable[Event]) -> Track:
-    """What one lane was at, whose events do not overlap."""
+    """Return the track of a lane whose events do not overlap."""
     changes: dict[float, str | None] = {}
     for event in sorted(events, key=lambda event: event.start):
         changes[event.start] = event.what
@@ -179,7 +179,7 @@ def _one_at_a_time(events: Iterable[Event]) -> Track:
 
 
 def _any_of(events: Iterable[Event], values: Callable[[Event], Iterable[str]]) -> Track:
-    """Of several lanes: everything that one of them names, joined."""
+    """Return the track of several lanes together: all names present at a time, joined."""
     steps = [
         (time, by, name)
         for event in events

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--follow``: what a run does, in lines, from another shell; docs/report.md.
+"""``--follow``: prints what a run does, from another shell; docs/report.md describes it.
 
-Contract: it reads the run's folder only and changes nothing there. It waits for a run that has not begun, as long as it
-is told; it ends when the run has: with its summary, or, where the run left none, when its folder has no owner any more.
-A run that is started again in the same folder meanwhile is followed on. Shown by tests/integration/test_follow.py.
+Contract: it only reads the run's folder. It waits for a run that has not begun, up to a given time. It ends when the
+run has ended: with the run's summary or, if there is none, when the folder has no owner any more. If the run is
+restarted in the same folder meanwhile, it follows the new one. Shown by tests/integration/test_follow.py.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from recipe.report.run import FRESH_S
 
 POLL_S = 1.0
 LINES_S = 5.0
-"""Nothing is said more often than this, other than of a step."""
+"""Least time between two reports, except those on steps."""
 ENDED, FAILED, NONE_BEGAN, WITH_ALARMS = 0, 1, 2, 3
 
 Say = Callable[[str], None]
 
 
 class Follower:
-    """One run's folder; :meth:`look` takes in what is new there.
+    """Follows one run's folder; :meth:`look` reads what is new there.
 
     Attributes:
-        figures: of the run so far, in the keys of docs/metrics.md.
-        steps: metrics of steps that nobody has been told of.
-        notes: what is damaged, of which nobody has been told.
+        figures: figures of the run so far, with the keys of docs/metrics.md.
+        steps: metrics of steps that have not been printed yet.
+        notes: notes on damaged files that have not been printed yet.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +51,7 @@ class Follower:
         self._noted: set[str] = set()
 
     def look(self) -> bool:
-        """Take in what is new; whether anything was."""
+        """Read what is new; return whether there was anything."""
         return any([self._look_at_events(), self._look_at_metrics()])
 
     @property
@@ -60,7 +60,7 @@ class Follower:
 
     @property
     def summary(self) -> Summary | None:
-        """What the run left at its end."""
+        """The summary that the run left at its end, if any."""
         summary, notes = summary_in(self._folder)
         self._note(notes)
         return summary
@@ -71,12 +71,12 @@ class Follower:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has left without a summary, as one that was killed."""
+        """Return whether the run has ended without a summary, for example because it was killed."""
         if is_owned(self._folder):
             return False
         if owner_of(self._folder) == socket.gethostname():
             return True
-        # Its owner is on another machine, where the lock may not reach this one.
+        # The owner is on another machine, and its lock may not be visible here.
         return time.time() - self._written_at() > FRESH_S
 
     def _written_at(self) -> float:
@@ -107,20 +107,20 @@ class Follower:
         if not path.is_file():
             return False
         if path.stat().st_size < self._metrics_at:
-            # A resumed run has left out what came after its checkpoint.
+            # A resumed run has removed the metrics after its checkpoint.
             self._metrics_at = 0
         with open(path, "rb") as file:
             file.seek(self._metrics_at)
             lines = [line for line in file if line.endswith(b"\n")]
             self._metrics_at += sum(map(len, lines))
         if lines and not lines[0].startswith(b"{"):
-            # A resumed run has left out lines meanwhile, and this is a piece of one.
+            # A resumed run has removed lines meanwhile, and this is a fragment of one.
             del lines[0]
         steps, notes = steps_of(lines, str(path))
         self._note(notes)
         for step in steps:
             for key, value in step.items():
-                # What its events say of now is newer.
+                # The present state in the events is newer than that in the metrics.
                 is_share = key.startswith(SHARE)
                 if key not in (TRAINER_DOES, ROLLOUT_DOES) and not (is_share and (self._phases or value is None)):
                     self.figures[key] = value
@@ -129,10 +129,10 @@ class Follower:
 
 
 def follow(folder: Path, wait_s: float, say: Say) -> int:
-    """Say what the run in ``folder`` does until it ends; returns the exit status.
+    """Print what the run in ``folder`` does until it ends; return the exit status.
 
     Args:
-        wait_s: for a run to begin.
+        wait_s: longest wait for a run to begin.
     """
     follower, deadline, waits = Follower(folder), time.monotonic() + wait_s, False
     while not (follower.look() or follower.has_begun or follower.summary):
@@ -143,12 +143,12 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
             say(f"no run has begun in {folder}; waiting for one up to {wait_s:g} s (--wait)")
             waits = True
         time.sleep(POLL_S)
-    # What an earlier look has of the past is one step, not all of them.
+    # Print only the newest of the steps from before.
     follower.steps = follower.steps[-1:]
     said_at = -LINES_S
     say(f"following the run in {folder}")
     while True:
-        # In this order: a run writes its last metrics, then its summary, then lets go of its folder.
+        # The order matters: a run writes its last metrics, then its summary, then releases its folder.
         over = follower.is_over
         summary = follower.summary
         follower.look()
@@ -162,7 +162,7 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
 
 
 def _tell(follower: Follower, said_at: float, last: bool, say: Say) -> float:
-    """Say what is new; returns when the sides were last told of."""
+    """Print what is new; return when the sides were last printed."""
     now = time.strftime("%H:%M:%S")
     for note in follower.notes:
         say(note)

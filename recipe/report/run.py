@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's folder says of the run, for its report.
+"""Loads a run's folder for its report.
 
-Contract: a run that goes on, or was killed, is read up to the last batch of events that it has written; the account is
-made of these. Of a run with several starts in one folder it is the newest start. What is damaged is left out and noted,
-or the record is refused (`record.schema`). Shown by tests/integration/test_report.py and test_damaged_files.py.
+Contract: a run that goes on, or was killed, is read up to the last batch of events that it has written, and the account
+covers these. If a folder has several starts of a run, the newest is used. Damaged data is left out and noted, or the
+record is refused (`record.schema`). Shown by tests/integration/test_report.py and test_damaged_files.py.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from recipe.report.account import Account, Piece, close, meanwhile, pieces
 from recipe.report.advice import Advice, Facts, advise
 
 FRESH_S = 60.0
-"""A run whose newest event is older than this, and that left no summary, was killed."""
+"""A run without a summary counts as killed if its newest event is older than this, in seconds."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as far as its folder has it.
+    """The contents of a run's folder.
 
-    events: of every lane but trajectories, groups and tokens, which are tables. state: "ended", "failed", "goes on",
-    "was killed", or `UNSAID`. until: seconds of the run's clock that the account covers, more than 0. later_error: of a
-    start after this one that ended before it had a record. notes: what is damaged in the folder and was left out.
+    events: events of all lanes except trajectories, groups and tokens, which are tables. state: "ended", "failed",
+    "goes on", "was killed", or `UNSAID`. until: seconds of the run's clock that the account covers, more than 0.
+    later_error: error of a later start that ended before it had a record. notes: damaged data in the folder that was
+    left out.
     """
 
     folder: Path
@@ -67,7 +68,7 @@ class Run:
 
     @property
     def alarms(self) -> dict[str, tuple[int, str]]:
-        """Those that rang: how often, and what it is about. While a run goes on, as its last step has it."""
+        """The alarms that rang, with count and subject; while a run goes on, as of its last step."""
         if ended := self.summary.get("alarms"):
             return {name: (alarm["count"], alarm["said"]) for name, alarm in ended.items()}
         counts = {name: (self.metrics or [{}])[-1].get(f"{METRIC}{name}", 0) for name in WATCHED}
@@ -75,28 +76,28 @@ class Run:
 
     @cached_property
     def advice(self) -> list[Advice]:
-        """The greatest loss first."""
+        """The advice for the run, greatest loss first."""
         return advise(Facts(self.account, self.settings, meanwhile(self.pieces, self.devices), speeds(self)))
 
 
 def about(table: pa.Table, what: str) -> pa.Table:
-    """The rows of a run's table that are about this."""
+    """Return the rows of a run's table whose ``what`` column has this value."""
     return table.filter(pc.equal(table["what"], what))
 
 
 def answer_counts(run: Run) -> Counter[int]:
-    """How many answers each group has."""
+    """Return the number of answers in each group."""
     rows = run.trajectories.group_by("group").aggregate([("trajectory", "max")])
     groups, last = rows["group"].to_pylist(), rows["trajectory_max"].to_pylist()
     return Counter({group: n + 1 for group, n in zip(groups, last, strict=True)})
 
 
 HARDLY = 0.02
-"""Of an engine that decoded for less than this part of its life no speed is known."""
+"""An engine's speed is unknown if it decoded for less than this share of its life."""
 
 
 def speeds(run: Run) -> dict[str, float]:
-    """Tokens that each rollout engine sampled for a second of decoding in all its places."""
+    """Return the tokens that each rollout engine sampled per second of decoding with all its places."""
     counts: dict[str, list[int]] = {}
     for event in run.events:
         if event.lane == RUN and event.what == SAMPLED:
@@ -104,7 +105,7 @@ def speeds(run: Run) -> dict[str, float]:
     found = {}
     for name, device in run.account.devices.items():
         seconds, of_device = device.seconds.get(Class.DECODING, 0.0), [0, *counts.get(name, [])]
-        # A process in a dead one's place counts from 0.
+        # The count starts again at 0 when a process is replaced.
         tokens = sum(now - before if now >= before else now for before, now in pairwise(of_device))
         if name.startswith(ROLLOUT) and tokens and seconds > HARDLY * device.life:
             found[name] = tokens / seconds
@@ -115,7 +116,7 @@ def load(folder: Path) -> Run:
     """Read the newest start of the run in ``folder``.
 
     Raises:
-        BadFile: it has none, or one that cannot be read or is of another version.
+        BadFile: there is no record, or it cannot be read or is of another version.
     """
     found = files(folder)
     if not found:
@@ -135,7 +136,7 @@ def load(folder: Path) -> Run:
     metrics, of_metrics = metrics_in(folder)
     summary, later_error = summary or {}, None
     if summary and not summary.get("account") and summary.get("began", 0.0) > header.began:
-        # It is of a start that ended before it had a record.
+        # The summary is of a start that ended before it had a record.
         summary, later_error = {}, (summary.get("error") or {}).get("message")
     until = (summary.get("account") or {}).get("duration") or until
     lanes = table["lane"]
@@ -174,7 +175,7 @@ def _state(summary: Summary, silent_s: float) -> str:
 
 
 def lacking(command: str, extra: str, modules: Iterable[str]) -> str | None:
-    """What to install for a command that needs these modules, in one sentence; None where all of them are there."""
+    """Return a sentence on what to install for a command that needs these modules; None if nothing is missing."""
     missing = [module for module in modules if find_spec(module) is None]
     if not missing:
         return None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's record of events as a trace for Perfetto; docs/report.md has its tracks, and queries over them.
+"""Writes a run's record of events as a trace for Perfetto; docs/report.md describes its tracks, and queries over them.
 
-Contract: each second of the account is in it, in slices of the category `account` with the share of the device's places
-that they are, so the sum of length times share is the account's. Flows lead from a prompt to its answers, from each
-answer to the batch that trained it, and from the batch to the version that it became. It reads what `load` reads, so it
-is made of a run that goes on or was killed too. Shown by tests/integration/test_trace.py.
+Contract: the trace contains each second of the account, as slices of the category `account` with the share of the
+device's places that they cover, so the sum of length times share is the account's. Flows lead from a prompt to its
+answers, from each answer to the batch that trained it, and from the batch to the version that it became. The input is
+what `load` reads, so runs that go on or were killed can be traced too. Shown by tests/integration/test_trace.py.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ GROUP, VERSION, DEVICE = "group", "version", "device"
 WORK = (Kind.USEFUL, Kind.REPEATED)
 ROWS_AT_ONCE = 20_000
 BATCHES = 1 << 62
-"""Flows of batches begin here, those of answers at 0."""
+"""First flow id of batches; those of answers begin at 0."""
 ANSWERS_AT_MOST = 1 << 24
 SAME_MOMENT_S = 1e-5
 
 
 class Batch(NamedTuple):
-    """A batch of the trainer. flow: leads to the version it became. answers: flows of what it trained."""
+    """A batch of the trainer. flow: id that leads to the version it became. answers: flow ids of what it trained."""
 
     version: int
     start: float
@@ -61,12 +61,12 @@ def write_trace(run: Run, path: Path) -> None:
 
 
 def answer_flow(group: int, trajectory: int) -> int:
-    """The flow of one answer."""
+    """Return the flow id of one answer."""
     return group * ANSWERS_AT_MOST + trajectory + 1
 
 
 def _versions(file: TraceFile, parent: int, run: Run, batches: list[Batch]) -> None:
-    """The way of each version to the replicas, and what happened to devices."""
+    """Write the transfer of each version to the replicas, and the changes of devices."""
     became: defaultdict[int, list[int]] = defaultdict(list)
     for batch in batches:
         became[batch.version + 1].append(batch.flow)
@@ -84,7 +84,7 @@ def _versions(file: TraceFile, parent: int, run: Run, batches: list[Batch]) -> N
 
 
 def _devices(file: TraceFile, parent: int, run: Run, batches: list[Batch]) -> None:
-    """The trainer with its batches, and each device with its account."""
+    """Write the trainer with its batches, and each device with its account."""
     by_device: defaultdict[str, list[Piece]] = defaultdict(list)
     for piece in run.pieces:
         by_device[piece.device].append(piece)
@@ -112,7 +112,7 @@ def _named(file: TraceFile, parent: int, run: Run, device: str) -> int:
 
 
 def _lane(file: TraceFile, parent: int, name: str, events: Iterable[Event], category: str) -> None:
-    """A part that does one thing at a time."""
+    """Write a track of events that do not overlap."""
     track = file.track(parent, name)
     for what, found in groupby(sorted(events, key=lambda event: event.start), key=lambda event: event.what):
         spans = list(found)
@@ -120,7 +120,7 @@ def _lane(file: TraceFile, parent: int, name: str, events: Iterable[Event], cate
 
 
 def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> None:
-    """Each class on a track of its own, but for the trainer, which does one thing at a time."""
+    """Write a device's account with a track for each class, or a single track for the trainer."""
     tracks: dict[str, int] = {}
     for piece in sorted(_joined(pieces), key=lambda piece: piece.start):
         name = ACCOUNT if device == TRAINER else str(piece.what)
@@ -135,7 +135,7 @@ def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> 
 
 
 def _without_gaps(pieces: list[Piece], end: float) -> Iterator[Piece]:
-    """The pieces of a device up to its end, in the order of their beginnings, and between them what is not known."""
+    """Yield a device's pieces up to its end, in order of start, with `Class.NOT_KNOWN` in the gaps."""
     until = 0.0
     for piece in sorted(pieces, key=lambda piece: piece.start):
         if until and piece.start - until > SAME_MOMENT_S:
@@ -148,7 +148,7 @@ def _without_gaps(pieces: list[Piece], end: float) -> Iterator[Piece]:
 
 
 def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """With pieces as one that follow each other and differ in nothing else."""
+    """Yield the pieces, with consecutive ones merged that differ only in time."""
     open_ones: dict[Class, Piece] = {}
     for piece in pieces:
         before = open_ones.get(piece.what)
@@ -162,7 +162,7 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _groups(file: TraceFile, parent: int, run: Run) -> None:
-    """Each prompt group from its issue to its end, and in it the time that it was ready."""
+    """Write each prompt group from issue to end, with the time that it was ready."""
     slots = Slots(file, file.group("prompt groups", parent), "groups")
     ready: dict[int, float] = {}
     rows = []
@@ -184,7 +184,7 @@ def _groups(file: TraceFile, parent: int, run: Run) -> None:
 
 
 def _trajectories(file: TraceFile, parent: int, run: Run) -> None:
-    """Each attempt at an answer: generating, then the wait for its reward."""
+    """Write each attempt at an answer: its generation, then the wait for its reward."""
     slots = Slots(file, file.group("trajectories", parent), "trajectory")
     rewarded = {_key(event, event.start): event.end for event in _rows(about(run.trajectories, "reward"))}
     recomputed = {_key(event, event.start): event.tokens for event in _rows(about(run.trajectories, "interrupted"))}
@@ -210,13 +210,13 @@ def _key(event: Event, at: float) -> tuple[int | None, int | None, float]:
 
 
 def _rows(table: pa.Table) -> Iterator[Event]:
-    """In the order of their beginnings, a few at once."""
+    """Yield a table's events in order of start, converting a limited number at once."""
     for part in table.sort_by("start").to_batches(ROWS_AT_ONCE):
         yield from events_of(pa.Table.from_batches([part]))
 
 
 def _batches(run: Run) -> list[Batch]:
-    """What the trainer trained together: their tokens are counted at one moment, their groups end before the next."""
+    """Return the trainer's batches: the tokens counted at one moment, and the groups that end before the next."""
     counts = sorted(events_of(run.tokens), key=lambda event: event.start)
     moments = [list(rows) for _, rows in groupby(counts, key=lambda event: event.start)]
     trained = sorted(_rows(about(run.groups, "trained")), key=lambda event: event.end)

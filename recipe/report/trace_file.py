@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace in Perfetto's own format, written as it is made: groups of tracks, slices, counters and flows.
+"""Writes a trace in Perfetto's format incrementally: groups of tracks, slices, counters and flows.
 
-Contract: memory does not grow with what was written. Slices of one track are apart or inside each other;
-:class:`Slots` spreads those that overlap over tracks. Times are seconds of the run's clock, and the trace has its
-beginning in the world's time. Slices that have a flow in common are joined by arrows, in the order of their times.
+Contract: memory does not grow with the amount written. Slices on one track must be separate or nested; :class:`Slots`
+spreads overlapping ones over several tracks. Times are seconds of the run's clock, whose start the trace relates to
+world time. Slices with a common flow are connected by arrows, in order of time.
 
 The format: https://perfetto.dev/docs/reference/trace-packet-proto. Shown by tests/integration/test_trace.py.
 """
@@ -26,10 +26,10 @@ Value = int | float | str | None
 
 
 class TraceFile:
-    """Writes to ``file``; see the module's contract.
+    """Writes one trace to ``file``.
 
     Args:
-        began: the run's time 0, seconds since 1970.
+        began: time 0 of the run's clock, in seconds since 1970.
     """
 
     def __init__(self, file: IO[bytes], began: float) -> None:
@@ -41,14 +41,14 @@ class TraceFile:
         self._builder.write_packet(packet)
 
     def group(self, name: str, parent: int | None = None) -> int:
-        """A group of tracks, shown in the order in which they are made; returns what :meth:`track` takes.
+        """Create a group of tracks, shown in order of creation; return the number that :meth:`track` takes.
 
         Perfetto's page sorts groups without a parent by name, and processes by how many slices they have.
         """
         return self._described(name, parent, child_ordering=TrackDescriptor.EXPLICIT)
 
     def track(self, group: int, name: str, unit: str | None = None) -> int:
-        """A track of slices, or of a counter if it has a ``unit``."""
+        """Create a track of slices, or of a counter if it has a ``unit``."""
         return self._described(name, group, **({} if unit is None else {"counter": {"unit_name": unit}}))
 
     def begin(
@@ -61,7 +61,7 @@ class TraceFile:
         flows: Iterable[int] = (),
         kind: int = TrackEvent.TYPE_SLICE_BEGIN,
     ) -> None:
-        """A slice begins, or something else of that ``kind``; `None` among its values is left out."""
+        """Begin a slice, or write another event of that ``kind``; `None` among its values is left out."""
         packet, event = self._event(track, at, kind)
         event.name = name
         event.categories.append(category)
@@ -73,7 +73,7 @@ class TraceFile:
         self._builder.write_packet(packet)
 
     def end(self, track: int, at: float) -> None:
-        """The slice of the track that began last ends."""
+        """End the track's innermost open slice."""
         self._builder.write_packet(self._event(track, at, TrackEvent.TYPE_SLICE_END)[0])
 
     def slice(
@@ -86,16 +86,16 @@ class TraceFile:
         values: Mapping[str, Value] | None = None,
         flows: Iterable[int] = (),
     ) -> None:
-        """One with nothing inside it."""
+        """Write a slice with nothing inside it."""
         self.begin(track, name, start, category, values, flows)
         self.end(track, max(start, end))
 
     def instant(self, track: int, name: str, at: float, category: str) -> None:
-        """Something without a length."""
+        """Write an event without duration."""
         self.begin(track, name, at, category, kind=TrackEvent.TYPE_INSTANT)
 
     def count(self, track: int, at: float, value: float) -> None:
-        """From now on the counter has this value."""
+        """Set the value of a counter from this time on."""
         packet, event = self._event(track, at, TrackEvent.TYPE_COUNTER)
         event.double_counter_value = value
         self._builder.write_packet(packet)
@@ -106,7 +106,7 @@ class TraceFile:
         return packet
 
     def _described(self, name: str, parent: int | None, **more: Any) -> int:
-        """A new group or track; returns its number."""
+        """Create a group or track; return its number."""
         number = self._tracks = self._tracks + 1
         packet = self._packet()
         packet.track_descriptor.MergeFrom(
@@ -116,7 +116,7 @@ class TraceFile:
         return number
 
     def _event(self, track: int, at: float, kind: int) -> tuple[Any, Any]:
-        """A packet that is still to be written, and the event in it."""
+        """Return a packet that has not been written yet, and the event in it."""
         packet = self._packet()
         packet.timestamp = max(0, round(at * NANO))
         packet.track_event.type, packet.track_event.track_uuid = kind, track
@@ -125,9 +125,9 @@ class TraceFile:
 
 @dataclass
 class Slots:
-    """Tracks for slices that overlap: each one goes to the first track that is free when it begins.
+    """Tracks for overlapping slices: each slice goes to the first track that is free at its start.
 
-    They are asked for in the order of their beginnings.
+    Slices must be added in order of start.
     """
 
     file: TraceFile
@@ -138,7 +138,7 @@ class Slots:
     _made: int = 0
 
     def take(self, start: float, end: float) -> int:
-        """The track for a slice from then to then."""
+        """Return the track for a slice with this start and end."""
         while self._busy and self._busy[0][0] <= start:
             heapq.heappush(self._free, heapq.heappop(self._busy)[1])
         if self._free:

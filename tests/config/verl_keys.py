@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting of verl's, and its verdict in each mode and by each way to start it.
+"""Writes every setting of verl's, with its verdict in each mode and for each way to start it.
 
-``python tests/config/verl_keys.py`` writes ``verl_keys.tsv`` beside this file: read what has changed in it, and give
-what is new a verdict in `recipe.async_engine.config.verdicts` where its section's does not hold for it.
+``python tests/config/verl_keys.py`` writes ``verl_keys.tsv`` beside this file. Read the changes in it, and give a new
+setting a verdict in `recipe.async_engine.config.verdicts` if that of its section is wrong for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STOCK = {
         for engine in ("", "_megatron")
     },
 }
-# Settings that verl reads and its configurations do not have: a script adds them with a +.
+# Settings that verl reads although its configurations lack them: scripts add them with a +.
 ADDED = (
     "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
     "actor_rollout_ref.rollout.checkpoint_manager_class",
@@ -51,7 +51,7 @@ ADDED = (
 
 
 def settings_of_verl() -> set[str]:
-    """Every setting of every configuration of verl's, but for the types that verl makes of sections."""
+    """Return every setting in verl's configurations, except the types that verl makes of sections."""
     found = set(ADDED)
     for (folder, name, _), overrides in STOCK.items():
         GlobalHydra.instance().clear()
@@ -72,7 +72,7 @@ def _leaves(section: Any, above: str = "") -> Iterator[str]:
 
 
 def runs() -> dict[str, RuleContext]:
-    """A run of each placement, by its own main and by a flag, with all that verdicts depend on switched on."""
+    """Return a run of each placement, by its own main and by a flag, with all that verdicts depend on enabled."""
     found = {}
     for placement in ("separate", "shared"):
         for way, trainer in (("main", "sync"), ("flag", "recipe_")):
@@ -87,7 +87,7 @@ def runs() -> dict[str, RuleContext]:
 
 
 def table() -> str:
-    """The file's text: by section and verdict, the settings; the verdicts of all runs where they differ."""
+    """Return the file's text: settings by section and verdict, with the verdicts of all runs if they differ."""
     contexts = runs()
     rows: dict[tuple[str, str], list[str]] = {}
     for setting in sorted(settings_of_verl()):

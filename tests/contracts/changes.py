@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes that a release of an upstream package might bring, done to a copy of a module that a contract is about."""
+"""Simulates changes that a new release of an upstream package might bring, on a copy of a module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from upstream import Found, Function, Upstream, targets
 
 
 def changed(kind: str, contract: Contract, upstream: Upstream) -> Upstream | None:
-    """The sources after such a change to what the contract is about; None if it has nothing of that kind."""
+    """Return the sources with such a change to the contract's place; None if the change does not apply to it."""
     found = upstream.find(contract.place)
     assert found is not None, contract.place
     if kind == "module moved":
@@ -27,7 +27,7 @@ def changed(kind: str, contract: Contract, upstream: Upstream) -> Upstream | Non
 
 
 def _replaced(tree: ast.AST, old: ast.AST, new: ast.AST) -> ast.Module:
-    """A copy of a module in which one definition is another one; the rest is shared."""
+    """Return a copy of a module with one definition replaced; the rest is shared."""
 
     def rebuilt(node: ast.AST) -> ast.AST:
         if node is old:
@@ -55,14 +55,14 @@ def _spans(node: ast.AST, other: ast.AST) -> bool:
 
 
 def _with_own_arguments(function: Function) -> Function:
-    """A copy whose arguments may be changed; the rest is shared."""
+    """Return a copy whose arguments may be changed; the rest is shared."""
     new = copy.copy(function)
     new.args = copy.deepcopy(function.args)
     return new
 
 
 def _renamed(contract: Contract, found: Found) -> ast.AST | None:
-    """A function, a class or a value has another name."""
+    """Rename a function, class or value."""
     new = copy.copy(found.node)
     if isinstance(new, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         new.name = f"{new.name}_by_another_name"
@@ -84,7 +84,7 @@ def _with_required_argument(contract: Contract, found: Found) -> ast.AST | None:
 
 
 def _with_renamed_argument(contract: Contract, found: Found) -> ast.AST | None:
-    """The last parameter that the contract names."""
+    """Rename the last parameter that the contract names."""
     if not isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef) or contract.takes in (None, "self", "cls"):
         return None
     new = _with_own_arguments(found.node)
@@ -114,7 +114,7 @@ def _with_changed_body(contract: Contract, found: Found) -> ast.AST | None:
 
 
 def _without_statement(contract: Contract, found: Found) -> ast.AST | None:
-    """Nothing is left of what the source says."""
+    """Remove every statement that the contract expects."""
     if not contract.says or not isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     new = copy.copy(found.node)
@@ -123,7 +123,7 @@ def _without_statement(contract: Contract, found: Found) -> ast.AST | None:
 
 
 class _Renaming(ast.NodeTransformer):
-    """Gives members of a class other names wherever the class itself has them."""
+    """Renames members of a class wherever the class itself uses them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -169,7 +169,7 @@ _CHANGES: dict[str, Callable[[Contract, Found], ast.AST | None]] = {
     "members gone": _without_members,
     "another value": _with_another_value,
 }
-# Each kind, and how many contracts it can at least be tried on, so that none of them goes untried.
+# Each kind of change, with the least number of contracts that it applies to, so that none goes untested.
 KINDS = {
     "renamed": 300,
     "a new required argument": 200,

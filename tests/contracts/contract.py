@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package counts on in a function, a class or a value of verl, vLLM or Ray, and whether sources keep to it.
+"""Contracts on functions, classes and values of verl, vLLM or Ray, and a check whether sources meet them.
 
-The tables beside this file, one for each package, have a line for each: its place, and any of
+The tables beside this file, one for each package, have a line for each contract: its place, and any of
 
-- ``takes``: its parameters, with their defaults, exactly;
-- ``passes``: what it is called with here, as a call writes it (``prompt, request_id, lora_request=_``);
-- ``body``: a fingerprint of the whole definition, for one whose code ours repeats, replaces or relies on;
-- ``says``: statements or expressions that are in it;
-- ``has``: members of the class itself, those that it sets on ``self`` included;
-- ``value``: what it is set to;
-- ``releases``: those of the package in which it is used at all.
+- ``takes``: its exact parameters, with their defaults;
+- ``passes``: the arguments of this package's calls, as a call writes them (``prompt, request_id, lora_request=_``);
+- ``body``: a fingerprint of the whole definition, for code that this package repeats, replaces or relies on;
+- ``says``: statements or expressions that it contains;
+- ``has``: members of the class itself, including those that it sets on ``self``;
+- ``value``: the value it is set to;
+- ``releases``: the releases of the package in which it is used at all.
 
-A line with none of them says that it is there. What is not source (names of docstrings, annotations, comments) does not
-count. `problems_of` names the place in each problem.
+A line with none of them says that the place exists. Docstrings, annotations and comments do not count. `problems_of`
+names the place in each problem.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IGNORED_FIELDS = {"annotation", "returns", "ctx", "type_comment", "type_params",
 
 @dataclass(frozen=True)
 class Contract:
-    """One line of a table; see the module's docstring."""
+    """One line of a table."""
 
     place: str
     takes: str | None = None
@@ -64,7 +64,7 @@ def _frozen(value: Any) -> Any:
 
 
 def problems_of(contract: Contract, upstream: Upstream) -> list[str]:
-    """In what the sources differ from the contract."""
+    """Return the differences between the sources and the contract."""
     found = upstream.find(contract.place)
     if found is None:
         return [f"{contract.place}: there is no such thing any more"]
@@ -98,7 +98,7 @@ def _problems(contract: Contract, found: Found, upstream: Upstream) -> Iterator[
 
 @dataclass(frozen=True)
 class Signature:
-    """Parameters of a call: a function's, without the instance or class that a method is bound to."""
+    """Parameters of a call, without the instance or class to which a method is bound."""
 
     text: str
     positional: tuple[str, ...]
@@ -108,7 +108,7 @@ class Signature:
     any_named: bool
 
     def refuses(self, passed: str) -> str | None:
-        """What is wrong with a call that passes this; None if nothing is."""
+        """Return what is wrong with a call that passes this; None if nothing is."""
         call = ast.parse(f"_({passed})", mode="eval").body
         assert isinstance(call, ast.Call)
         names = [keyword.arg for keyword in call.keywords]
@@ -123,7 +123,7 @@ class Signature:
 
 
 def signature_of(found: Found, upstream: Upstream) -> Signature | None:
-    """Of a function, or of what makes a class's instances."""
+    """Return the signature of a function, or of a class's constructor."""
     if isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef):
         decorators = {ast.unparse(decorator) for decorator in found.node.decorator_list}
         return _of_arguments(found.node.args, bound="." in found.qualified and "staticmethod" not in decorators)
@@ -168,7 +168,7 @@ def _of_fields(lineage: list[Found]) -> Signature:
 
 
 def says(node: ast.AST, saying: str) -> bool:
-    """Whether a statement, or an expression, is in the source of a definition."""
+    """Return whether a definition's source contains a statement or expression."""
     (statement,) = ast.parse(saying).body
     wanted = _plain(statement.value if isinstance(statement, ast.Expr) else statement)
     return any(_plain(part) == wanted for part in ast.walk(node))
@@ -181,12 +181,12 @@ def value_of(found: Found) -> str | None:
 
 
 def fingerprint(node: ast.AST) -> str:
-    """Of what a definition does: the same whatever its docstring, annotations and layout."""
+    """Return a fingerprint of a definition that does not depend on its docstring, annotations and layout."""
     return hashlib.sha256(repr(_plain(node)).encode()).hexdigest()[:10]
 
 
 def _plain(node: Any) -> Any:
-    """A tree as tuples, alike in all releases of Python that are used here."""
+    """Return a tree as tuples that are equal in all supported releases of Python."""
     if isinstance(node, list):
         return [_plain(part) for part in node]
     if not isinstance(node, ast.AST):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `recipe` touches of verl, vLLM and Ray, read from its own sources.
+"""Finds what `recipe` uses of verl, vLLM and Ray, from its sources.
 
-Found are: what is imported, and members of it that are named; members of theirs that a subclass overrides or uses;
-members of a parameter or an attribute that is annotated with a class of theirs; and members of objects that are listed
-in `HELD`, whose class no annotation says.
+It finds imported names and members used of them; members of theirs that a subclass overrides or uses; members of a
+parameter or an attribute that is annotated with a class of theirs; and members of the objects listed in `HELD`, whose
+class no annotation names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from upstream import Found, Upstream, dotted, statements
 
 PACKAGES = ("verl", "vllm", "ray")
-# Ray's documented interface is not what this is about.
+# Only these internals of Ray are checked; its documented interface is not.
 OF_RAY = ("ray._private", "ray._raylet", "ray.util.collective", "ray.actor")
 
 ENGINE = "vllm.v1.engine.async_llm:AsyncLLM"
@@ -30,7 +30,7 @@ FSDP = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 CONFIG, MODEL_CONFIG = "vllm.config:VllmConfig", "vllm.config.model:ModelConfig"
 PARALLEL_CONFIG = "vllm.config.parallel:ParallelConfig"
 
-# Objects by the expression that names them in a module of ours, one of the engine's unless its name is whole.
+# Objects by the expression that names them in a module of this package; modules of the engine have shortened names.
 HELD = {
     ("engines.vllm.server", "self.engine"): ENGINE,
     ("engines.vllm.server", "self.engine.renderer"): "vllm.renderers.base:BaseRenderer",
@@ -67,14 +67,14 @@ HELD = {
 
 @dataclass(frozen=True)
 class Touch:
-    """A thing of upstream's, and where it is touched."""
+    """A name of an upstream package, and where it is used."""
 
     place: str
     where: str
 
 
 def touches(ours: Path, upstream: Upstream) -> Iterator[Touch]:
-    """All of them; ``upstream`` has `recipe` among its packages too, for classes between ours and theirs."""
+    """Yield all uses; ``upstream`` must include `recipe`, for classes between this package's and theirs."""
     for file in sorted(ours.rglob("*.py")):
         module = ".".join(("recipe", *file.relative_to(ours).with_suffix("").parts)).removesuffix(".__init__")
         tree = upstream.module(module)
@@ -110,7 +110,7 @@ class _Module:
             if isinstance(node, ast.Attribute) and (owner := named.get(_text(node.value))) is not None:
                 place = f"{owner}.{node.attr}" if ":" in owner else f"{owner}:{node.attr}"
                 holder = self.upstream.find(owner)
-                # What is no class and no module says nothing of its members.
+                # Only the members of classes and modules are known.
                 holds = holder is not None and isinstance(holder.node, ast.ClassDef | ast.Module)
                 if holds and not node.attr.startswith("__"):
                     yield place
@@ -132,7 +132,7 @@ class _Module:
         return None
 
     def _inherited(self, node: ast.ClassDef) -> Iterator[str]:
-        """What the class overrides or uses of a class of theirs."""
+        """Yield what the class overrides or uses of an upstream class."""
         lineage = list(self.upstream.lineage(Found(node, self.name, node.name)))
         theirs = next((base for base in lineage if not base.module.startswith("recipe.")), None)
         if theirs is None:
@@ -159,14 +159,14 @@ def _text(expression: ast.expr) -> str:
 
 
 def _is_own(expression: ast.expr) -> bool:
-    """``self``, ``cls`` or ``super()``."""
+    """Return whether this is ``self``, ``cls`` or ``super()``."""
     if isinstance(expression, ast.Call):
         return dotted(expression.func) == "super"
     return dotted(expression) in ("self", "cls")
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """What is imported of upstream, by the name that it has here."""
+    """Yield upstream imports with their local names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and _is_upstream(node.module or ""):
             for alias in node.names:

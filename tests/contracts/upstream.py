@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of verl, vLLM and Ray, read as text: what is named in them is found without importing any of them.
+"""Reads sources of verl, vLLM and Ray as text and finds names in them without importing them.
 
-So a release that cannot be imported here, for want of an accelerator or of its own dependencies, can be read as well.
-A name is "package.module:Class.member". It is followed through imports of other modules, and a member through the bases
-of its class; what a class only sets on ``self`` is a member too.
+So releases can be read that cannot be imported here, because they need an accelerator or other dependencies. A name is
+"package.module:Class.member". It is followed through imports of other modules, and a member through the bases of its
+class; attributes that a class only sets on ``self`` are members too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Definition = Function | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.Module |
 
 @dataclass(frozen=True)
 class Found:
-    """A definition, and where it stands, which may be another place than where it was looked for."""
+    """A definition and its location, which may differ from the place at which it was looked up."""
 
     node: Definition
     module: str
@@ -33,9 +33,9 @@ class Found:
 
 @dataclass
 class Upstream:
-    """Sources below ``roots``, the folders of packages by their names.
+    """Sources below ``roots``, the folders of packages by name.
 
-    ``changed``: modules that are read instead of their files; None stands for one that is gone.
+    ``changed``: modules to be read instead of their files; None stands for a missing one.
     """
 
     roots: Mapping[str, Path]
@@ -43,11 +43,11 @@ class Upstream:
     _read: dict[str, ast.Module | None] = field(default_factory=dict)
 
     def with_change(self, module: str, tree: ast.Module | None) -> Upstream:
-        """The same sources but for one module."""
+        """Return the same sources with one module replaced."""
         return Upstream(self.roots, {**self.changed, module: tree}, self._read)
 
     def path(self, module: str) -> Path | None:
-        """The file of a module, if there is one."""
+        """Return the file of a module, or None."""
         package, *names = module.split(".")
         if package not in self.roots:
             return None
@@ -67,7 +67,7 @@ class Upstream:
         return [name for name, tree in self._read.items() if tree is not None]
 
     def find(self, place: str) -> Found | None:
-        """What ``place`` names; None if there is no such thing."""
+        """Return the definition that ``place`` names, or None."""
         module, _, qualified = place.partition(":")
         if not qualified:
             tree = self.module(module)
@@ -118,7 +118,7 @@ class Upstream:
         return f"{package}.{node.module}" if node.module else package
 
     def member(self, owner: Found, name: str) -> Found | None:
-        """A member of a class, its bases' included; the definition that an instance gets."""
+        """Return a member of a class or of its bases: the definition that an instance has."""
         for base in self.lineage(owner):
             assert isinstance(base.node, ast.ClassDef)
             if (node := _members(base.node).get(name)) is not None:
@@ -126,7 +126,7 @@ class Upstream:
         return None
 
     def lineage(self, owner: Found) -> Iterator[Found]:
-        """A class and its bases, as far as these sources have them."""
+        """Yield a class and its bases, as far as these sources contain them."""
         if not isinstance(owner.node, ast.ClassDef):
             return
         yield owner
@@ -138,7 +138,7 @@ class Upstream:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """Statements of a module or a class, those below ``if``, ``try`` and ``with`` included."""
+    """Yield the statements of a module or a class, including those in ``if``, ``try`` and ``with``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
             yield from statements(node)
@@ -153,7 +153,7 @@ def defines(node: ast.AST, name: str) -> bool:
 
 
 def targets(node: ast.AST) -> list[str]:
-    """Names and ``self.`` attributes that an assignment sets."""
+    """Return the names and ``self.`` attributes that an assignment sets."""
     if isinstance(node, ast.Assign):
         expressions = [part for target in node.targets for part in getattr(target, "elts", [target])]
     elif isinstance(node, ast.AnnAssign):
@@ -164,7 +164,7 @@ def targets(node: ast.AST) -> list[str]:
 
 
 def dotted(expression: ast.expr) -> str | None:
-    """``a.b.c`` as text; None for any other expression."""
+    """Return ``a.b.c`` as text; None for any other expression."""
     if isinstance(expression, ast.Name):
         return expression.id
     if isinstance(expression, ast.Attribute) and (owner := dotted(expression.value)) is not None:
@@ -174,7 +174,7 @@ def dotted(expression: ast.expr) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _members(owner: ast.ClassDef) -> dict[str, Definition]:
-    """What the body of a class defines, and, where it defines no such name, what its methods set on ``self``."""
+    """Return the definitions in the body of a class and, for other names, what its methods set on ``self``."""
     own: dict[str, Definition] = {}
     set_later: dict[str, Definition] = {}
     for node in statements(owner):

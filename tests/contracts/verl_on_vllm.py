@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a release of vLLM has what verl imports of it, where our subclasses of verl's classes need it."""
+"""Checks whether a release of vLLM has what verl imports of it in modules that this package subclasses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ast
 
 from upstream import Upstream
 
-# verl's modules on the way of every rollout: they are imported with the classes that ours are subclasses of.
+# verl's modules that every rollout imports, because they define base classes of this package.
 ON_THE_WAY = (
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
     "verl.workers.rollout.vllm_rollout.vllm_rollout",
@@ -20,7 +20,7 @@ ON_THE_WAY = (
 
 
 def missing_imports(upstream: Upstream) -> list[str]:
-    """Of vLLM, by verl's modules; imports that verl expects to fail somewhere are left out."""
+    """Return verl's imports of vLLM that are missing, except those for which verl handles a failure."""
     missing = []
     for module in ON_THE_WAY:
         tree = upstream.module(module)
@@ -33,7 +33,7 @@ def missing_imports(upstream: Upstream) -> list[str]:
 
 
 def _certain(tree: ast.AST) -> list[ast.AST]:
-    """Nodes that are in no ``try``."""
+    """Return the nodes that are in no ``try``."""
     found: list[ast.AST] = []
     for node in ast.iter_child_nodes(tree):
         if not isinstance(node, ast.Try):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call costs, on whatever machine: the lines of Python that it executes."""
+"""Measures the cost of a call, independently of the machine, by the lines of Python that it executes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def steps_of(call: Callable[[], Any]) -> int:
-    """Lines that ``call`` and what it calls execute; a collection would run finalizers of whatever is garbage."""
+    """Return the lines that ``call`` executes, without garbage collection, whose finalizers would count too."""
     lines = 0
 
     def trace(frame: Any, event: str, argument: Any) -> Any:

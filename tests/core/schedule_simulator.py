@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random schedules of generation and training, run against a sample ledger and judged independently of it.
 
-A schedule draws its settings and then, one at a time, random events: groups are issued, end (ready, filtered, failed,
+A schedule draws its settings and then, one at a time, random events: groups are issued or end (ready, filtered, failed,
 restarted; some are stragglers that end only when nothing else can happen), batches are taken and trained, versions are
-sealed and announced, at once or late, the job is stopped and resumed from a snapshot. The simulator keeps its own
+sealed and announced, at once or late, and the job is stopped and resumed from a snapshot. The simulator keeps its own
 versions, starts and counts, and raises `Violation` with the kind of promise that was broken:
 
 - `stale`: a batch holds a group that is more than S versions old, or that is not ready
@@ -11,8 +11,8 @@ versions, starts and counts, and raises `Violation` with the kind of promise tha
 - `batches`: a version has other than k batches, or a batch other than b groups
 - `early`: a group starts at a version that is not announced
 - `deadlock`: nothing can happen any more, although prompts for another batch are left
-- `dropped`: with `wait`, a group neither trained, nor ended by the schedule itself, nor live; with `drop`, a group
-  that kept no batch from being taken
+- `dropped`: with `wait`, a group neither trained, nor ended by the schedule itself, nor live; with `drop`, a group that
+  kept no batch from being taken
 - `identity`: the ledger's counts differ from the simulator's
 """
 
@@ -42,7 +42,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a schedule is drawn from."""
+    """The parameters of a schedule."""
 
     settings: GateSettings
     target_groups: int
@@ -58,7 +58,7 @@ class Plan:
     resume_share: float
     announce_weight: float
     lag: int
-    """Most versions sealed and not announced; 0: a version is announced as it is sealed."""
+    """Largest number of sealed versions that are not announced; 0 announces each as soon as it is sealed."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Plan:
@@ -85,7 +85,7 @@ class Plan:
 
 @dataclass
 class Tally:
-    """What happened in one schedule, or in many."""
+    """Counts of the events in one schedule, or in many."""
 
     trained: int = 0
     filtered: int = 0
@@ -105,7 +105,7 @@ class Tally:
 
 
 class Schedule:
-    """One random schedule. `run` returns its tally or raises `Violation`, or what the ledger raises."""
+    """One random schedule; `run` returns its tally or raises `Violation`, or any error of the ledger."""
 
     def __init__(self, seed: int, ledger_type: type[SampleLedger] = SampleLedger) -> None:
         self.rng = random.Random(seed)
@@ -132,7 +132,7 @@ class Schedule:
         return self.tally
 
     def step(self) -> bool:
-        """Let one event happen; False if none can."""
+        """Perform one event; return False if none can happen."""
         plan, events = self.plan, []
         if self.issued < plan.prompts and self.ledger.can_issue():
             events.append((plan.issue_weight, self.issue))
@@ -247,14 +247,14 @@ class Schedule:
         self.announced += 1
 
     def resume(self) -> None:
-        """Stop the job and start it again from its last checkpoint, made now."""
+        """Stop the job and resume it from a checkpoint made now."""
         snapshot = json.loads(json.dumps(self.ledger.snapshot()))
         self.ledger = self.ledger_type.restore(snapshot, self.plan.settings, target_groups=self.plan.target_groups)
         if self.leased:
             self.ready.update(self.leased)
             self.leased = []
             self.taken -= 1
-        # A resumed job publishes the version that it trains on from before it generates.
+        # A resumed job publishes the version from which it trains before it generates.
         self.announced = self.version
         self.tally.resumed += 1
         self.check_counts()
@@ -268,7 +268,7 @@ class Schedule:
             raise Violation("identity", f"{counts}, expected {own}")
 
     def check_end(self) -> None:
-        """Nothing can happen any more: the target is reached, or too few prompts are left for a batch."""
+        """Check at the end that the target is reached, or that too few prompts are left for a batch."""
         self.check_counts()
         tally, plan = self.tally, self.plan
         left = len(self.ready) + plan.prompts - self.issued

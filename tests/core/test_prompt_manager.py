@@ -67,7 +67,7 @@ def train(manager: PromptManager) -> None:
 
 @pytest.mark.parametrize(("size", "slots"), [(0, 4), (2, 0)])
 def test_groups_and_slots_are_at_least_one(size: int, slots: int) -> None:
-    with pytest.raises(LedgerError, match=f"{size} trajectories a group on {slots} slots: both must be at least 1"):
+    with pytest.raises(LedgerError, match=f"{size} trajectories per group on {slots} slots: both must be at least 1"):
         new_manager(size=size, slots=slots)
 
 

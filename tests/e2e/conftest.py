@@ -13,7 +13,7 @@ from recipe.laptop.task import TaskPaths, TaskSettings, ensure_task
 
 @pytest.fixture(scope="session")
 def task(shared_folder: Path) -> TaskPaths:
-    """Answers of 6 tokens."""
+    """The built-in task with answers of 6 tokens."""
     return ensure_task(shared_folder / "uniform" / "task", TaskSettings(train_size=256, val_size=32))
 
 
@@ -21,8 +21,8 @@ def task(shared_folder: Path) -> TaskPaths:
 def untrained_task(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
     """The same data and architecture with random weights, and a reward that any policy gets now and then.
 
-    For comparing two engines: probabilities are small, so that a difference of 1e-6 is far above fp32's rounding. The
-    warm-started model's are close to 1, where ten units in the last place are 1e-6.
+    It is for comparing two engines: probabilities are small, so that a difference of 1e-6 is far above fp32's rounding.
+    Those of the warm-started model are close to 1, where ten units in the last place are 1e-6.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -49,7 +49,7 @@ def ray_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that trainers of `recording` and `lora_trainer` write to."""
+    """The folder to which trainers of `recording` and `lora_trainer` write."""
     folder = tmp_path / "recorded"
     folder.mkdir()
     monkeypatch.setenv("RECORDED", str(folder))

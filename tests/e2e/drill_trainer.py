@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer that kills one process of its run (SIGKILL) in one phase of one step, once.
 
-Environment: ``DRILL_PART`` names the process, ``DRILL_PHASE`` is "before batch", "during sync", "after checkpoint" and
-the like, ``DRILL_STEP`` the step, and ``DRILL_DONE`` a file that is written at the kill: it says what was killed and
-when, where the run was then by its ledger and its checkpoints, and while it is there nothing is killed again.
+Environment variables: ``DRILL_PART`` names the process, ``DRILL_PHASE`` the phase ("before batch", "during sync",
+"after checkpoint" and so on), ``DRILL_STEP`` the step, and ``DRILL_DONE`` a file that is written at the kill. The file
+says what was killed and when, and where the run was by its ledger and its checkpoints; while it exists nothing is
+killed again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DURING_S = 0.03
 
 
 def engine_core(server: Any) -> int:
-    """The process that a rollout server has started for its engine; where workers are forks, the fork's launcher."""
+    """Return the process id of a rollout server's engine or, if workers are forks, of the fork's launcher."""
 
     def pid(server: Any) -> int:
         return server.engine.engine_core.resources.engine_manager.processes[0].pid
@@ -41,7 +42,7 @@ class DrillTrainer(AsyncPPOTrainer):
     def _phase(self, name: str) -> Iterator[None]:
         self._kill_if(f"before {name}")
         ended = threading.Event()
-        # Found before the phase, in which its process may not answer.
+        # Look it up before the phase, in which its process may not answer.
         if self._kill_due(f"during {name}"):
             pid = self._pid()
             threading.Timer(DURING_S, lambda: ended.is_set() or self._kill(pid, f"during {name}")).start()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that a test starts, watches from outside and does harm to: its processes by name, its record, its end.
+"""A run that a test starts, watches from outside and damages: its processes by name, its record, its end.
 
-Nothing in the run helps: processes are found by their titles, and how far the run has come is read from the files that
-it writes for its user. Whatever a test does, `drilled` leaves no process of the run behind.
+The run does not cooperate: processes are found by their titles, and its progress is read from the files that it writes
+for its user. Whatever a test does, `drilled` leaves no process of the run behind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TITLES = {
     "raylet": "raylet",
     "raylet's agent": "ray::RuntimeEnvAgent",
 }
-"""How the title of a process begins, by the name that documentation and tests have for it."""
+"""The beginning of a process's title, by the name that documentation and tests use."""
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> None:
@@ -48,7 +48,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> None:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended; one whose parent has not asked for its status has."""
+    """Return whether the process has not ended; a zombie has."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -56,7 +56,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def title(process: psutil.Process) -> str:
-    """Its command line, or nothing if it has ended."""
+    """Return a process's command line, or nothing if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
@@ -68,9 +68,9 @@ class DrilledRun:
 
     Args:
         main: a module, or "mode:trainer" as for `main_runs.run_main`.
-        overrides: what the main is started with.
-        folder: of the run; what the main says goes to a file beside it.
-        before: of the command, to run it somewhere else; it must become the main.
+        overrides: arguments of the main.
+        folder: the run's folder; the main's output goes to a file beside it.
+        before: prefix of the command, to run it elsewhere; it must turn into the main by exec.
     """
 
     def __init__(self, main: str, overrides: list[str], folder: Path, before: Sequence[str] = ()) -> None:
@@ -79,7 +79,7 @@ class DrilledRun:
         self.overrides = overrides
         self.output = folder.parent / f"output-{time.monotonic_ns()}.txt"
         module, environment = as_module(main, user_environment())
-        # A life before this one has left its steps.
+        # An earlier start of the run has left its steps.
         self._before = len(self.steps())
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
@@ -97,12 +97,12 @@ class DrilledRun:
 
     def steps(self) -> list[dict[str, Any]]:
         metrics = self.folder / "metrics.jsonl"
-        # What follows the last line's end is being written.
+        # The last line may still be being written.
         lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
         return [json.loads(line) for line in lines]
 
     def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> None:
-        """Until ``condition``; a run that ends before fails the test."""
+        """Wait for ``condition``; fail the test if the run ends before."""
 
         def reached() -> bool:
             if condition():
@@ -113,30 +113,30 @@ class DrilledRun:
         try:
             wait_for(reached, timeout_s, what)
         except AssertionError as error:
-            # It prints where it is.
+            # The signal makes it print its stacks.
             self.process.send_signal(signal.SIGABRT)
             self.process.wait(LEFT_S)
             raise AssertionError(f"{error}\n{self.said()[-8000:]}") from None
 
     def wait_for_steps(self, count: int, timeout_s: float = START_S) -> None:
-        """Until this life of the run has trained ``count`` steps more than when it was started or last waited for."""
+        """Wait until the run has trained ``count`` steps since its start or the last wait."""
         self.wait_for(lambda: self._trained() >= self._before + count, f"{count} more steps", timeout_s)
         self._before = self._trained()
         self.look()
 
     def _trained(self) -> int:
-        # A resumed run takes back the steps that its checkpoint does not have.
+        # A resumed run removes the steps that its checkpoint does not contain.
         count = len(self.steps())
         self._before = min(self._before, count)
         return count
 
     def look(self) -> None:
-        """Take note of the run's processes; when a parent has died they can't be found any more."""
+        """Record the run's processes, which cannot be found any more once a parent has died."""
         with suppress(psutil.NoSuchProcess):
             self.known |= set(psutil.Process(self.process.pid).children(recursive=True))
 
     def processes(self, part: str) -> list[psutil.Process]:
-        """Those that are ``part``, oldest first; forks have the title, the launchers that asked for them do not."""
+        """Return the processes of a part, oldest first; the title is that of forks, not of their launchers."""
         self.look()
         if part == "main":
             return [psutil.Process(self.process.pid)]
@@ -157,26 +157,26 @@ class DrilledRun:
         return sorted(own, key=lambda process: process.create_time())
 
     def signal(self, part: str, number: int) -> psutil.Process:
-        """Send it to the first process that is ``part``."""
+        """Send a signal to the first process of a part."""
         found = self.processes(part)
         assert found, f"no {part} among\n" + "\n".join(sorted(title(process)[:100] for process in self.known))
         os.kill(found[0].pid, number)
         return found[0]
 
     def end_within(self, timeout_s: float, left_s: float = LEFT_S) -> FinishedRun:
-        """The run when its main has ended, its account checked; nothing of it outlives that by more than ``left_s``."""
+        """Return the finished run, its account checked; no process of it may outlive the main by ``left_s``."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run has not ended within {timeout_s:g} s:\n{self.said()[-6000:]}") from None
         wait_for(lambda: not self.left(), left_s, "no process left")
-        sys.stdout.write(f"{self.said()}\n{trainer_log(self.overrides)}\n")  # pytest shows it where a test fails
+        sys.stdout.write(f"{self.said()}\n{trainer_log(self.overrides)}\n")  # pytest shows it if a test fails
         run = FinishedRun(status, self.said(), self.folder)
         check_if_recorded(run)
         return run
 
     def left(self) -> list[psutil.Process]:
-        """Of the processes seen, and of those that have the run's folder or Ray's in their command line."""
+        """Return remaining processes: known ones, and those with the run's or Ray's folder in their command line."""
         places = [item.partition("=")[2] for item in self.overrides if "_temp_dir=" in item or "local_dir=" in item]
         strangers = {process for process in psutil.process_iter() if any(place in title(process) for place in places)}
         mine = {psutil.Process(), *psutil.Process().parents()}
@@ -192,7 +192,7 @@ class DrilledRun:
 
 @contextmanager
 def drilled(main: str, overrides: list[str], folder: Path, before: Sequence[str] = ()) -> Iterator[DrilledRun]:
-    """A run that is over, with all its processes, when the test leaves it in whatever way."""
+    """Start a run that is ended, with all its processes, however the test leaves the context."""
     run = DrilledRun(main, overrides, folder, before)
     try:
         yield run
@@ -201,13 +201,13 @@ def drilled(main: str, overrides: list[str], folder: Path, before: Sequence[str]
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """The steps of a run's complete checkpoints; those of a history that it has left have other names."""
+    """Return the steps of a run's complete checkpoints, without those of an abandoned history."""
     names = [marker.parent.name.removeprefix("global_step_") for marker in folder.glob("global_step_*/committed.json")]
     return [int(name) for name in names if name.isdecimal()]
 
 
 def check_books(run: FinishedRun, groups: int) -> None:
-    """Every group that was issued is accounted for, and no prompt was trained twice."""
+    """Check that every issued group is accounted for, and that no prompt was trained twice."""
     ledger = run.summary["ledger"]
     assert ledger["issued"] == sum(ledger[key] for key in ("trained", "filtered", "failed", "live"))
     assert ledger["trained"] == groups

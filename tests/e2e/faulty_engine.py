@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint engine ``faulty_gloo``: ``recipe_gloo``, one of whose receivers dies in the middle of one sync.
+"""Checkpoint engine ``faulty_gloo``: ``recipe_gloo`` with a receiver that dies in the middle of one sync.
 
-``FAULTY_SYNC_VERSION`` names the version, ``FAULTY_SYNC_MARK`` a file that the dying receiver creates, so that only one
-dies, once.
+``FAULTY_SYNC_VERSION`` names the version, and ``FAULTY_SYNC_MARK`` a file that the dying receiver creates, so that only
+one receiver dies, once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A main in a fork: ``FORKS -m forked_main FORKS MODULE ARGUMENTS...``, where FORKS makes forks (`surroundings`).
+"""Runs a main in a fork: ``FORKS -m forked_main FORKS MODULE ARGUMENTS...``, where FORKS makes forks (`surroundings`).
 
-What Ray starts for itself are forks too, which saves a run half of its CPU time. A user's run has plain interpreters
-there: so have the runs with `shared=False` (`main_runs`).
+The processes that Ray starts for itself are forks too, which saves half of a run's CPU time. In a user's run these are
+plain interpreters, as in runs with `shared=False` (`main_runs`).
 """
 
 import runpy

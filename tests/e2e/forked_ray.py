@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ray`` in a fork: ``FORKS -m forked_ray FORKS FILE ARGUMENTS...``; Ray's own services are forks too.
+"""Runs ``ray`` in a fork: ``FORKS -m forked_ray FORKS FILE ARGUMENTS...``; Ray's own services are forks too.
 
-Writes the fork's process id to FILE: whoever starts it has a stand-in for its child (`recipe.laptop.prefork`).
+It writes the fork's process id to FILE, because the caller's child is only the launcher (`recipe.laptop.prefork`).
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers that keep, below the folder ``RECORDED``, the adapter of each version and each batch as it is trained."""
+"""Trainers that store the adapter of each version and each trained batch in the folder ``RECORDED``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Dumping:
-    """Mixed into a training worker."""
+    """Mixed into a training worker to write its adapter to a file."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def dump_adapter(self, file: str) -> None:
@@ -38,15 +38,15 @@ class Dumping:
 
 
 class DumpingWorker(Dumping, ActorWorker):
-    """See the module."""
+    """The training worker of separate placement."""
 
 
 class DumpingHybridWorker(Dumping, HybridActorWorker):
-    """See the module."""
+    """The training worker of shared placement."""
 
 
 class Recording:
-    """Mixed into a trainer."""
+    """Mixed into a trainer to store versions and batches."""
 
     @property
     def _folder(self) -> Path:
@@ -58,7 +58,7 @@ class Recording:
     def _publish(self) -> None:
         self._dump(self.ledger.version + 1)
         super()._publish()
-        # A transfer must leave the trainer's weights as they were.
+        # A transfer must not change the trainer's weights.
         self.actor_rollout_wg.dump_adapter(str(self._folder / f"after_{self.ledger.version}.pt"))
 
     def _publish_again(self) -> None:
@@ -73,26 +73,26 @@ class Recording:
 
 
 class Apart(Recording, AsyncPPOTrainer):
-    """See the module."""
+    """The recording trainer with separate placement."""
 
     actor_worker = DumpingWorker
 
 
 class InTurns(Recording, PartialRolloutTrainer):
-    """See the module."""
+    """The recording trainer with shared placement."""
 
     actor_worker = DumpingHybridWorker
 
 
 def base_alone(engine: Any) -> Any:
-    """What verl sends where adapters are not merged and trainer and rollout are apart (verl #7495)."""
+    """Yield what verl sends if adapters are not merged and trainer and rollout are separate (verl #7495)."""
     for name, tensor in engine.module.state_dict().items():
         if ".lora_" not in name:
             yield name.replace("base_model.model.", "").replace(".base_layer", ""), whole(tensor)
 
 
 class SendingBase:
-    """Mixed into a training worker: the defect of verl #7495."""
+    """Mixed into a training worker to reproduce the defect of verl #7495."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -101,20 +101,20 @@ class SendingBase:
 
 
 class SendingBaseWorker(SendingBase, ActorWorker):
-    """See the module."""
+    """The defective worker of separate placement."""
 
 
 class SendingBaseHybridWorker(SendingBase, HybridActorWorker):
-    """See the module."""
+    """The defective worker of shared placement."""
 
 
 class FrozenApart(AsyncPPOTrainer):
-    """See `SendingBase`."""
+    """A trainer with the defective worker, for separate placement."""
 
     actor_worker = SendingBaseWorker
 
 
 class FrozenInTurns(PartialRolloutTrainer):
-    """See `SendingBase`."""
+    """A trainer with the defective worker, for shared placement."""
 
     actor_worker = SendingBaseHybridWorker

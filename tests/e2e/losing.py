@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers that lose a rollout replica in mid-generation: SIGKILL at step 3, when an answer of its has some tokens.
+"""Trainers that lose a rollout replica during generation: SIGKILL at step 3, when one of its answers has some tokens.
 
-At step 6 they wait for the one in its place; after the last step they write to ``LOST`` what that one was asked.
+At step 6 they wait for the replacement; after the last step they write to ``LOST`` what the replacement was asked.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from recipe.partial_rollout.trainer import PartialRolloutTrainer
 LOST_AT, WAITS_AT = 3, 6
 TOKENS, ANSWER_TOKENS = 3, 24
 ASK_S = 60.0
-# As long as the client takes to ask for new tokens, and a little more.
+# Slightly longer than the client takes to fetch new tokens.
 FETCHED_S = 0.2
 
 
 class LongAnswers(SingleTurnAgentLoop):
-    """Answers that take two seconds or so."""
+    """Answers that take about two seconds."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         long = {**sampling_params, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
@@ -42,13 +42,13 @@ def pid(actor: Any) -> int:
 
 
 def sampled_tokens(server: Any) -> int:
-    """Of the longest answer that its engine works on."""
+    """Return the number of tokens of the longest answer in the server's engine."""
     newest = server._outputs._newest.values()
     return max((len(output.outputs[0].token_ids) for output in newest if output.outputs), default=0)
 
 
 class Losing:
-    """Mixed into a trainer."""
+    """Mixed into a trainer to lose a replica."""
 
     def _next_groups(self) -> Any:
         if self.global_steps == LOST_AT:
@@ -65,7 +65,7 @@ class Losing:
         return batch
 
     def _lose(self) -> None:
-        """Kill it when an answer has had tokens long enough for them to be fetched, and goes on."""
+        """Kill the replica when an unfinished answer has had tokens long enough for them to be fetched."""
         replica = self.publisher.replicas[1]
         pids = [ray.get(actor.__ray_call__.remote(pid), timeout=ASK_S) for actor in self._parts(replica)]
         deadline = time.monotonic() + ASK_S
@@ -86,15 +86,15 @@ class Losing:
 
 
 class LosingApart(Losing, AsyncPPOTrainer):
-    """See the module."""
+    """The losing trainer with separate placement."""
 
 
 class LosingPartialRollout(Losing, PartialRolloutTrainer):
-    """See the module."""
+    """The losing trainer with shared placement."""
 
     def _parts(self, replica: Any) -> list[Any]:
         # Its workers are the trainer's ranks.
         return replica.servers
 
     def _wait(self) -> None:
-        """The weight sync has waited already."""
+        """Do nothing, because the weight sync has already waited."""

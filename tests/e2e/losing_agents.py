@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers that kill their first agent-loop worker in a batch of step ``LOST_AT``, with answers under way.
+"""Trainers that kill their first agent-loop worker in a batch of step ``LOST_AT``, while answers are in progress.
 
 At step ``WAITS_AT`` they wait until it is up again. Validation is due in between.
 """
@@ -19,12 +19,12 @@ from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 LOST_AT, WAITS_AT = 4, 7
-# Answers take two seconds or so.
+# Answers take about two seconds.
 MIDWAY_S = 1.0
 
 
 class LosingAgents:
-    """Mixed into a trainer."""
+    """Mixed into a trainer to lose an agent-loop worker."""
 
     def _next_groups(self) -> Any:
         if self.global_steps == LOST_AT:
@@ -40,8 +40,8 @@ class LosingAgents:
 
 
 class LosingFullyAsync(LosingAgents, AsyncPPOTrainer):
-    """As its bases."""
+    """The losing trainer with separate placement."""
 
 
 class LosingPartialRollout(LosingAgents, PartialRolloutTrainer):
-    """As its bases."""
+    """The losing trainer with shared placement."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A main as a process of its own, and what every short run of one is told; for tests and benchmarks."""
+"""Runs a main as a process, with the overrides that all short runs need; for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def run_module(
     timeout_s: float,
     forks: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """``python -m main overrides`` in ``folder``, to its end; standard error is in its output.
+    """Run ``python -m main overrides`` in ``folder`` to its end; standard error is included in the output.
 
     Args:
-        forks: what makes forks in place of interpreters (`Prefork.executable`), for the main and what Ray starts.
+        forks: executable that forks instead of starting interpreters (`Prefork.executable`), for the main and for Ray.
     """
     command = [sys.executable, "-m", main]
     if forks is not None:
@@ -43,7 +43,7 @@ def run_module(
 
 
 def short_run(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
-    """Overrides for a run on ``task`` that does not validate and writes below ``folder`` only.
+    """Return overrides for a run on ``task`` that does not validate and writes only below ``folder``.
 
     ``ray_dir`` must be short: a socket path below it has at most 107 bytes.
     """

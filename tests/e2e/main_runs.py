@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a main of this package as a user does: one subprocess with a Ray of its own, from a folder of its own."""
+"""Runs a main of this package like a user: in a subprocess with its own Ray and its own folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RAY_FOLDER = "+ray_kwargs.ray_init._temp_dir"
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """How a run ended and what it left."""
+    """A finished run: how it ended and what it left."""
 
     returncode: int
     output: str
@@ -47,13 +47,13 @@ class FinishedRun:
         return [step[key] for step in self.metrics]
 
     def rollout_state(self) -> dict[str, Any]:
-        """The rollout side of the newest checkpoint."""
+        """Return the rollout part of the newest checkpoint."""
         step = (self.folder / "latest_checkpointed_iteration.txt").read_text().strip()
         return torch.load(self.folder / f"global_step_{step}" / "rollout_state.pt", weights_only=False)
 
 
 def trained_answers(folder: Path) -> list[dict[str, Any]]:
-    """All answers that a trainer of `recording_trainer` has recorded, in the order of the steps, each with its step."""
+    """Return all answers that a trainer of `recording_trainer` has recorded, in step order, each with its step."""
     found = []
     for file in sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem)):
         found += [json.loads(line) | {"step": int(file.stem)} for line in file.read_text().splitlines()]
@@ -61,19 +61,19 @@ def trained_answers(folder: Path) -> list[dict[str, Any]]:
 
 
 def small(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
-    """Overrides of ``preset=tiny_cpu`` for a run of a few steps of 4 groups of 4 answers."""
+    """Return overrides of ``preset=tiny_cpu`` for a run of a few steps of 4 groups of 4 answers."""
     return [
         "preset=tiny_cpu",
         *short_run(task, folder, ray_dir),
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.rollout.n=4",
-        # So few answers of so small a model may be alike in each of so few steps.
+        # With so few steps and such a small model, equal answers are normal and must not count as an alarm.
         "async_training.alarms.exit_status=false",
     ]
 
 
 def decode_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Have the engine steps of `EMULATED` engines take so long, on no core."""
+    """Make the engine steps of `EMULATED` engines take this long, without using a core."""
     for name, value in Emulation(decode_step_s=seconds).environment().items():
         monkeypatch.setenv(name, value)
 
@@ -81,7 +81,7 @@ def decode_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def long_answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, loop: str = "losing.LongAnswers", extension: str = EMULATED
 ) -> list[str]:
-    """Overrides for answers of 24 tokens, or of another agent loop, with decode steps of 0.08 s."""
+    """Return overrides for answers of 24 tokens, or of another agent loop, with decode steps of 0.08 s."""
     decode_steps(monkeypatch, 0.08)
     loops = folder / "agent_loops.yaml"
     loops.write_text(f"- name: long\n  _target_: {loop}\n")
@@ -94,7 +94,7 @@ def long_answers(
 
 
 def dying_receiver(monkeypatch: pytest.MonkeyPatch, mark: Path, version: int) -> list[str]:
-    """Overrides for a run in which one weight receiver dies in the sync of ``version``; see `faulty_engine`."""
+    """Return overrides for a run in which one weight receiver dies in the sync of ``version`` (`faulty_engine`)."""
     monkeypatch.setenv("FAULTY_SYNC_VERSION", str(version))
     monkeypatch.setenv("FAULTY_SYNC_MARK", str(mark))
     checkpoint_engine = "actor_rollout_ref.rollout.checkpoint_engine"
@@ -104,14 +104,14 @@ def dying_receiver(monkeypatch: pytest.MonkeyPatch, mark: Path, version: int) ->
 def run_main(
     main: str, overrides: list[str], folder: Path, timeout_s: float = RUN_S, shared: bool = True
 ) -> FinishedRun:
-    """Run ``main`` to its end, and check its account; helpers in this folder can be named in ``overrides``.
+    """Run ``main`` to its end, and check its account; ``overrides`` may name helpers in this folder.
 
     Args:
         main: a module, or "mode:trainer": that mode's main with a trainer of a module in this folder.
-        shared: whether all its processes are forks of the one that the tests share; if not, its workers are those of
-            the run's own, as for a user, who also wants them gone when they are stopped.
+        shared: whether all its processes are forks of the one that the tests share; otherwise its workers are the run's
+            own, as for a user, and must also disappear when they are stopped.
     """
-    # The main chooses its platform by itself, as it would in a user's shell.
+    # The main chooses its platform itself, as in a user's shell.
     module, environment = as_module(main, user_environment())
     environment = with_helpers(environment)
     forks = None
@@ -121,7 +121,7 @@ def run_main(
     folder.mkdir(parents=True, exist_ok=True)
     finished = run_module(module, overrides, folder, environment, timeout_s, forks)
     (folder / "output.txt").write_text(finished.stdout)
-    sys.stdout.write(f"{finished.stdout}\n{trainer_log(overrides)}\n")  # pytest shows it where a test fails
+    sys.stdout.write(f"{finished.stdout}\n{trainer_log(overrides)}\n")  # pytest shows it if a test fails
     run = FinishedRun(finished.returncode, finished.stdout, folder)
     check_if_recorded(run)
     check_metrics(run)
@@ -129,14 +129,14 @@ def run_main(
 
 
 def check_metrics(run: FinishedRun) -> None:
-    """docs/metrics.md has what a run wrote, and a run what it says."""
+    """Check that docs/metrics.md and the metrics of a run agree."""
     if run.returncode == 0 and (run.folder / "metrics.jsonl").exists() and run.metrics:
         names = {name for step in run.metrics for name in step}
         assert undocumented(names) == [] and missing(names) == []
 
 
 def as_module(main: str, environment: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """The module that ``main`` is run as, and the environment that it needs; see `run_main`."""
+    """Return the module that ``main`` stands for in `run_main`, and the environment that it needs."""
     if ":" not in main:
         return main, environment
     mode, trainer = main.split(":")
@@ -144,12 +144,12 @@ def as_module(main: str, environment: dict[str, str]) -> tuple[str, dict[str, st
 
 
 def trainer_log(overrides: list[str]) -> str:
-    """What the trainer's actor of a run has logged."""
+    """Return the log of the trainer's actor of a run."""
     temporary = next((value for key, _, value in (item.partition("=") for item in overrides) if key == RAY_FOLDER), "")
     logs = Path(temporary, "session_latest", "logs").glob("worker-*.err") if temporary else ()
     texts = []
     for path in logs:
-        # Ray gives a worker's file another name when it gets work.
+        # Ray renames a worker's file when the worker gets work.
         with suppress(FileNotFoundError):
             texts.append(path.read_text(errors="replace"))
     return "\n".join(text for text in texts if ":actor_name:TaskRunner" in text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An admission policy that wants the newest of everything, which a bound on staleness is there against."""
+"""An admission policy that always prefers the newest, contrary to a staleness bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recipe.async_engine.core.policy import Turns
 
 
 class Newest(Turns):
-    """Begins with the last prompt at hand, fills slots of the newest groups first, and trains the newest ready ones."""
+    """Starts the last prompt at hand, fills slots of the newest groups first, and trains the newest ready ones."""
 
     at_hand = 8
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's agent loops and data set, in which each row of the data says what is odd about it.
+"""A user's agent loops and data set whose behaviour is determined by each row of the data.
 
-``extra_info`` of a row names a way of `odd_loops` (``loop``), of `odd_tools` (``tool``) or of `hostile_data` (``row``).
+``extra_info`` of a row names a behaviour of `odd_loops` (``loop``), of `odd_tools` (``tool``) or of `hostile_data`
+(``row``).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ LOOPS: odd_loops.Table = {
 
 
 class OddAgentLoop(AgentLoopBase):
-    """Does what its row says."""
+    """An agent loop that does what its row says."""
 
     async def run(self, sampling_params: dict[str, Any], **sample: Any) -> Any:
         self.prompt = await self.ct_build_initial_tokens(list(sample["raw_prompt"]))
@@ -87,7 +88,7 @@ class OddAgentLoop(AgentLoopBase):
 
 
 class CallsItsTool(ToolAgentLoop):
-    """verl's tool loop, of a policy whose first answer is the call that its row names."""
+    """verl's tool loop, with a policy whose first answer is the tool call that its row names."""
 
     async def run(self, sampling_params: dict[str, Any], **sample: Any) -> Any:
         asked = sample.get("extra_info") or {}
@@ -100,7 +101,7 @@ class CallsItsTool(ToolAgentLoop):
 
 
 class SaysFirst:
-    """The client of the engines, of which the first answer has these tokens, if any, in the place of its own."""
+    """A client of the engines whose first answer has the given tokens, if any, instead of its own."""
 
     def __init__(self, client: Any, tokens: list[int]) -> None:
         self._client, self._tokens = client, tokens
@@ -121,7 +122,7 @@ ROWS = {
 
 
 class OddRows(RLHFDataset):
-    """verl's data set, with rows as those of `hostile_data`."""
+    """verl's data set, with rows altered as in `hostile_data`."""
 
     def __getitem__(self, index: int) -> Any:
         row = super().__getitem__(index)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was planted in a run, in the file ``PLANTED``: one line for each time, from when to when; and its rewards.
+"""Records when a planted cause was active in a run, in the file ``PLANTED``; also has the slow reward.
 
-Times are of the machine's monotonic clock, which all processes of a run share. ``PLANTED_S``: seconds of the cause. It
-imports no part of the stack, since processes that score import it.
+Times are of the machine's monotonic clock, which all processes of a run share. ``PLANTED_S`` is the duration of the
+cause in seconds. The module imports nothing of the stack, because scoring processes import it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def planted_s() -> float:
 
 
 async def slow_reward(data_source: str, solution_str: str, ground_truth: str, extra_info: Any, **kwargs: Any) -> float:
-    """As many at once as there are."""
+    """Sleep for the planted time, with any number of calls at once."""
     with noted("reward"):
         await asyncio.sleep(planted_s())
     return float(len(solution_str) % 2)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causes that make a run slow, each noted as `planted` says.
+"""Causes that make a run slow, each recorded by `planted`.
 
-``CAUSE`` names the one of the trainer's that is planted, ``ANSWER`` is the length of short answers.
+``CAUSE`` names the cause that is planted in the trainer, ``ANSWER`` is the length of short answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHORT, LONG, LONG_EVERY = int(os.environ.get("ANSWER", "6")), 120, 4
 
 
 class ShortAnswers(SingleTurnAgentLoop):
-    """All of the same length."""
+    """Answers that all have the same length."""
 
     def length(self, index: int) -> int:
         return SHORT
@@ -39,14 +39,14 @@ class ShortAnswers(SingleTurnAgentLoop):
 
 
 class TailedAnswers(ShortAnswers):
-    """Of the first of four prompts, long ones."""
+    """Answers of which those to every fourth prompt are long."""
 
     def length(self, index: int) -> int:
         return SHORT if index % LONG_EVERY else LONG
 
 
 class SlowTool(two_turn_loop.TwoTurnLoop):
-    """Short answers, and between two of them a tool that takes its time."""
+    """Two short answers with a slow tool in between."""
 
     async def ask(self, uid: str, context: list[int], sampling_params: dict[str, Any]) -> Any:
         fixed = {**sampling_params, "max_tokens": SHORT, "ignore_eos": True}
@@ -59,7 +59,7 @@ class SlowTool(two_turn_loop.TwoTurnLoop):
 
 
 class SlowPrompts(RLHFDataset):
-    """Each row takes its time."""
+    """A data set whose rows take time to read."""
 
     def __getitem__(self, item: int) -> Any:
         with noted("prompt"):
@@ -68,7 +68,7 @@ class SlowPrompts(RLHFDataset):
 
 
 class SlowSwap(EmulatedExtension):
-    """An engine whose swaps of weights, but for the first one, take their time."""
+    """An engine whose weight swaps, except for the first one, are slow."""
 
     swaps = 0
 
@@ -81,7 +81,7 @@ class SlowSwap(EmulatedExtension):
 
 
 class OneSlowEngine(EmulatedExtension):
-    """The first engine to start decodes three times as slowly as the others."""
+    """Makes the first engine to start decode three times as slowly as the others."""
 
     def __new__(cls, **kwargs: Any) -> OneSlowEngine:
         mark = Path(os.environ["PLANTED"] + ".slow")
@@ -97,7 +97,7 @@ class OneSlowEngine(EmulatedExtension):
 
 
 class Planting(AsyncPPOTrainer):
-    """Its causes are where its phases are: inside them."""
+    """A trainer with the causes inside its phases."""
 
     _taken_at: float | None = None
 

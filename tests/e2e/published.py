@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Argument lists for stock verl's main as they are published, without the paths of data and model."""
+"""Published argument lists for stock verl's main, without the paths of data and model."""
 
 # https://github.com/volcengine/verl/blob/3f388066192c138aa19338f49accbe8bb9f72f33/examples/grpo_trainer/run_qwen2-7b.sh
 GRPO_GSM8K = [
@@ -40,7 +40,7 @@ GRPO_GSM8K = [
 ]
 
 # https://github.com/volcengine/verl/blob/3f388066192c138aa19338f49accbe8bb9f72f33/examples/grpo_trainer/run_qwen2_5_vl-7b.sh
-# with a + that verl 0.9.1 asks for.
+# with a + that verl 0.9.1 requires.
 GRPO_GEO3K_IMAGES = [
     "algorithm.adv_estimator=grpo",
     "data.train_batch_size=512",
@@ -85,7 +85,7 @@ GRPO_GEO3K_IMAGES = [
 ]
 
 # https://github.com/verl-project/verl/blob/4eed7063730204cbca7839f04316f3a535ad4fc1/examples/ppo_trainer/run_qwen3_8b_fsdp.sh
-# with its defaults on GPUs. The script gives the critic the policy's model.
+# with its defaults on GPUs. The script uses the policy's model for the critic.
 PPO_CRITIC = [
     "algorithm.adv_estimator=gae",
     "data.train_batch_size=1024",
@@ -131,7 +131,7 @@ PPO_CRITIC = [
 ]
 
 # https://github.com/verl-project/verl-recipe/blob/e800faafc28ce6d2ea9b7f24db2bdeb06c43b83a/dapo/run_dapo_qwen2.5_7b_npu.sh
-# without trainer.device=npu. It names the DAPO main of its time; filter_groups is stock verl's since.
+# without trainer.device=npu. It names the DAPO main of its time; filter_groups has since become part of stock verl.
 DAPO = [
     "data.prompt_key=prompt",
     "data.truncation=left",
@@ -214,7 +214,7 @@ DAPO = [
     "actor_rollout_ref.ref.entropy_from_logits_with_chunking=True",
 ]
 
-# Of a laptop in the place of the script's eight accelerators, and of the tiny model in that of its own.
+# Settings of a laptop instead of the script's eight accelerators, and of the tiny model instead of its own.
 SCALED_DOWN = [
     "+preset=tiny_cpu",
     "data.train_batch_size=8",

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters of several Ray nodes on one machine, for tests: nodes are added, killed and cut off like hosts.
+"""Clusters of several Ray nodes on one machine, for tests: nodes are added, killed and disconnected like hosts.
 
-Three kinds, and the tests say which they take:
+There are three kinds:
 
-- `Loopback`: each node has an address of its own in 127.0.0.0/8. One host to whoever looks, so Ray's processes are
+- `Loopback`: each node has its own address in 127.0.0.0/8. All nodes appear to be one host, so Ray's processes are
   forks of the one that the tests share, and a run's may be.
-- `OtherClocks`: the same, of which all but the first have clocks of their own. It needs root.
-- `Containers`: each node has a network namespace with a cable to a bridge, and process, mount and IPC namespaces with
-  a /dev/shm of its own: what a container has. It needs root and `ip`; elsewhere a test of them is skipped with why.
+- `OtherClocks`: the same, but all nodes except the first have clocks of their own. It needs root.
+- `Containers`: each node has a network namespace with a cable to a bridge, and process, mount and IPC namespaces with a
+  /dev/shm of its own, like a container. It needs root and `ip`; otherwise its tests are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class RayNode:
     """A Ray node: `ray start --block` in a process group of its own.
 
     Args:
-        before: of the command, where it is to run in namespaces.
-        forked: whether Ray's processes are forks, which serve a cluster's first job only.
+        before: prefix of the command, to run it in namespaces.
+        forked: whether Ray's processes are forks, which serve only a cluster's first job.
 
     Attributes:
-        known: its processes as far as they were seen; when a parent has died they can't be found any more.
+        known: its processes as far as they were seen; they cannot be found any more once a parent has died.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RayNode:
             with suppress(psutil.NoSuchProcess):
                 root = psutil.Process(int(pid))
                 self.known |= {root, *root.children(recursive=True)}
-        # What stands for a worker that is a fork: its raylet is its parent until one of them ends, and the fork ends
+        # The launchers of forked workers: a launcher's parent is its raylet until one of them ends, and the fork ends
         # with it.
         of_node = f"--node-ip-address={self.address}"
         lines = ((process, title(process)) for process in psutil.process_iter())
@@ -74,17 +74,17 @@ class RayNode:
 
     @property
     def is_up(self) -> bool:
-        """Whether it has joined its cluster."""
+        """Return whether the node has joined its cluster."""
         assert self.process.poll() is None, self._log.read_text()
         return "Ray runtime started" in self._log.read_text()
 
     def processes(self, part: str) -> list[psutil.Process]:
-        """Those that are ``part``; what is a fork of another process is not among them."""
+        """Return the processes of a part, without forks of other processes."""
         self.look()
         return [process for process in self.known if TITLES[part] in title(process).partition(" ")[0]]
 
     def kill(self) -> None:
-        """All its processes at once, as a host that loses its power."""
+        """Kill all its processes at once, like a host that loses its power."""
         self.look()
         for process in self.known:
             with suppress(psutil.NoSuchProcess):
@@ -93,20 +93,20 @@ class RayNode:
 
 
 class Nodes:
-    """A cluster without an accelerator, whose first node has Ray's control process.
+    """A cluster without accelerators, whose first node has Ray's control process.
 
     Args:
-        folder: of Ray's files; its path must be short.
-        forked: whether Ray's processes may be forks, which serve a cluster's first job only.
-        dashboard: with a dashboard, and its server of jobs, at `dashboard_address`.
+        folder: folder of Ray's files; its path must be short.
+        forked: whether Ray's processes may be forks, which serve only a cluster's first job.
+        dashboard: whether there is a dashboard with a job server, at `dashboard_address`.
     """
 
     def __init__(self, folder: Path, forked: bool = True, dashboard: bool = False) -> None:
         self.folder, self.forked, self._dashboard = folder, forked, dashboard
         self.nodes: list[RayNode] = []
-        # Where Ray notes that this machine has a cluster, for everyone who starts a run meanwhile to join.
+        # Ray records the machine's cluster here, so that other runs started meanwhile do not join it.
         (folder / "ray").mkdir(exist_ok=True)
-        # The platform is not in it: it travels with the run.
+        # The platform is not included, because the run brings it along.
         self.environment = with_helpers(user_environment()) | {
             "RAY_AUTH_MODE": "disabled",
             "RAY_TMPDIR": str(folder),
@@ -121,10 +121,10 @@ class Nodes:
         return f"{self.head.address}:{self.port}"
 
     def add(self, accelerators: int, cpus: int = CPUS) -> RayNode:
-        """Start another node with so many logical accelerators; returns when it has joined."""
+        """Start another node with this many logical accelerators; return when it has joined."""
         number = len(self.nodes) + 1
         size = [f"--num-cpus={cpus}", f"--num-gpus={accelerators}", "--object-store-memory=200000000"]
-        size += ["--min-worker-port=0", "--max-worker-port=0"]  # whatever is free
+        size += ["--min-worker-port=0", "--max-worker-port=0"]  # any free ports
         if self.nodes:
             where = [f"--address={self.ray_address}"]
         else:
@@ -132,7 +132,7 @@ class Nodes:
             clients = f"--ray-client-server-port={self._free_port()}"
             where = ["--head", f"--port={self.port}", clients, f"--temp-dir={self.folder}", *self._dashboard_settings()]
         if self._dashboard:
-            # Its default is the same for every Ray on a host, and without its agent a node takes no jobs.
+            # The default port is the same for every Ray on a host, and a node takes no jobs without its agent.
             size.append(f"--dashboard-agent-listen-port={self._free_port()}")
         before = self._before(number)
         forked = self.forked and not before
@@ -167,16 +167,16 @@ class Nodes:
 
     def _free_port(self) -> int:
         with socket.socket() as free:
-            free.bind(("", 0))  # on every address: Ray's control process listens on all of them
+            free.bind(("", 0))  # on every address, since Ray's control process listens on all of them
             return int(free.getsockname()[1])
 
 
 class Loopback(Nodes):
-    """See the module's contract.
+    """Nodes with their own loopback addresses on one host.
 
     Args:
-        loses_nodes: a dead node is noticed in seconds, and not in half a minute as by default; on a busy machine Ray
-            may then take a living one for dead.
+        loses_nodes: notice a dead node within seconds instead of half a minute; on a busy machine Ray may then take a
+            living node for dead.
     """
 
     def __init__(self, folder: Path, forked: bool = True, dashboard: bool = False, loses_nodes: bool = True) -> None:
@@ -185,17 +185,17 @@ class Loopback(Nodes):
             self.environment |= QUICK
 
     def _address(self, number: int) -> str:
-        return f"127.0.0.{number + 1}"  # for the first one Ray takes the host's own address
+        return f"127.0.0.{number + 1}"  # Ray uses the host's own address for the first node
 
     def _before(self, number: int) -> list[str]:
         return []
 
 
 class OtherClocks(Loopback):
-    """Whose nodes but the first have clocks of their own, as hosts do.
+    """Nodes of which all but the first have clocks of their own, as hosts do.
 
-    What counts from their boot is a day ahead (a time namespace, for every process), and the time of day, as Python
-    sees it, two seconds.
+    The time since boot is a day ahead (a time namespace, for every process), and the time of day, as Python sees it,
+    two seconds.
     """
 
     BOOTED_BEFORE_S, AHEAD_S = 86_400, 2.0
@@ -219,7 +219,7 @@ class OtherClocks(Loopback):
 
 
 class Containers(Nodes):
-    """See the module's contract."""
+    """Nodes that are isolated from each other like containers."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -233,7 +233,7 @@ class Containers(Nodes):
             pytest.skip("no process namespaces here: unshare is not installed")
 
     def space(self, number: int) -> str:
-        """The network namespace of a node, and the name of its end of the cable."""
+        """Return the network namespace of a node, which is also the name of its end of the cable."""
         return f"{self._name}n{number}"
 
     def _address(self, number: int) -> str:
@@ -250,12 +250,12 @@ class Containers(Nodes):
         return ["ip", "netns", "exec", space, *CONTAINED, "sh", "-c", OWN_SHM]
 
     def inside(self, node: RayNode) -> list[str]:
-        """What runs a command in the namespaces of a node, before the command."""
+        """Return the command prefix that runs a command in the namespaces of a node."""
         (raylet,) = (process for process in node.known if Path(title(process).split(" ")[0]).name == "raylet")
         return ["nsenter", f"--target={raylet.pid}", "--all"]
 
     def cut(self, node: RayNode) -> None:
-        """Nobody reaches it any more, nor it anybody."""
+        """Disconnect a node from the network."""
         space = self.space(self.nodes.index(node) + 1)
         _ip("-n", space, "link", "set", space, "down")
 
@@ -265,7 +265,7 @@ class Containers(Nodes):
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
 
     def _free_port(self) -> int:
-        self._last_port += 1  # nobody else is there
+        self._last_port += 1  # the port is only used in this test's namespaces
         return self._last_port
 
 
@@ -277,7 +277,7 @@ def _ip(*arguments: str) -> None:
 
 @contextmanager
 def closing(nodes: Nodes) -> Iterator[Nodes]:
-    """They are over, with all their processes, at the end."""
+    """Close the nodes, with all their processes, at the end."""
     try:
         yield nodes
     finally:
@@ -285,5 +285,5 @@ def closing(nodes: Nodes) -> Iterator[Nodes]:
 
 
 def shares_memory(process: psutil.Process) -> bool:
-    """Whether a receiver of weights has mapped the memory that members of a weight sync on one host share."""
+    """Return whether a weight receiver has mapped the memory that members of a weight sync on one host share."""
     return "memfd:recipe-weights" in Path(f"/proc/{process.pid}/maps").read_text()

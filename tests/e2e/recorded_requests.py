@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An emulated engine that adds a line to the file ``ENGINE_RECORD`` for each request that reaches it: its tokens.
+"""An emulated engine that appends the tokens of each request that reaches it to the file ``ENGINE_RECORD``.
 
-Those of its answer before a cut are among them.
+They include the tokens of its answer before a cut.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers that keep each batch as it is trained, and, if asked, kill log-prob servers between steps.
+"""Trainers that store each trained batch and, if asked, kill log-prob servers between steps.
 
-Environment: ``RECORDED`` is the folder of the batches. ``KILL_SERVERS`` has pairs step:server, "3:0 6:1": the ranks and
-the server of that number get SIGKILL at the beginning of that step. ``LOSE_SCORES``: of so many answers of a batch the
-first loses what the servers computed.
+Environment variables: ``RECORDED`` is the folder of the batches. ``KILL_SERVERS`` has pairs step:server, "3:0 6:1": the
+ranks and the server of that number get SIGKILL at the beginning of that step. ``LOSE_SCORES``=n: every
+n-th answer of a batch, from the first on, loses what the servers computed.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def pid_of(actor: Any) -> int:
 
 
 def kill(replica: Any) -> None:
-    # All of them first: a server ends by itself when its worker has died.
+    # Collect all process ids first, because a server ends by itself when its worker has died.
     for pid in [pid_of(actor) for actor in (*replica.workers, *replica.servers)]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 class KeepingStage(ProximalLogProbs):
-    """Keeps the entropies of a batch, and what the trainer computes of it, as asked."""
+    """Stores the entropies of a batch and, if asked, what the trainer computes for it."""
 
     def report_entropy(self, batch: Any, entropy: torch.Tensor, metrics: dict[str, Any]) -> None:
         self.kept = {"entropy": entropy.clone()}
@@ -61,7 +61,7 @@ class KeepingStage(ProximalLogProbs):
 
 
 class Recording:
-    """Mixed into a trainer."""
+    """Mixed into a trainer to store batches."""
 
     def init_workers(self) -> None:
         self.log_probs = KeepingStage(self.config, self.plan, self.by_published_weights)
@@ -91,4 +91,4 @@ class Recording:
 
 
 class RecordingApart(Recording, AsyncPPOTrainer):
-    """See the module."""
+    """The recording trainer with separate placement."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers that record the answers they train, and are killed between two steps if they are told to.
+"""Trainers that record the answers they train, and that kill themselves between two steps if configured.
 
-``RECORD_FOLDER`` gets one file a step, one line an answer: uid of its group, tokens, and the version of each token.
-After the checkpoint of step ``CRASH_AFTER_STEP`` the process is killed, as by a machine that goes away. Where
-generation goes on during a checkpoint, this one is taken in mid-generation: when each unfinished answer has some
-tokens, and one of them comes after ``MIDWAY_ANSWERS`` complete ones of the same trajectory.
+``RECORD_FOLDER`` gets one file per step with one line per answer: the uid of its group, tokens, and the version of each
+token. After the checkpoint of step ``CRASH_AFTER_STEP`` the process is killed, like on a failing machine. If generation
+goes on during a checkpoint, this checkpoint is taken during generation: when each unfinished answer has some tokens,
+and one of them follows ``MIDWAY_ANSWERS`` complete ones of the same trajectory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIDWAY_S = RECORD_S = 60.0
 
 
 class Recording:
-    """Mixed into a trainer."""
+    """Mixed into a trainer to record answers."""
 
     def _assemble(self, groups: list[Any]) -> Any:
         batch = super()._assemble(groups)
@@ -54,11 +54,11 @@ class Recording:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def before_the_kill(self) -> None:
-        """For subclasses."""
+        """Do nothing; subclasses may override this."""
 
 
 def is_midway(snapshot: dict[str, Any]) -> bool:
-    """Whether each unfinished answer has some tokens, and one of them complete answers before it."""
+    """Return whether each unfinished answer has some tokens, and one of them follows complete answers."""
     groups = snapshot["groups"].values()
     unfinished = [
         record
@@ -93,7 +93,7 @@ class Midway(Recording):
 
 
 class RecordingTrainer(Recording, PartialRolloutTrainer):
-    """See the module. It is killed when its record of events has been written once, which a quick run ends before."""
+    """The recording trainer with shared placement, which is killed after the first write of its event record."""
 
     def before_the_kill(self) -> None:
         deadline = time.monotonic() + RECORD_S
@@ -104,4 +104,4 @@ class RecordingTrainer(Recording, PartialRolloutTrainer):
 
 
 class MidwayApart(Midway, AsyncPPOTrainer):
-    """See the module."""
+    """The recording trainer with separate placement."""

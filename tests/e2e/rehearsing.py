@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose way of the weights is broken, each in one place: their rehearsal has to find it."""
+"""Runs with one defect each in the transfer of weights, which their rehearsal has to find."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW_S = 20.0
 
 
 class CircularWorker(ActorWorker):
-    """When it sends a second time, a pass waits for the weights, and they for the pass, until the group is left."""
+    """Makes a training pass and the second weight transfer wait for each other until the group is left."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,21 +59,21 @@ class Circular(AsyncPPOTrainer):
 
 
 class OtherWeights(CPUStagingExtension):
-    """Norms of one engine change as they are swapped in."""
+    """An engine that changes its norm weights when they are swapped in."""
 
     def swap_staged(self, version: int) -> dict[str, int]:
         counts = super().swap_staged(version)
         if is_the_first(os.environ["OTHER_WEIGHTS"]):
             with torch.no_grad():
                 for name, parameter in self.model_runner.get_model().named_parameters():
-                    # Of linear layers a CPU's engine reads packed copies.
+                    # A CPU engine reads packed copies of linear layers, so only norms can be changed here.
                     if "layernorm" in name:
                         parameter.mul_(1.5)
         return counts
 
 
 class NeverWakes(CPUStagingExtension):
-    """An engine that takes no weights after it has slept."""
+    """An engine that loads no weights after it has slept."""
 
     loads = 0
 
@@ -85,7 +85,7 @@ class NeverWakes(CPUStagingExtension):
 
 
 def is_the_first(mark: str) -> bool:
-    """Whether this process is the one that has the mark, or nobody had it."""
+    """Return whether this process created the mark, now or earlier."""
     try:
         Path(mark).touch(exist_ok=False)
         Path(mark).write_text(str(os.getpid()))
@@ -96,7 +96,7 @@ def is_the_first(mark: str) -> bool:
 
 @CheckpointEngineRegistry.register("slow_gloo")
 class SlowEngine(GlooCheckpointEngine):
-    """Its receivers take their time before the second tensor of the first version."""
+    """A checkpoint engine whose receivers are slow before the second tensor of the first version."""
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         count = 0

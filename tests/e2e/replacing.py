@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer that kills a rollout replica, the log-prob server and an agent-loop worker in step ``KILL_AT_STEP``.
 
-After the last step it writes to ``REPLACED`` what the newest of each kind was asked. At step 10 it waits for what is
-being started, so that the run is not over before. It asks a server over HTTP before its first weights and at step 2,
-when it also drops a request that the engine works on.
+After the last step it writes to ``REPLACED`` what the newest of each kind was asked. At step 10 it waits for pending
+replacements, so that the run does not end before. It sends a request to a server over HTTP before its first weights and
+at step 2, when it also drops a request that the engine is working on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ START_S = 120.0
 
 
 def asked_of(publisher: Any, replica: Any) -> int:
-    """Conversations that the load balancer has sent to this replica."""
+    """Return the number of conversations that the load balancer has sent to this replica."""
 
     def count(balancer: Any, server_id: str) -> int:
         return list(balancer._request_id_to_server.values()).count(server_id)
@@ -37,21 +37,21 @@ def asked_of(publisher: Any, replica: Any) -> int:
 
 
 def wait_for_replacements(publisher: WeightPublisher) -> None:
-    """Until those that are being started are up."""
+    """Wait until pending replacements are up."""
     deadline = time.monotonic() + START_S
     for attempt in publisher._replacements._attempts:
         attempt.result.result(max(0.0, deadline - time.monotonic()))
 
 
 def wait_for_agents(pool: WorkerPool) -> None:
-    """Until the first agent-loop worker is up again."""
+    """Wait until the first agent-loop worker is up again."""
     deadline = time.monotonic() + START_S
     while pool.lives.total() == 0 and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
 def drop_a_request(server: Any) -> bool:
-    """Whether a request that the engine works on ends when it is dropped, and leaves nothing at the engine."""
+    """Return whether dropping a request in the engine ends it and leaves nothing in the engine."""
     for attempt in range(20):
         name = f"unwanted-{attempt}"
         sampling = {"max_tokens": 20, "min_tokens": 20, "ignore_eos": True, "logprobs": True}
@@ -62,7 +62,7 @@ def drop_a_request(server: Any) -> bool:
         server.drop_request.remote(name)
         ended = ray.get(answer, timeout=30)
         states = server.__ray_call__.remote(lambda server: list(server.engine.output_processor.request_states))
-        # It may have been complete before it was dropped: then another one is tried.
+        # The request may have completed before it was dropped; then another one is tried.
         if ended.stop_reason == "aborted" and not ended.token_ids:
             return not any(name in state for state in ray.get(states, timeout=30))
     return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-step-off trainers that are wrong on purpose: the comparison with synchronous training has to find each."""
+"""One-step-off trainers with deliberate errors, each of which the comparison with synchronous training has to find."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WRONG_STEP = 2
 
 
 class WrongVersionLabel(AsyncPPOTrainer):
-    """The servers are told that they hold version 2, and are given the weights of version 1."""
+    """Tells the servers that they hold version 2 while giving them the weights of version 1."""
 
     def _publish(self) -> None:
         wrong = self.ledger.version + 1 == WRONG_STEP
@@ -25,14 +25,14 @@ class WrongVersionLabel(AsyncPPOTrainer):
 
 
 class WrongBatchOrder(AsyncPPOTrainer):
-    """The groups of a batch are trained in the opposite order."""
+    """Trains the groups of a batch in reverse order."""
 
     def _assemble(self, groups: list[Any]) -> Any:
         return super()._assemble(groups[::-1] if self.global_steps == WRONG_STEP else groups)
 
 
 class DoubleUpdate(AsyncPPOTrainer):
-    """A batch is trained twice."""
+    """Trains a batch twice."""
 
     def _update(self, batch: Any) -> Any:
         if self.global_steps == WRONG_STEP:

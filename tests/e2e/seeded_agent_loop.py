@@ -17,7 +17,7 @@ _answers: Counter[str] = Counter()
 
 
 class SeededAgentLoop(SingleTurnAgentLoop):
-    """The seed names the prompt, how often it came before, and which of its answers this is."""
+    """The seed depends on the prompt, how often it came before, and which of its answers this is."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         index, uid = int(kwargs["extra_info"]["index"]), str(kwargs["uid"])
@@ -30,7 +30,7 @@ class SeededAgentLoop(SingleTurnAgentLoop):
 
 
 def _answer(uid: str) -> int:
-    """Which answer to its prompt this task is: its own name says so, or, in stock verl, the order of their start."""
+    """Return this task's answer number, from its name or, in stock verl, from the order of starts."""
     task = asyncio.current_task()
     assert task is not None
     named = re.fullmatch(r"trajectory \d+-(\d+)-\d+", task.get_name())

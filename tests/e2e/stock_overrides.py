@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stock verl main needs on a machine without an accelerator: environment and Hydra overrides.
+"""Environment and Hydra overrides that a stock verl main needs on a machine without an accelerator.
 
-The stock mains run unchanged; everything they need to know of the CPU comes in by settings. Shared by the tests of the
-stock mains and by side-by-side benchmarks.
+The stock mains run unchanged; settings tell them all that they need to know about the CPU. The module is shared by the
+tests of the stock mains and by comparative benchmarks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
 
 def stock_environment(checkout: Path) -> dict[str, str]:
-    """This process's environment, for a stock main on the CPU with the plugin loaded by one of its two ways."""
+    """Return the environment for a stock main on the CPU, with the plugin loaded by one of its two ways."""
     environment = dict(os.environ) | CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
     environment.pop("RAY_ADDRESS", None)
     if not features.loading_routes(environment):
         environment["VERL_USE_EXTERNAL_MODULES"] = features.MODULE_NAME
-    # Ray's workers take the path from here too; an installed package is found either way.
+    # Ray's workers get the path from here too; an installed package is found either way.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(checkout), environment.get("PYTHONPATH")]))
     return environment
 
 
 def cpu_overrides(task: TaskPaths, out_dir: Path, ray_dir: Path, devices: int) -> list[str]:
-    """Overrides that any stock main needs, for fp32 GRPO with ``devices`` trainer and rollout workers in all.
+    """Return overrides that any stock main needs for fp32 GRPO with ``devices`` trainer and rollout workers in all.
 
     ``ray_dir`` must be short: a socket path below it has at most 107 bytes.
     """
@@ -110,7 +110,7 @@ def cpu_overrides(task: TaskPaths, out_dir: Path, ray_dir: Path, devices: int) -
 def forked_main(
     main: str, overrides: list[str], folder: Path, environment: dict[str, str], timeout_s: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    """Run a stock main to its end, with workers that are forked from a process that has imported the stack."""
+    """Run a stock main to its end, with workers forked from a process that has imported the stack."""
     environment = with_helpers(environment)
     return run_module(main, overrides, folder, environment, timeout_s, shared_forks(environment))
 
@@ -120,19 +120,19 @@ FULLY_ASYNC_MAIN = "verl.experimental.fully_async_policy.fully_async_main"
 
 
 def one_step_overrides(steps: int) -> list[str]:
-    """``steps`` training steps of the stock one-step-off-policy main."""
+    """Return overrides for ``steps`` training steps of the stock one-step-off-policy main."""
     return [
-        # The file's own search path is right from within a verl checkout only.
+        # The file's own search path works only within a verl checkout.
         "hydra.searchpath=[pkg://verl.trainer.config]",
         "data.train_batch_size=4",
-        # The trainer then computes log-probs of its own and reports how far vLLM's are from them.
+        # The trainer then computes its own log-probs and reports their difference from vLLM's.
         "algorithm.rollout_correction.bypass_mode=False",
         f"trainer.total_training_steps={steps}",
     ]
 
 
 def fully_async_overrides(steps: int) -> list[str]:
-    """``steps`` training steps, with a weight sync after each, of the stock fully-async main."""
+    """Return overrides for ``steps`` training steps of the stock fully-async main, with a weight sync after each."""
     return [
         "data.train_batch_size=0",
         "data.gen_batch_size=1",
@@ -146,6 +146,6 @@ def fully_async_overrides(steps: int) -> list[str]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The metrics that verl's ``file`` logger wrote, one dictionary a step."""
+    """Return the metrics that verl's ``file`` logger wrote, one dictionary per step."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["data"] for line in lines if line.strip()]

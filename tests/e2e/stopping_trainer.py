@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that stops the process of a part at the beginning of step ``STOP_AT_STEP``: SIGSTOP to ``STOP_PART``.
+"""A trainer that stops a process with SIGSTOP at the beginning of step ``STOP_AT_STEP``: that of ``STOP_PART``.
 
-``STOP_PID_FILE``: where the process's id is written.
+``STOP_PID_FILE``: file to which the process's id is written.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are swapped again and again under requests whose tokens say by which version they were sampled.
+"""Swaps weights repeatedly under requests whose tokens show which version sampled them.
 
-``python -m swap_scenario MODEL RAY_FOLDER FORKS RESULT SECONDS CORES``, started by test_swaps.py: two real rollout
-replicas, or one whose engine has two data-parallel cores, the real publisher and client, and a sender in place of a
-trainer. With the weights of version v the next token is
-`token_of` (v) for certain, whatever comes before. The result, as JSON: what each request was answered, and how its
-tokens are labelled, by what becomes of running answers at a swap.
+``python -m swap_scenario MODEL RAY_FOLDER FORKS RESULT SECONDS CORES``, started by test_swaps.py, runs two real rollout
+replicas, or one whose engine has two data-parallel cores, with the real publisher and client, and a sender in place of
+a trainer. With the weights of version v the next token is always `token_of` (v), whatever precedes it. The result, as
+JSON, has each request's answer and the labels of its tokens, for each way to handle running answers at a swap.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _models: dict[str, Any] = {}
 
 
 def weights_of(path: str, dtype: torch.dtype, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """No layer adds anything; all embeddings have one direction, and the version's token's is much the longest."""
+    """Yield weights that always predict the version's token: layers add nothing, and its embedding is longest."""
     if path not in _models:
         _models[path] = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
     for name, tensor in _models[path].state_dict().items():
@@ -74,7 +73,7 @@ def weights_of(path: str, dtype: torch.dtype, version: int) -> Iterator[tuple[st
 
 
 class Requests:
-    """`AT_ONCE` requests at a time, of various lengths, until told to stop; on a thread of its own."""
+    """Keeps `AT_ONCE` requests of various lengths running on a thread of its own, until told to stop."""
 
     def __init__(self, client: ResumingClient) -> None:
         self.answers: list[dict[str, Any]] = []
@@ -124,7 +123,7 @@ class Requests:
 
 
 def start(path: str, overrides: list[str], replicas: int = 1) -> tuple[ReplicaManager, WeightPublisher]:
-    """Replicas on a Ray that runs already, and a publisher of weights that are made for each version."""
+    """Start replicas on a running Ray, and a publisher whose weights are made for each version."""
     with initialize_config_module("recipe.fully_async.config", version_base=None):
         overrides = [f"actor_rollout_ref.model.path={path}", "data.max_response_length=64", *overrides]
         config = compose("fully_async_ppo_trainer", overrides=["preset=tiny_cpu", *overrides])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's checkpoint callback, which notes what it is told."""
+"""A user's checkpoint callback that records its calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example's agent loop with a slow tool, and greedy, so that transcripts can be compared."""
+"""The example's agent loop with a slow tool and greedy sampling, so that transcripts can be compared."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import two_turn_loop
 
-# Seconds that the tool takes: what it answers is always the same, when it does differs.
+# The tool's possible durations in seconds; its output is always the same.
 TOOL_S = (0.1, 0.9)
 
 
 class TwoTurnLoop(two_turn_loop.TwoTurnLoop):
-    """Answers of 12 tokens, and a tool that reads the first four back."""
+    """Answers of 12 tokens, and a tool that returns the first four in reverse."""
 
     async def ask(self, uid: str, context: list[int], sampling_params: dict[str, Any]) -> Any:
         fixed = {**sampling_params, "temperature": 0.0, "max_tokens": 12, "ignore_eos": True}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main of the mode that the environment variable ``MODE`` names, with the trainer that ``TRAINER`` names."""
+"""Runs the main of the mode in the environment variable ``MODE``, with the trainer in ``TRAINER``."""
 
 import os
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent loop as a user writes one: it knows nothing of versions, and raises for one prompt."""
+"""A user's agent loop, which ignores versions and raises for one prompt."""
 
 from __future__ import annotations
 

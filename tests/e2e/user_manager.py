@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent-loop manager as a user writes one: verl's, with workers that have a word in what an answer carries."""
+"""A user's agent-loop manager: verl's, with workers that add to an answer's fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopW
 
 
 class UserWorker(AgentLoopWorker):
-    """Has each reward report how long the answer was."""
+    """Adds the answer's length to each reward's extra information."""
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         await super()._compute_score(outputs, kwargs)
@@ -19,7 +19,7 @@ class UserWorker(AgentLoopWorker):
 
 
 class UserManager(AgentLoopManager):
-    """Makes actors of `UserWorker`, as verl's own subclasses do of theirs."""
+    """Creates actors of `UserWorker`, as verl's own subclasses do with theirs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(UserWorker)
@@ -27,14 +27,14 @@ class UserManager(AgentLoopManager):
 
 
 class BatchManager(AgentLoopManager):
-    """Overrides what no mode calls."""
+    """A manager that overrides a method that no mode calls."""
 
     def generate_sequences(self, prompts: Any) -> Any:
         return prompts
 
 
 class BatchWorkerManager(AgentLoopManager):
-    """Its worker does."""
+    """A manager whose worker overrides a method that no mode calls."""
 
     class Worker(AgentLoopWorker):
         async def generate_sequences(self, batch: Any) -> Any:
@@ -44,4 +44,4 @@ class BatchWorkerManager(AgentLoopManager):
 
 
 class NoManager:
-    """No subclass of verl's."""
+    """A class that does not derive from verl's manager."""

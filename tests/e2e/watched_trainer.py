@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that asks Ray's exporter, after its last step, for what a Prometheus server would scrape."""
+"""A trainer that reads Ray's exporter, after its last step, as a Prometheus server would."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WatchedTrainer(AsyncPPOTrainer):
     def _step(self) -> dict[str, Any] | None:
         metrics = super()._step()
         if self.is_last_step and metrics is not None:
-            # Told with the step's end; what was told before is of the step before.
+            # The exporter is updated at the step's end; earlier values are of the step before.
             seconds, deadline = metrics["timing_s/step"], time.monotonic() + SCRAPE_S
             while not _has(content := _scraped(), "ray_recipe_step_seconds{", seconds) and time.monotonic() < deadline:
                 time.sleep(0.2)
@@ -34,7 +34,7 @@ def _has(content: str, name: str, value: float) -> bool:
 
 
 def _scraped() -> str:
-    """What the exporters of all nodes tell."""
+    """Return the output of all nodes' exporters."""
     content = ""
     for node in ray.nodes():
         url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds of every run as it can be watched: in its trace, by `--follow`, and through Ray's exporter."""
+"""Checks on how every run can be watched: in its trace, with `--follow`, and through Ray's exporter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINED = """
 
 
 def check_trace(run: FinishedRun, trained: int) -> None:
-    """The run's trace has its account, and each trained answer leads to a batch."""
+    """Check that the run's trace contains its account, and that each trained answer leads to a batch."""
     path = run.folder / "run.pftrace"
     assert main([str(run.folder), "--trace", str(path)]) == 0
     account = run.summary["account"]["seconds"]
@@ -35,7 +35,7 @@ def check_trace(run: FinishedRun, trained: int) -> None:
 
 
 def check_follow(run: FinishedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a run that has ended `--follow` says where it ended, with each side's figures."""
+    """Check that `--follow` on a finished run prints its end and each side's figures."""
     capsys.readouterr()
     assert main([str(run.folder), "--follow"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -44,7 +44,7 @@ def check_follow(run: FinishedRun, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def check_exported(run: FinishedRun) -> None:
-    """Prometheus was told the figures of the last step, as the trackers were."""
+    """Check that Prometheus got the figures of the last step, like the trackers."""
     last = run.metrics[-1]
     told: dict[tuple[str, str], float] = {}
     for line in Path(run.folder, SCRAPED).read_text().splitlines():

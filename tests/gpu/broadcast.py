@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight sync from trainer to replicas by a checkpoint engine, through our publisher, on whatever device."""
+"""A weight sync from trainer to replicas through a checkpoint engine and the real publisher, on any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GLOO = "recipe.laptop.transfer.gloo_engine"
 
 
 def engine_for(device: str, accelerators: int) -> Engine:
-    """verl's `nccl` as we have it, where each member has an accelerator of its own; else `recipe_gloo`."""
+    """Return this package's `nccl` on a CPU or if each member has an accelerator, else `recipe_gloo`."""
     settings = {"timeout_s": 120.0, "connect_timeout_s": 60.0}
     if device == "cpu":
         return Engine("nccl", NCCL, settings, is_nccl=True)
@@ -22,7 +22,7 @@ def engine_for(device: str, accelerators: int) -> Engine:
 
 
 def broadcast(engine: Engine, versions: int, receivers: int = 1) -> dict[str, float | str]:
-    """Publish so many versions; returns the seconds and GB/s of the last. All arrive bit for bit, or AssertionError."""
+    """Publish ``versions`` versions and check that all arrive bit for bit; return seconds and GB/s of the last one."""
     trainer = Trainer(engine, ranks=1)
     fleet = Fleet(engine, trainer, receivers, timeout_s=180.0)
     seconds = 0.0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything here needs an accelerator, and is skipped by name without one. One command: ``make test-gpu``.
+"""Tests that need an accelerator; without one they are skipped by name. Run them with ``make test-gpu``.
 
-What is run is in the modules beside this one that are no tests: the same functions run on a CPU, in
+The functions under test are in the modules beside this one that are not tests; they also run on a CPU, in
 tests/integration/test_weight_worker.py, test_model_engine_adapter.py, test_nccl_engine.py and
 tests/e2e/test_gpu_modes.py. Figures go to one file: ``FIGURES``, or build/gpu-figures.json.
 """
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def accelerators() -> int:
-    """How many there are; the test is skipped if there is none."""
+    """The number of accelerators; the test is skipped if there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -57,7 +57,7 @@ def three_accelerators(accelerators: int) -> int:
 
 @pytest.fixture(scope="session")
 def figures(accelerators: int) -> Iterator[dict[str, Any]]:
-    """Of the whole session, written when it ends, whatever failed; beside them what they were measured with."""
+    """Figures of the whole session, written at its end even after failures, with the hardware and versions."""
     import torch
     import vllm
 
@@ -78,7 +78,7 @@ def figures(accelerators: int) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def note(figures: dict[str, Any], request: pytest.FixtureRequest) -> Note:
-    """Keeps figures of a test under its name."""
+    """Stores figures of a test under its name."""
 
     def keep(**found: Any) -> None:
         figures.setdefault(request.node.name, {}).update(found)

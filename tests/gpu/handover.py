@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from a weight worker to the engine beside it, in two processes: CUDA IPC, or shared memory on a CPU."""
+"""Passes weights from a weight worker to the engine beside it, in two processes: CUDA IPC, or shared memory on a
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ TENSOR_MB = 4
 
 
 def weights(mebibytes: int, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """So much in bf16; by IPC one tensor is larger than a bucket, too, which shared memory does not carry."""
+    """Yield this much in bf16; with IPC one tensor is larger than a bucket, which shared memory does not support."""
     random = torch.Generator(device).manual_seed(0)
     sizes = [TENSOR_MB] * (mebibytes // TENSOR_MB) + ([] if device == "cpu" else [2 * BUCKET_MB])
     for number, size in enumerate(sizes):
@@ -27,7 +29,7 @@ def weights(mebibytes: int, device: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def receive(address: str, device: str, pipe: Any) -> None:
-    """The engine's end, a process of its own."""
+    """Run the engine's end, in a process of its own."""
     from recipe.async_engine.engines.vllm.engine_extension import DeadlineReceiver
 
     checksum = StreamChecksum()
@@ -41,16 +43,16 @@ def receive(address: str, device: str, pipe: Any) -> None:
 
     receiver.receive_weights(take)
     pipe.send(checksum.value())
-    # An engine lives on. A process that ends at once can take its last answer along: zmq's thread has not sent it yet.
+    # Keep the process alive like an engine: zmq's thread may not have sent the last answer yet.
     pipe.recv()
 
 
 def hand_over(device: str, mebibytes: int, folder: str) -> dict[str, float]:
-    """Send so much; returns seconds and GB/s. What came is what was sent, bit for bit, or AssertionError."""
+    """Send this much, check that it arrives bit for bit, and return seconds and GB/s."""
     from recipe.async_engine.engines.vllm.weight_worker import DeadlineWeightSender
 
     address, checksum = f"ipc://{folder}/weights", StreamChecksum()
-    # CUDA does not outlive a fork.
+    # CUDA does not survive a fork.
     context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     ours, theirs = context.Pipe()
     engine = context.Process(target=receive, args=(address, device, theirs), daemon=True)
@@ -63,7 +65,7 @@ def hand_over(device: str, mebibytes: int, folder: str) -> dict[str, float]:
 
     def timed() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal began
-        began = time.monotonic()  # the engine's process is there by now
+        began = time.monotonic()  # the engine's process has started by now
         yield from checksum.passing(sent)
 
     asyncio.run(sender.async_send_weights(timed()))

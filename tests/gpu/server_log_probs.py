@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log-prob server's engine in bf16 against Hugging Face's forward in the same precision, on whatever device.
+"""Compares a log-prob server's engine in bf16 with Hugging Face's forward in the same precision, on any device.
 
-A program of its own, since an engine joins a process group: ``python log_probs.py DEVICE BACKEND FOLDER`` prints what
-it saw as one line of JSON. On a CPU the model is a small one.
+It is a separate program, because an engine joins a process group: ``python log_probs.py DEVICE BACKEND FOLDER`` prints
+its results as one line of JSON. On a CPU the model is a small one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LARGE = SMALL | {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-# How many times as far as Hugging Face's own forward in bf16 the engine may be from fp32.
+# Allowed distance of the engine from fp32, as a multiple of that of Hugging Face's own forward in bf16.
 ROUNDING_MEAN, ROUNDING_LARGEST = 2, 4
 LENGTHS = (700, 64, 1500, 333)
 TOKENS = 32768
@@ -83,7 +83,7 @@ def sequences(device: str, lengths: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def differences(adapter: Any, device: str, seed: int) -> dict[str, float]:
-    """From fp32's log-probs and entropies of a seed's model: mean and largest, the engine's and Hugging Face's."""
+    """Return mean and largest distance of the engine and of Hugging Face in bf16 from the fp32 results."""
     from recipe.async_engine.log_prob_servers.worker import from_batch, to_batch
 
     rows = sequences(device, LENGTHS)
@@ -102,11 +102,11 @@ def differences(adapter: Any, device: str, seed: int) -> dict[str, float]:
 
 @torch.no_grad()
 def columns(model: torch.nn.Module, tokens: torch.Tensor, widened: bool = True) -> np.ndarray:
-    """Log-probs and entropies, float32 (2, length - 1).
+    """Return log-probs and entropies, float32 (2, length - 1).
 
     Args:
-        widened: computed in fp32. verl does so by a kernel of flash-attn's, and computes in the dtype of the logits
-            where that is not installed (verl/utils/torch_functional.py:99).
+        widened: compute in fp32. verl does so with a kernel of flash-attn's, and otherwise computes in the dtype of the
+            logits (verl/utils/torch_functional.py:99).
     """
     logits = model(tokens[None]).logits[0, :-1]
     if widened:
@@ -121,7 +121,7 @@ def has_flash_attention(device: str) -> bool:
 
 
 def tokens_per_second(adapter: Any, device: str) -> dict[str, float]:
-    """And the share of the device's peak, which ``PEAK_TFLOPS`` names; a pass takes two operations a parameter."""
+    """Return tokens per second and the share of ``PEAK_TFLOPS``, at two operations per parameter and pass."""
     from recipe.async_engine.log_prob_servers.worker import to_batch
 
     rows = sequences(device, (2048,) * (1 if device == "cpu" else 16))
@@ -131,7 +131,7 @@ def tokens_per_second(adapter: Any, device: str) -> dict[str, float]:
         adapter.score(batch)
     began = time.perf_counter()
     for _ in range(REPEATS):
-        # Its answer is in host memory: nothing is left to wait for on the device.
+        # The result is in host memory, so there is nothing left to wait for on the device.
         adapter.score(batch)
     rate = REPEATS * sum(map(len, rows)) / (time.perf_counter() - began)
     peak = float(os.environ.get("PEAK_TFLOPS", 0)) * 1e12
@@ -159,7 +159,7 @@ def play(device: str, backend: str, folder: str) -> dict[str, Any]:
 
 
 def check_close(seen: dict[str, Any]) -> None:
-    """The engine is as close as bf16 can be, before and after an update of its weights."""
+    """Check that the engine is as close as bf16 can be, before and after an update of its weights."""
     for moment in ("at_first", "staged", "promoted"):
         found = seen[moment]
         assert 0 < found["engine_mean"] <= ROUNDING_MEAN * found["hugging_face_mean"]

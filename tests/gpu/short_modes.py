@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short run of each mode with the built-in task, on the device that it is given."""
+"""A short run of each mode with the built-in task, on the given device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from recipe.laptop.task import TaskPaths
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 STEPS, GROUPS, ANSWERS = 4, 4, 4
 KILLED_AFTER = 2
-# Of probabilities: fp32 on both sides, and bf16, whose rounding is 2^-8 of a logit.
+# Tolerance for probabilities: fp32 on both sides, or bf16, which rounds logits to 2^-8.
 CLOSE = {"cpu": 1e-5, "cuda": 0.05}
 
 
 def on_accelerators(apart: bool) -> list[str]:
-    """What differs from the preset for a CPU: bf16, captured graphs, sleep and wake, NCCL, real accelerators."""
+    """Return the differences from the CPU preset: bf16, captured graphs, sleep and wake, NCCL, real accelerators."""
     return [
         "trainer.device=cuda",
         "ray_kwargs.ray_init.num_gpus=null",
@@ -46,21 +46,21 @@ def overrides(device: str, mode: str, task: TaskPaths, folder: Path, ray_dir: Pa
     return [
         *small(task, folder, ray_dir),
         f"trainer.total_training_steps={steps}",
-        # The trainer's own log-probs beside the rollout's, in every mode.
+        # The trainer computes its own log-probs beside the rollout's in every mode.
         "algorithm.rollout_correction.bypass_mode=false",
         *(on_accelerators(apart) if device == "cuda" else []),
     ]
 
 
 def run_on(device: str, main: str, arguments: list[str], folder: Path) -> FinishedRun:
-    # Forks of one process that has imported the stack are for CPUs: CUDA does not outlive a fork.
+    # Only on a CPU are workers forks of one process that has imported the stack, because CUDA does not survive a fork.
     return run_main(main, arguments, folder, timeout_s=RUN_S, shared=device == "cpu")
 
 
 def check(run: FinishedRun, device: str, late: bool = False, steps: int = STEPS) -> dict[str, Any]:
-    """Figures of a run that has ended; AssertionError if it has not trained, or rollout and trainer are far apart.
+    """Check that a run has trained and that rollout and trainer agree; return its figures.
 
-    ``late``: the mode's batches are a version late by definition, so that the two policies differ.
+    ``late``: the mode's batches are a version late by definition, so the two policies differ.
     """
     assert run.returncode == 0, run.output[-8000:]
     total = steps * GROUPS
@@ -78,19 +78,19 @@ def check(run: FinishedRun, device: str, late: bool = False, steps: int = STEPS)
 
 
 def run_apart(device: str, mode: str, task: TaskPaths, folder: Path, ray_dir: Path) -> dict[str, Any]:
-    """`fully_async` or `one_step_off`, trainer and rollout on accelerators of their own."""
+    """Run `fully_async` or `one_step_off`, with trainer and rollout on separate accelerators."""
     run = run_on(device, f"recipe.{mode}.main", overrides(device, mode, task, folder, ray_dir), folder)
     return check(run, device, late=mode == "one_step_off")
 
 
 def rehearse(device: str, mode: str, task: TaskPaths, folder: Path, ray_dir: Path) -> dict[str, Any]:
-    """The rehearsal of any mode, whose every check has to pass; the seconds of each."""
+    """Run the rehearsal of a mode, check that it passes, and return the seconds of each of its checks."""
     arguments = [*overrides(device, mode, task, folder, ray_dir), "rehearse_only=true"]
     run = run_on(device, f"recipe.{mode}.main", arguments, folder)
     assert run.returncode == 0, run.output[-8000:]
     rehearsal = FinishedRun(run.returncode, run.output, folder / "rehearsal").summary["rehearsal"]
     assert rehearsal["fallbacks"] == []
-    # In one_step_off a swap waits for requests, so none is cut.
+    # In one_step_off a swap waits for requests, so none is interrupted.
     assert {check["outcome"] for check in rehearsal["checks"]} <= {"passed", "left out"}
     seconds = {check["name"]: check["seconds"] for check in rehearsal["checks"]}
     return {"difference_of_log_probs": rehearsal["difference"], "passes": rehearsal["passes"], "seconds": seconds}
@@ -99,7 +99,7 @@ def rehearse(device: str, mode: str, task: TaskPaths, folder: Path, ray_dir: Pat
 def run_in_turns_killed_and_resumed(
     device: str, task: TaskPaths, folder: Path, ray_dir: Path, environment: Any
 ) -> dict[str, Any]:
-    """`partial_rollout`, killed after a checkpoint and run again; each answer is trained once.
+    """Run `partial_rollout`, kill it after a checkpoint and run it again; check that each answer is trained once.
 
     ``environment``: sets variables for the runs (pytest's ``monkeypatch``).
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine that takes LoRA adapters beside the one that it generates with.
+"""A real vLLM engine that receives LoRA adapters beside the one with which it generates.
 
-A process of its own, started by test_staged_engine.py: it prints what it saw as one line of JSON.
+It is a separate process, started by test_staged_engine.py, which prints its results as one line of JSON.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two versions of each architecture, staged and swapped in a real engine, beside fresh engines that start with them.
+"""Stages and swaps two versions of each architecture in a real engine, and compares it with fresh engines.
 
-A process of its own, started by test_staged_architectures.py: it prints what it saw as one line of JSON.
+It is a separate process, started by test_staged_architectures.py, which prints its results as one line of JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def engine_of(folder: Path, device: str, dtype: str, graphs: str) -> Any:
 
 
 def log_probs(engine: Any) -> list[float]:
-    """Of each token of the prompts but the first, and of one that is sampled after each."""
+    """Return the log-probs of each prompt token except the first, and of tokens sampled after each prompt."""
     from vllm import SamplingParams
 
     settings = SamplingParams(
@@ -71,7 +71,7 @@ def difference(one: list[float], other: list[float]) -> float:
 
 
 def seen_of(name: str, place: Path, how: str, *engine_is: str) -> dict[str, Any]:
-    """Log-probs of an engine that starts with one version, takes another one, and then the first one again."""
+    """Return log-probs of an engine that starts with one version, loads another one, and then the first one again."""
     folders = [place / name / str(version) for version in range(2)]
     for version, folder in enumerate(folders):
         tiny_architectures.save(name, version, folder)
@@ -85,7 +85,7 @@ def seen_of(name: str, place: Path, how: str, *engine_is: str) -> dict[str, Any]
         seen["untouched"].append(difference(log_probs(engine), fresh[1 - version]))
         engine.collective_rpc(swap, args=(number,))
         seen["swapped"].append(difference(log_probs(engine), fresh[version]))
-    # The other set is full of NaN as a stream starts.
+    # The second set of weights is filled with NaN when a stream starts.
     engine.collective_rpc(restart)
     seen["untouched"].append(difference(log_probs(engine), fresh[0]))
     return seen
@@ -94,20 +94,20 @@ def seen_of(name: str, place: Path, how: str, *engine_is: str) -> dict[str, Any]
 def main(
     device: str, names: str, place: str, how: str = "device", dtype: str = "float32", graphs: str = ""
 ) -> dict[str, Any]:
-    """See `seen_of`, for each of ``names``, which semicolons separate.
+    """Run `seen_of` for each of ``names``, which are separated by semicolons.
 
     Args:
-        how: the second set is on the device, or is to come "from the host".
-        graphs: not empty to have them captured, on an accelerator.
+        how: "device" to stage on the device, or "from the host".
+        graphs: not empty to capture graphs, on an accelerator.
     """
     if device == "cpu":
-        # Its build has no kernels for latent attention; keys and values are expanded then.
+        # vLLM's CPU build has no kernels for latent attention, so keys and values are expanded.
         os.environ["VLLM_MLA_DISABLE"] = "1"
     found: dict[str, Any] = {}
     for name in names.split(";"):
         try:
             found[name] = seen_of(name, Path(place), how, device, dtype, graphs)
-        except Exception as error:  # the others are looked at too
+        except Exception as error:  # the others are tested too
             traceback.print_exc()
             found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's checkpoints have of its rollout side, where a test is about something else."""
+"""The rollout side of a run's checkpoints, for tests about something else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH, STALENESS = 2, 1
 
 
 def plan(**values: Any) -> Any:
-    """The parts of a `RunPlan` that checkpoints ask for: batches of two groups, bound 1."""
+    """Return the parts of a `RunPlan` that checkpoints need: batches of two groups, bound 1."""
     found = {
         "settings": SimpleNamespace(async_training=AsyncTraining()),
         "batch_groups": BATCH,
@@ -29,7 +29,7 @@ def plan(**values: Any) -> Any:
 
 
 def snapshot(live: list[list[Any]] | None = None, groups: dict[int, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """Of a run that has issued ``live`` and trained nothing."""
+    """Return the snapshot of a run that has issued ``live`` and trained nothing."""
     rows = live or []
     return {
         "ledger": {

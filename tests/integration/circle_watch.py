@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds circles of waits in cuda_order.py's world while they exist, and says who waits for what. For tests only.
+"""Finds circular waits in cuda_order.py's world while they exist, and says who waits for what. For tests only.
 
-A thread that waits goes on when all that it waits for is done; work is done when all that it needs is; a collective
-needs its members to launch theirs, and whatever call of a member goes on may do that. What can never go on by these
-rules is in a circle, or behind one. It has to be there at two looks, `CONFIRM_S` apart, between which none of these
-calls has done anything: a thread may be on its way from one request to the next.
+A waiting thread goes on when everything that it waits for is done. Work is done when everything that it needs is done.
+A collective needs its members to launch their parts, which any call of a member may do once it goes on. Whatever can
+never go on by these rules is in a circle, or behind one. It must be found in two inspections, `CONFIRM_S` apart,
+between which none of these calls has done anything, because a thread may be on its way from one request to the next.
 
-What waits for a process that is gone, for one that stands still or for a member that has left hangs, but is in no
-circle: deadlines are for that.
+A wait for a process that is gone, for one that is frozen or for a member that has left hangs, but is not circular; such
+waits are left to deadlines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Node = Op | Meeting | Wait | Call
 
 @dataclass(frozen=True)
 class Link:
-    """``member`` stands still at ``where`` (a call, or a stream) and waits for something."""
+    """``member`` is blocked at ``where`` (a call, or a stream) and waits for something."""
 
     member: str
     where: str
@@ -37,17 +37,17 @@ class Link:
 
 
 class CircleOfWaits(Exception):
-    """Everyone waits for the next one, and the last for the first."""
+    """A group of members each wait for the next one, and the last for the first."""
 
     def __init__(self, links: list[Link], after_s: float) -> None:
         super().__init__("\n".join(["a circle of waits:", *map(str, links)]))
         self.links = links
         self.after_s = after_s
-        """For how long it had been there."""
+        """The time for which the circle had existed."""
 
 
 class Watch:
-    """Looks at a world again and again, and fails it with a `CircleOfWaits`."""
+    """Inspects a world repeatedly, and fails it with a `CircleOfWaits`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -71,7 +71,7 @@ class Watch:
             thread.join()
 
     def look(self) -> bool:
-        """Whether the world has failed, by a circle that is confirmed now or by something else."""
+        """Return whether the world has failed, because of a circle that is confirmed now or for another reason."""
         with self._world.changed:
             stuck = stuck_nodes(self._world)
             calls = [node for node in stuck if isinstance(node, Call)]
@@ -85,7 +85,7 @@ class Watch:
 
 
 def stuck_nodes(world: World) -> dict[Node, None]:
-    """All that can never go on."""
+    """Return everything that can never go on."""
     calls = [call for call in world.calls if call.waits and not call.device.frozen and not call.device.gone]
     stuck: dict[Node, None] = {}
     todo: list[Node] = [*calls]
@@ -103,7 +103,7 @@ def stuck_nodes(world: World) -> dict[Node, None]:
 
 
 def _hangs(node: Node) -> bool:
-    """It waits for a fault to be noticed, or does not wait at all."""
+    """Return whether it waits for a fault to be noticed, or does not wait at all."""
     if isinstance(node, Call):
         return not node.waits or node.device.frozen or node.device.gone
     if isinstance(node, Op):
@@ -114,7 +114,7 @@ def _hangs(node: Node) -> bool:
 
 
 def _needs(node: Node, world: World) -> list[Node]:
-    """What it waits for."""
+    """Return what it waits for."""
     if isinstance(node, Call):
         return [*node.waits]
     if isinstance(node, Wait):
@@ -142,14 +142,14 @@ def _missing(meeting: Meeting) -> list[int]:
 
 
 def _calls_of(meeting: Meeting, rank: int, world: World) -> list[Node]:
-    """Those that may launch the part of a rank; a Call of its own stands for one that is still to come."""
+    """Return the calls that may launch a rank's part; a placeholder stands for a call that is still to come."""
     device = meeting.members.get(rank)
     calls: list[Node] = [call for call in world.calls if call.device is device]
     return calls or [Call(world.devices[0], "a call to come")]
 
 
 def circle_from(start: Node, stuck: dict[Node, None], world: World) -> list[Link]:
-    """The circle that one comes to from something that is stuck."""
+    """Return the circle that is reached from something that is stuck."""
     path, node = list[Node](), start
     while node not in path:
         path.append(node)
@@ -159,7 +159,7 @@ def circle_from(start: Node, stuck: dict[Node, None], world: World) -> list[Link
     for place, found in enumerate(circle):
         link = _link(found, circle[(place + 1) % len(circle)], circle[place - 1])
         if link is not None and links and (links[-1].member, links[-1].where) == (link.member, link.where):
-            links.pop()  # the same stream's work, further to its head
+            links.pop()  # work of the same stream, further to its head
         links += [link] if link is not None else []
     return links
 
@@ -170,7 +170,7 @@ def _link(node: Node, following: Node, before: Node) -> Link | None:
         assert isinstance(goal, Op)
         return Link(node.call.device.name, node.call.name, f"its {node.what}: {goal.name} on the {goal.stream.name}")
     if isinstance(node, Meeting):
-        # Whose part of it is late: a call that is to launch it, or work before it in a stream.
+        # Describe whose part is late: a call that has to launch it, or work before it in a stream.
         if isinstance(following, Call):
             return Link(_member(before), _place(before), f"{following.device.name} to launch {node.name}")
         late = next(op for op in node.ops.values() if following in op.needs)

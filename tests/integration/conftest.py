@@ -9,6 +9,6 @@ from surroundings import fresh_ray
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Ray with two logical accelerators, started for these tests and ended after them."""
+    """Ray with two logical accelerators, started for these tests and stopped after them."""
     with fresh_ray(num_cpus=4, num_gpus=2):
         yield

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of the pure core with its real checkpoints on disk, killed with SIGKILL again and again.
+"""A run of the pure core with its real checkpoints on disk, repeatedly killed with SIGKILL.
 
-`python crash_run.py FOLDER KILLS SEED` prints one JSON object: the kills by phase, and what the lives found. The
-ledger, the prompt source over a real stateful loader, the rollout side of a checkpoint, its commit and
-its retention are those of a run. In the place of the engines: a "model" that is the list of prompts trained into it,
-answers made up on the spot, and a dictionary for Ray's object store.
+`python crash_run.py FOLDER KILLS SEED` prints one JSON object: the kills by phase, and the findings of each life. The
+ledger, the prompt source over a real stateful loader, the rollout side of a checkpoint, its commit and its retention
+are those of a run. Engines are replaced by invented answers, the model by the list of prompts trained into it, and
+Ray's object store by a dictionary.
 
 Each life is a fork. It asserts at its beginning that weights and ledger agree, and at its end that every prompt was
 trained exactly once, or filtered or failed by the rules of the run.
@@ -60,7 +60,7 @@ LIFE_S = 30.0
 
 
 class Phases:
-    """What a life is doing, in memory that its parent reads after the kill: the phase, and how often it was entered."""
+    """The present phase of a life and how often each was entered, in memory that its parent reads after the kill."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 4 * (1 + len(PHASES)))
@@ -81,7 +81,7 @@ class Phases:
         return PHASES[struct.unpack_from("I", self._memory, 0)[0]]
 
     def around(self, owner: ModuleType | type, name: str, phase: str) -> None:
-        """Enter the phase whenever this function is called; afterwards the phase before goes on."""
+        """Make calls of this function enter the phase; after a call the previous phase continues."""
         function = getattr(owner, name)
 
         def entering(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class Phases:
 
 
 class ObjectStore:
-    """Ray's, in this process."""
+    """Stands for Ray's object store, in this process."""
 
     exceptions = SimpleNamespace(RayError=KeyError)
 
@@ -111,7 +111,7 @@ class ObjectStore:
 
 
 class Life:
-    """One process of a run: resumes, works, saves, until the data is used up."""
+    """One process of a run: resumes, works and saves until the data is used up."""
 
     def __init__(self, root: Path, settings: dict[str, Any], rng: random.Random, phases: Phases) -> None:
         self.root, self.settings, self.rng, self.phases = root, settings, rng, phases
@@ -159,7 +159,7 @@ class Life:
         return found
 
     def check(self) -> None:
-        """Weights and ledger agree, and what is ready was sampled by weights that this run has."""
+        """Check that weights and ledger agree, and that ready groups were sampled by weights that this run has."""
         trained = [tuple(key) for key in self.model]
         rows = self.ledger.trained_prompts()
         assert len(trained) == len(set(trained)), "a prompt is in the weights twice"
@@ -233,7 +233,7 @@ class Life:
         self.state.save(self.step, snapshot, self.save_as_verl)()
 
     def save_as_verl(self) -> None:
-        """The files of verl's checkpoint, in its order, the tracker last and not atomically."""
+        """Write the files of verl's checkpoint in its order, the tracker last and not atomically."""
         folder = checkpoints.folder_of(self.root, self.step)
         self.phases.enter("write model")
         saved = {"trained": self.model, "step": self.step, "ready": self.ledger.counts().ready}
@@ -245,7 +245,7 @@ class Life:
 
 
 def live(root: Path, settings: dict[str, Any], seed: str, phases: Phases) -> None:
-    """A life in a forked process; it never returns."""
+    """Run a life in a forked process; never return."""
     code = 1
     try:
         life = Life(root, settings, random.Random(seed), phases)
@@ -260,7 +260,7 @@ def live(root: Path, settings: dict[str, Any], seed: str, phases: Phases) -> Non
 
 
 def kill_somewhere(child: int, rng: random.Random, phases: Phases) -> str | None:
-    """SIGKILL the life a moment after it has entered a random phase some times; None if it ended before."""
+    """Kill the life a moment after it has entered a random phase some times; return None if it ended before."""
     phase, times = rng.choice(PHASES[1:]), rng.choice((1, 1, 1, 2, 6))
     moment = rng.random() * rng.choice((0.0002, 0.002, 0.01))
     deadline = time.monotonic() + LIFE_S
@@ -288,7 +288,7 @@ def spawn(call: Callable[[], None]) -> int:
 
 
 def drill(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Runs until there are so many kills, every run with up to 20 and then to its end."""
+    """Run until there are this many kills, each run with up to 20 of them and then to its end."""
     rng, phases = random.Random(seed), Phases()
     phases.around(rollout_state, "save", "write rollout side")
     phases.around(checkpoints, "commit", "commit")

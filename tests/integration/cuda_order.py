@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of the order in which accelerators work: who waits for whom, and what has been done when. For tests only.
+"""A model of the order in which accelerators work: who waits for whom, and when work is done. For tests only.
 
-Members are processes with one accelerator each, here threads of one process. Whatever is asked of a device is queued
-with what it has to wait for; each rule below names its source. The documents are NVIDIA's CUDA Runtime API reference
-("CUDA RT"), the CUDA C++ Programming Guide ("CUDA PG") and the NCCL User Guide ("NCCL").
+Members are processes with one accelerator each, represented by threads of one process. Each request to a device is
+queued with what it has to wait for; each rule below names its source. The documents are NVIDIA's CUDA Runtime API
+reference ("CUDA RT"), the CUDA C++ Programming Guide ("CUDA PG") and the NCCL User Guide ("NCCL").
 
-Work is done as late as the documents allow: when a host waits for it, and not before. So what a program does not wait
-for has not been done when it reads it. With another ``pace`` some of it is done at once.
+Work is done as late as the documents allow: only when a host waits for it. So if a program reads a result without
+having waited for it, the work has not been done. With another ``pace`` some work is done at once.
 
-Collectives are in nccl_order.py, and circle_watch.py finds circles of waits.
+Collectives are in nccl_order.py, and circle_watch.py finds circular waits.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ LEGACY, BLOCKING, NON_BLOCKING = "legacy default", "blocking", "non-blocking"
 
 Effect = Callable[[], None]
 Joint = Callable[[dict[int, Any]], None]
-"""Of a collective, on each rank's memory."""
+"""The effect of a collective on each rank's memory."""
 
 
 class Gone(BaseException):
-    """The process of this thread has died, or the world has ended: nothing that it does is seen by anybody."""
+    """The process of this thread has died, or the world has ended; no effect of it is visible to others."""
 
 
 class MisuseError(Exception):
-    """What NCCL's documents leave undefined, such as collectives that do not match."""
+    """A use that NCCL's documents leave undefined, such as collectives that do not match."""
 
 
 @dataclass(eq=False)
 class Call:
-    """What one process does on behalf of one call: the threads that serve it are one, as to what it waits for."""
+    """The activity of one process for one call; all threads that serve it count as one in what they wait for."""
 
     device: Device
     name: str
     waits: list[Wait] = field(default_factory=list)
     deeds: int = 0
-    """Grows with everything that it asks of the model."""
+    """Number of requests to the model so far."""
     last_deed: float = 0.0
-    """When that was (monotonic clock)."""
+    """Time of the last request, on the monotonic clock."""
 
 
 @dataclass(eq=False)
 class Wait:
-    """A thread that stands still until all of ``goals`` are done."""
+    """A thread that is blocked until all of ``goals`` are done."""
 
     call: Call
     what: str
@@ -65,23 +65,23 @@ class Wait:
 
 @dataclass(eq=False)
 class Op:
-    """Something that a device does, after all that it ``needs``."""
+    """An operation that a device performs after all those that it ``needs``."""
 
     stream: Stream
     name: str
     needs: list[Op]
     effect: Effect | None
     by: str
-    """The call that asked for it."""
+    """The call that requested it."""
     behind: frozenset[str] = frozenset()
-    """The calls whose work it had to wait for, of this device."""
+    """The calls of this device whose work it had to wait for."""
     meeting: Meeting | None = None
     done: bool = False
 
 
 @dataclass(eq=False)
 class Meeting:
-    """What several members do together: it holds the stream of each until all have launched theirs and come to it.
+    """An operation of several members, which blocks their streams until all have launched and reached it.
 
     NCCL, "Collective Operations": these "have to be called for each rank (hence CUDA device) to form a complete
     collective operation. Failure to do so will result in other ranks waiting indefinitely."
@@ -92,24 +92,24 @@ class Meeting:
     kind: tuple[object, ...] = ()
     effect: Joint | None = None
     memory: dict[int, Any] = field(default_factory=dict)
-    """What each rank gave it, for the effect."""
+    """The memory that each rank passed, for the effect."""
     ops: dict[int, Op] = field(default_factory=dict)
-    """By rank, as far as they have been launched."""
+    """The parts that have been launched, by rank."""
     members: dict[int, Device] = field(default_factory=dict)
     broken: bool = False
-    """A member has left it: it will never be complete."""
+    """Whether a member has left, so that it will never be complete."""
 
 
 CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 class World:
-    """All devices, with what is queued on them and who waits; one lock for everything.
+    """All devices with their queued work and waiting hosts, under one lock.
 
     Args:
-        seed: of what is done at once where ``pace`` is MIXED.
-        in_turn: devices have no room for two collectives of different communicators at a time, which go one after the
-            other then (NCCL, "Using multiple NCCL communicators concurrently": safe only if they are launched "in the
+        seed: seed for the choice of work that is done at once if ``pace`` is MIXED.
+        in_turn: devices have no room for two collectives of different communicators at a time, which then run one after
+            the other (NCCL, "Using multiple NCCL communicators concurrently": safe only if they are launched "in the
             same order" everywhere, or if all have the resources to run at once).
     """
 
@@ -119,15 +119,15 @@ class World:
         self.calls: list[Call] = []
         self.failure: BaseException | None = None
         self.waits: Counter[tuple[str, str, str]] = Counter()
-        """How often (member, call, what was waited for) had a host wait for its device."""
+        """How often a host waited for its device, by (member, call, what was waited for)."""
         self.stood_behind: Counter[tuple[str, str, str]] = Counter()
-        """How often (member, call, other call): work or a host of a call stood behind another call's work."""
+        """How often work or a host of a call waited behind another call's work, by (member, call, other call)."""
         self.pace, self.in_turn = pace, in_turn
         self._random = random.Random(seed)
 
     @contextmanager
     def call(self, device: Device, name: str) -> Iterator[Call]:
-        """What this context does, and threads that inherit it, is done by ``device``'s process for this call."""
+        """Attribute what this context and threads that inherit it do to ``device``'s process, for this call."""
         call = Call(device, name)
         with self.changed:
             self.calls.append(call)
@@ -140,20 +140,20 @@ class World:
                 self.calls.remove(call)
 
     def fail(self, failure: BaseException) -> None:
-        """Everybody who waits, or asks for anything from now on, gets it."""
+        """Raise the failure in every thread that waits, or that requests anything from now on."""
         with self.changed:
             self.failure = self.failure or failure
             self.changed.notify_all()
 
     def enter(self, device: Device) -> Call:
-        """A thread asks something of the model; the lock is held."""
+        """Record a thread's request to the model; the caller holds the lock."""
         self._may_go_on(device)
         call = CALL.get() or Call(device, threading.current_thread().name)
         call.deeds, call.last_deed = call.deeds + 1, time.monotonic()
         return call
 
     def stand(self, device: Device) -> None:
-        """Come past this only where the process neither stands still nor has died."""
+        """Block while the process is frozen; raise if it has died."""
         while device.frozen and not device.gone and self.failure is None:
             self.changed.wait()
         if device.gone:
@@ -165,7 +165,7 @@ class World:
             raise self.failure
 
     def wait(self, device: Device, goals: Iterable[Op], what: str) -> None:
-        """Stand still until ``goals`` are done."""
+        """Block until ``goals`` are done."""
         with self.changed:
             call = self.enter(device)
             wait = Wait(call, what, [op for op in goals if not op.done])
@@ -184,14 +184,14 @@ class World:
                 call.waits.remove(wait)
 
     def launched(self, op: Op) -> None:
-        """``op`` has been queued; the lock is held."""
+        """Handle ``op`` after it has been queued; the caller holds the lock."""
         if op.meeting is not None and len(op.meeting.ops) == op.meeting.size:
             self.changed.notify_all()
         if self.pace == AT_ONCE or (self.pace == MIXED and self._random.random() < 0.5):
             self.run(op)
 
     def run(self, goal: Op) -> bool:
-        """Do ``goal`` and what it needs, as far as that can be done now; returns whether it has been done."""
+        """Perform ``goal`` and what it needs, as far as possible now; return whether it is done."""
         path, seen = [goal], set[int]()
         while path:
             op = path[-1]
@@ -217,7 +217,7 @@ class World:
 
 
 def _can_run(op: Op) -> bool:
-    """But for what it needs: a collective has to be complete, and none of its devices may stand still."""
+    """Return whether it can run apart from its needs: a collective must be complete, and all its devices running."""
     if op.meeting is None:
         return op.stream.device.works
     ops, whole = op.meeting.ops.values(), len(op.meeting.ops) == op.meeting.size and not op.meeting.broken
@@ -236,20 +236,20 @@ def _do(meeting: Meeting | None, together: Iterable[Op]) -> None:
 
 
 class Device:
-    """An accelerator, as one process has it (its context), and that process itself."""
+    """An accelerator, as one process has it (its context), together with that process."""
 
     def __init__(self, world: World, name: str, node: str = "") -> None:
         self.world, self.name, self.node = world, name, node
         self.frozen = False
-        """The process stands still; its device goes on with what is queued."""
+        """The process is frozen; its device continues with queued work."""
         self.stopped = False
-        """The device stands still; its process goes on."""
+        """The device is stopped; its process continues."""
         self.gone = False
-        """The process has died, and with it all that it had queued."""
+        """The process has died, and its queued work is lost."""
         self.streams: list[Stream] = []
         self.default = Stream(self, LEGACY)
         self.last_collective: Op | None = None
-        """Of whatever communicator."""
+        """The last collective on any communicator."""
         with world.changed:
             world.devices.append(self)
 
@@ -258,11 +258,11 @@ class Device:
         return not (self.stopped or self.gone)
 
     def undone(self) -> list[Op]:
-        """The last piece of each stream's work, where there is any."""
+        """Return the last unfinished operation of each stream."""
         return [stream.last for stream in self.streams if stream.last is not None and not stream.last.done]
 
     def set(self, **states: bool) -> None:
-        """Freeze, stop or end it, or have it go on."""
+        """Freeze, stop or end it, or let it continue."""
         with self.world.changed:
             for name, value in states.items():
                 setattr(self, name, value)
@@ -283,7 +283,7 @@ class Device:
 
 
 class Stream:
-    """CUDA PG, "Streams": "a sequence of commands that execute in order"; different streams are in no order.
+    """CUDA PG, "Streams": "a sequence of commands that execute in order"; different streams are not ordered.
 
     The legacy default stream is (CUDA RT, "Stream synchronization behavior"): "When an action is taken in the legacy
     stream such as a kernel launch or cudaStreamWaitEvent(), the legacy stream first waits on all blocking streams, the
@@ -292,7 +292,7 @@ class Stream:
     """
 
     def __init__(self, device: Device, kind: str, on_host: bool = False) -> None:
-        """``on_host``: it stands for what a process does without its device."""
+        """``on_host``: the stream represents work of a process without its device."""
         self.device, self.kind = device, kind
         self.last: Op | None = None
         self._waits_for: list[Op] = []
@@ -306,7 +306,7 @@ class Stream:
         return f"{self.kind} stream" if self.kind == LEGACY else f"{self.kind} stream {self.number}"
 
     def launch(self, name: str, effect: Effect | None = None, after: Iterable[Op] = ()) -> Op:
-        """Queue work, and return (CUDA PG, "Asynchronous Concurrent Execution": launches return to the host)."""
+        """Queue work and return (CUDA PG, "Asynchronous Concurrent Execution": launches return to the host)."""
         world = self.device.world
         with world.changed:
             call = world.enter(self.device)
@@ -328,7 +328,7 @@ class Stream:
         return before + [stream.last for stream in others if stream.last is not None]
 
     def work(self, name: str, effect: Effect | None = None) -> Op:
-        """A kernel."""
+        """Launch a kernel."""
         with self.device.world.changed:
             op = self.launch(name, effect)
             self.device.world.launched(op)
@@ -348,8 +348,8 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """CUDA RT, cudaStreamWaitEvent: "all future work submitted to stream" waits for what the event captured.
 
-        That is the record that is the most recent one now: "any subsequent calls ... will not be affected by later
-        calls to cudaEventRecord()" (cudaEventRecord). One that was never recorded is waited for by nothing.
+        That is its most recent record at this time: "any subsequent calls ... will not be affected by later calls to
+        cudaEventRecord()" (cudaEventRecord). If it was never recorded, nothing waits.
         """
         with self.device.world.changed:
             self.device.world.enter(self.device)
@@ -366,7 +366,7 @@ class Stream:
             self.device.world.wait(self.device, goals, "stream")
 
     def query(self) -> bool:
-        """CUDA RT, cudaStreamQuery. Who asks again and again gets a yes in the end."""
+        """CUDA RT, cudaStreamQuery; repeated queries return True eventually."""
         return _asked(self.device, self.last)
 
 
@@ -386,7 +386,7 @@ class Event:
         self.device.world.wait(self.device, [self.captured] if self.captured is not None else [], "event")
 
     def query(self) -> bool:
-        """CUDA RT, cudaEventQuery; yes as well if it was never recorded."""
+        """CUDA RT, cudaEventQuery; also True if it was never recorded."""
         return _asked(self.device, self.captured)
 
 

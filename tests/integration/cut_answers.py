@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that are cut at random, beside the same ones whole: the real client, server and engine, without Ray.
+"""Compares answers that are interrupted at random with uninterrupted ones: real client, server and engine, without Ray.
 
-A process of its own, started by test_cut_answers.py: it prints what it saw as one line of JSON. The weights stay the
-same, so that each answer can be compared with the whole one, token by token.
+It is a separate process, started by test_cut_answers.py, which prints its results as one line of JSON. The weights do
+not change, so each answer can be compared with the uninterrupted one, token by token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CUT_EVERY_S = 0.1
 
 
 def make_model(folder: Path) -> Any:
-    """A random model of bytes, and its tokenizer."""
+    """Create a random model over bytes, and its tokenizer."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
@@ -71,14 +71,14 @@ class Config(SimpleNamespace):
 
 
 def make_server(engine: Any) -> Any:
-    """A rollout server of this process, as it is once it has launched its engine."""
+    """Create a rollout server in this process, in its state after it has launched its engine."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
 
     from recipe.async_engine.engines.vllm import server as servers
-    from recipe.async_engine.engines.vllm.continued_answers import in_output_processor
+    from recipe.async_engine.engines.vllm.continued_answers import patch_output_processor
 
     class Server(servers.GatedVLLMHttpServer):
-        """Counts the requests for what is missing of an answer."""
+        """Counts the requests for the remainder of an answer."""
 
         cuts = 0
 
@@ -109,7 +109,7 @@ def make_server(engine: Any) -> Any:
     server._post_init("")
     server.engine = engine
     engine.generate = server._outputs.watching(server._salted(engine.generate))
-    in_output_processor(engine.output_processor)
+    patch_output_processor(engine.output_processor)
     return server
 
 
@@ -142,7 +142,7 @@ async def answers(client: Any, cases: list[Case]) -> list[Any]:
 
 
 async def cutting(server: Any, rng: random.Random) -> None:
-    """Cut what is under way again and again."""
+    """Interrupt all running requests repeatedly."""
     while True:
         await asyncio.sleep(rng.expovariate(1 / CUT_EVERY_S))
         await server.abort_all_requests(reset_prefix_cache=rng.random() < 0.5)
@@ -150,7 +150,7 @@ async def cutting(server: Any, rng: random.Random) -> None:
 
 
 def difference(cut: Any, whole: Any) -> str | None:
-    """What of the first is not as in the second; None if nothing."""
+    """Return how the first answer differs from the second; None if it does not."""
     if isinstance(cut, str) or isinstance(whole, str):
         return None if type(cut) is type(whole) else f"{cut} for {whole}"
     if cut.token_ids != whole.token_ids:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with sampling parameters of every kind, for engines whose answers are cut."""
+"""Prompts with sampling parameters of every kind, for engines whose answers are interrupted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STRUCTURES: list[dict[str, Any]] = [
 ]
 
 
-# Of an engine that is given such parameters; the last one is what takes up answers that were cut.
+# Settings of an engine that supports all these parameters; the last one continues interrupted answers.
 ENGINE: dict[str, Any] = {
     "reasoning_config": {"reasoning_start_str": THINK, "reasoning_end_str": THOUGHT},
     "logits_processors": [f"{OddTokens.__module__}:{OddTokens.__name__}"],
@@ -41,7 +41,7 @@ ENGINE: dict[str, Any] = {
 
 
 def make_tokenizer() -> Any:
-    """Of bytes, and a few pairs of them."""
+    """Return a tokenizer of bytes and some pairs of bytes."""
     letters = sorted(ByteLevel.alphabet())
     tokens = [END, THINK, THOUGHT, *letters, *(left + right for left, right in MERGES)]
     vocabulary = {token: place for place, token in enumerate(tokens)}
@@ -51,33 +51,33 @@ def make_tokenizer() -> Any:
 
 
 def letters_of(tokenizer: Any) -> dict[str, int]:
-    """Letters that are tokens of their own, whatever stands beside them."""
+    """Return the letters that are tokens of their own, whatever their neighbours."""
     return {letter: tokenizer.convert_tokens_to_ids(letter) for letter in "bcdfghjklmpqvwxz"}
 
 
 class Case:
-    """One prompt, and the parameters that its answer is asked for with."""
+    """One prompt, and the sampling parameters of its answer."""
 
     def __init__(self, number: int, rng: random.Random, vocabulary: int, greedy: bool) -> None:
         self.number, self.rng, self.vocabulary = number, rng, vocabulary
-        # Some have an answer that passes the end of a block of cached prefixes.
+        # Some have an answer that crosses the end of a block of cached prefixes.
         length = rng.choice([rng.randint(2, 12), BLOCK - rng.randint(1, LONGEST // 2)])
         self.prompt = [rng.randrange(3, vocabulary) for _ in range(length)]
         self.parameters: dict[str, Any] = {"max_tokens": rng.randint(LONGEST // 2, LONGEST), "logprobs": True}
-        # A batch without a seed for one of its requests draws with none of the others' seeds on a CPU.
+        # On a CPU vLLM ignores all seeds of a batch in which one request has none, so every request gets one.
         self.parameters |= {"temperature": 0.0} if greedy else {"temperature": 1.0, "seed": rng.randrange(1 << 30)}
 
     def tokens(self, count: int) -> list[int]:
         return self.rng.sample(range(3, self.vocabulary), count)
 
     def choose(self, kinds: Sequence[str], whole: str, letters: dict[str, int]) -> None:
-        """Take parameters of these kinds; ``whole`` is the text of the answer without them."""
+        """Choose parameters of these kinds; ``whole`` is the text of the answer without them."""
         from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
         rng = self.rng
         at = rng.randrange(max(1, len(whole) - 3))
         begin = rng.randrange(3, 8)
-        # Half of the words that four letters make, which are likely everywhere: a cut is mostly within one.
+        # Half of the words from four letters, which are likely everywhere, so that a cut is usually within one.
         four = rng.sample(list(letters), 4)
         bad_words = rng.sample([left + right for left in four for right in four], 8)
         choices: dict[str, Any] = {
@@ -118,7 +118,7 @@ class Case:
                 "prompt_logprobs": rng.randint(0, 2),
                 "output_kind": rng.choice([RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY]),
                 "stream_interval": rng.randint(1, 5),
-                # False would have vLLM give log-probs of a cached prompt that it has not computed.
+                # With False vLLM would be asked for log-probs of a cached prompt, which it has not computed.
                 "skip_reading_prefix_cache": rng.choice([None, True]),
                 "skip_clone": rng.random() < 0.5,
                 "flat_logprobs": rng.random() < 0.5,
@@ -136,15 +136,15 @@ KINDS = [
     *("structure", "thinking", "stop", "penalties", "processor", "repetition", "returned", "words"),
     *("special", "least", "filters", "end", "silent", "bias", "allowed"),
 ]
-# Of all that a grammar leaves they may forbid each token: such an answer fails, whole as well as cut.
+# These may forbid every token that a grammar allows: such an answer fails, interrupted or not.
 FORBIDDING = {"processor", "allowed", "words"}
 
 
 def batches(rng: random.Random) -> Iterator[Sequence[str]]:
-    """Kinds of parameters for one batch after the other, each greedy and with seeds: alone first, then several.
+    """Yield kinds of parameters for successive batches, each greedy and with seeds: first single kinds, then several.
 
-    All of a batch have the same: vLLM's own answers are not the same twice where only some requests of a batch have
-    logits processors.
+    All requests of a batch have the same kinds, because vLLM's own answers are not reproducible if only some requests
+    of a batch have logits processors.
     """
     for kind in KINDS:
         yield from [(kind,)] * 2

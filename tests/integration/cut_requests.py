@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of vLLM's engine that end after some of their tokens and go on as others, beside the same ones whole."""
+"""Ends requests of vLLM's engine after some tokens, continues them as new ones, and compares them with whole ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from cut_cases import AT_ONCE, KINDS, Case, letters_of, make_tokenizer
 
 from recipe.async_engine.core.cuts import SAMPLED
-from recipe.async_engine.engines.vllm.continued_answers import in_output_processor
+from recipe.async_engine.engines.vllm.continued_answers import patch_output_processor
 
 
 def answer_all(llm: Any, cases: list[Case], before: list[list[int]], ends: list[int]) -> list[tuple[list[int], bool]]:
-    """What follows ``before`` in each answer, as far as its end or ``ends`` tokens of it; and whether it is whole."""
+    """Return what follows ``before`` in each answer, up to ``ends`` tokens, and whether the answer is complete."""
     from vllm import SamplingParams
 
     engine, answers = llm.llm_engine, {}
@@ -32,9 +32,9 @@ def answer_all(llm: Any, cases: list[Case], before: list[list[int]], ends: list[
 
 
 def cut_and_whole(llm: Any, seed: int) -> dict[str, Any]:
-    """How many cuts, and by the kind of its parameters each answer that is another one for having been cut."""
+    """Return the number of cuts and, by kind of parameters, each answer that the cuts changed."""
     tokenizer, rng = make_tokenizer(), random.Random(seed)
-    in_output_processor(llm.llm_engine.output_processor)
+    patch_output_processor(llm.llm_engine.output_processor)
     seen: dict[str, Any] = {"cuts": 0, "differences": []}
     for turn, kind in enumerate(KINDS):
         cases = [Case(number, rng, len(tokenizer), turn % 2 == 0) for number in range(AT_ONCE // 4)]

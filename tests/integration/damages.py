@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's record, and ways in which its files come to be damaged, foreign or cut short."""
+"""A run's record, and ways in which its files can be damaged, foreign or truncated."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ SUMMARY = {
     "rehearsal": {"fallbacks": ["async_training.weights.publish=inline"], "checks": []},
     "account": {"duration": 24.0, "closes": True, "tokens": {"sampled": 240, "not_known": 0}, "seconds": {}},
 }
-"""As a run leaves it, in the keys of docs/run-record.md that are read back."""
+"""The summary that a run leaves, with those keys of docs/run-record.md that are read back."""
 
 
 def events() -> list[Event]:
-    """Six steps of four seconds, of one engine with two places."""
+    """Return the events of six steps of four seconds, with one engine that has two places."""
     found = [Event(RUN, "lost", 5.0, 5.0, text="rollout 0"), Event(RUN, "joined", 6.0, 6.0, text="rollout 0")]
     for step in range(STEPS):
         at = 4.0 * step
@@ -95,7 +95,7 @@ def events() -> list[Event]:
 
 
 def write_run(folder: Path) -> None:
-    """A run that ended well."""
+    """Write the record of a run that ended well."""
     folder.mkdir(parents=True, exist_ok=True)
     file, rows = EventFile(folder, HEADER_OF_RUN), events()
     for at in range(0, len(rows), 40):
@@ -118,7 +118,7 @@ def write_run(folder: Path) -> None:
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
-    # Nobody has its lock, and this machine was the last that had: the run is over.
+    # The lock is free, and this machine was the last to hold it, so the run is over.
     (folder / "run.lock").write_text(f"process 1 on {socket.gethostname()}, since then\n")
 
 
@@ -152,7 +152,7 @@ ODD: list[Any] = [
 
 
 def odd(draw: random.Random) -> Any:
-    """A value of another kind than the one that belongs there."""
+    """Return a value of another type than the one that belongs there."""
     value = draw.choice(ODD)
     if value == "deep":
         return Raw("[" * 3000 + "]" * 3000)
@@ -160,14 +160,14 @@ def odd(draw: random.Random) -> Any:
 
 
 class Raw:
-    """A piece of JSON that is written as it is."""
+    """A piece of JSON that is written unchanged."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 def as_json(content: Any) -> str:
-    """The content as JSON, however deep."""
+    """Return the content as JSON, however deeply nested."""
     pieces: dict[str, str] = {}
 
     def place(value: Raw) -> str:
@@ -181,7 +181,7 @@ def as_json(content: Any) -> str:
 
 
 def changed(content: Any, draw: random.Random) -> Any:
-    """The content with a part that is gone, or is another one, or is put where none belongs."""
+    """Return the content with a part removed, replaced or added."""
     if isinstance(content, dict) and content and draw.random() < 0.9:
         key = draw.choice(list(content))
         what = draw.random()
@@ -194,7 +194,7 @@ def changed(content: Any, draw: random.Random) -> Any:
 
 
 def bytes_of(file: Path, draw: random.Random) -> None:
-    """Other bytes, more, or fewer."""
+    """Change, add or remove bytes."""
     content = bytearray(file.read_bytes())
     how, at = draw.randrange(5), draw.randrange(len(content))
     if how == 0:
@@ -212,7 +212,7 @@ def bytes_of(file: Path, draw: random.Random) -> None:
 
 
 def write_rows(file: Path, rows: list[list[Any]], header: Any, schema: pa.Schema = COLUMNS, version: str = "1") -> None:
-    """A record of these rows."""
+    """Write a record of these rows."""
     metadata = {FORMAT: version.encode(), HEADER: as_json(header).encode(errors="surrogatepass")}
     arrays = [pa.array(column, type=field.type) for column, field in zip(zip(*rows, strict=True), schema, strict=True)]
     with pa.ipc.new_stream(str(file), schema.with_metadata(metadata)) as stream:
@@ -225,7 +225,7 @@ TEXTS = ["", "²", "rollout ²", "rollout 1", "trainer", "log-probs 7", "begins"
 
 
 def events_of_run(file: Path, draw: random.Random) -> None:
-    """Rows with other values, missing rows, another schema, another version."""
+    """Write rows with other values, missing rows, another schema, or another version."""
     rows: list[list[Any]] = [list(event) for event in events()]
     how = draw.randrange(8)
     if how == 0:
@@ -254,12 +254,12 @@ def events_of_run(file: Path, draw: random.Random) -> None:
 
 
 def header_of_run(file: Path, draw: random.Random) -> None:
-    """A header of another kind."""
+    """Write a header with damaged content."""
     write_rows(file, [list(event) for event in events()], changed(HEADER_OF_RUN, draw))
 
 
 def json_of(file: Path, draw: random.Random) -> None:
-    """JSON of another kind, on one line or, of metrics, on some."""
+    """Damage the JSON of a file, in one line or, for metrics, in several."""
     lines = file.read_text().splitlines()
     for at in draw.sample(range(len(lines)), draw.randrange(1, len(lines) + 1)):
         lines[at] = as_json(changed(json.loads(lines[at]), draw))
@@ -267,7 +267,7 @@ def json_of(file: Path, draw: random.Random) -> None:
 
 
 def gone(file: Path, draw: random.Random) -> None:
-    """Nothing, an empty file, or a folder in its place."""
+    """Remove the file, empty it, or put a folder in its place."""
     file.unlink()
     how = draw.randrange(3)
     if how == 1:
@@ -295,7 +295,7 @@ OF_RECORD: list[tuple[str, Damage]] = [
 
 
 def damage_record(folder: Path, draw: random.Random) -> list[str]:
-    """Damage one to three files of a run's folder; returns what was done."""
+    """Damage one to three files of a run's folder; return what was done."""
     chosen = dict(draw.sample(OF_RECORD, draw.choice([1, 1, 2, 3])))
     for name, damage in chosen.items():
         damage(folder / name, draw)
@@ -303,12 +303,12 @@ def damage_record(folder: Path, draw: random.Random) -> list[str]:
 
 
 def tracker_of(file: Path, draw: random.Random) -> None:
-    """verl's tracker with something else in it."""
+    """Write something else into verl's tracker."""
     file.write_text(draw.choice(["", "x", "-4", "4.0", "\u00b2", "9" * 5000, "99", "2", "0", "4\n4", "null"]))
 
 
 def part_of(content: Any, draw: random.Random) -> Any:
-    """An object of Python's with a part that is gone, or is another one, or is put where none belongs."""
+    """Return a Python object with a part removed, replaced or added."""
     if isinstance(content, dict) and content and draw.random() < 0.9:
         return changed_dict(content, draw)
     if isinstance(content, list) and content and draw.random() < 0.8:
@@ -329,6 +329,6 @@ def changed_dict(content: dict[Any, Any], draw: random.Random) -> dict[Any, Any]
 
 
 def odd_object(draw: random.Random) -> Any:
-    """A value of another kind, as pickles can hold it."""
+    """Return a value of another type, as a pickle can contain it."""
     more: list[Any] = [b"", b"bytes", object, (1, 2), {1: 2}, {"a"}, 1 + 2j, torch.zeros(2), np.zeros(2)]
     return draw.choice([*more, *(value for value in ODD if value not in ("deep", "long")), *[-1, 1, 2, 3]])

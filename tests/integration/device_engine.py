@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint engine ``recipe_gloo`` under a name of which log-prob servers do not know that it needs no device."""
+"""The checkpoint engine ``recipe_gloo`` under a name that log-prob servers treat as one that needs a device."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ BACKEND = "as_on_a_device"
 
 @CheckpointEngineRegistry.register(BACKEND)
 class DeviceEngine(GlooCheckpointEngine):
-    """Nothing else differs."""
+    """Identical to its base class."""

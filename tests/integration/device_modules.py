@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cupy and Ray's group of NCCL as verl's engine has them, over the devices of cuda_order.py. For tests only.
+"""cupy and Ray's NCCL group as verl's engine uses them, over the devices of cuda_order.py. For tests only.
 
-Real are verl's engine `nccl`, ours, and below them Ray's `NCCLGroup` with its rendezvous and its bookkeeping, in as
-many processes as there are devices, each of which is some threads here: what a process has once, each has for itself.
-A thread belongs to the process of the one that started it.
+verl's engine `nccl` and this package's are real, as is Ray's `NCCLGroup` below them with its rendezvous and
+bookkeeping. There are as many processes as devices. Each process is represented by some threads, with its own copy of
+whatever a process has once. A thread belongs to the process of the thread that started it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NUMBERS = itertools.count()
 
 
 class Array(np.ndarray):
-    """cupy's array: what is written to it is queued on cupy's current stream."""
+    """cupy's array: writes to it are queued on cupy's current stream."""
 
     @property
     def data(self) -> Any:
@@ -61,7 +61,7 @@ class Array(np.ndarray):
 
 
 def as_array(values: Any) -> Array:
-    """What is on the device stays where it is; of what is in host memory a copy is queued, which nobody waits for.
+    """Return device data unchanged; for data in host memory queue a copy, for which nobody waits.
 
     CuPy, `cupy.asarray`: data of the host goes through pinned memory of CuPy's own, "asynchronously".
     """
@@ -74,7 +74,7 @@ def as_array(values: Any) -> Array:
 
 
 class CupyStream:
-    """cupy.cuda.Stream: a blocking one, unless it is asked for otherwise."""
+    """cupy.cuda.Stream, which is a blocking stream by default."""
 
     def __init__(
         self, null: bool = False, non_blocking: bool = False, ptds: bool = False, model: Stream | None = None
@@ -130,7 +130,7 @@ class CupyEvent:
 
 
 class Address(int):
-    """A pointer, which keeps what it points to."""
+    """A pointer that keeps its memory alive."""
 
     memory: Any
 
@@ -142,7 +142,7 @@ class Address(int):
 
 
 class NcclCommunicator:
-    """cupy's, as far as Ray uses it."""
+    """cupy's communicator, as far as Ray uses it."""
 
     def __init__(self, size: int, unique: UniqueId, rank: int) -> None:
         self.model = Communicator(here(), unique, size, rank)
@@ -171,7 +171,7 @@ class NcclCommunicator:
 
 
 def cupy() -> dict[str, ModuleType]:
-    """The modules of cupy, by their names."""
+    """Return the modules of cupy, by name."""
     modules = {name: ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl")}
     top, cuda, nccl = modules.values()
     nccl.__dict__.update({f"NCCL_{name}": name for name in CONSTANTS.split()})
@@ -199,7 +199,7 @@ class Accelerator(nullcontext[None]):
 
 
 class Rendezvous:
-    """The named actors of Ray by which the members of a group meet."""
+    """Ray's named actors through which the members of a group meet."""
 
     exceptions = SimpleNamespace(GetTimeoutError=TimeoutError)
 
@@ -237,7 +237,7 @@ class Rendezvous:
 
 
 class OfEachProcess:
-    """One object a process, where a module has one for all that import it."""
+    """One object per process, in place of a global of a module that all processes import."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make, self._made = make, dict[Device, Any]()
@@ -250,9 +250,9 @@ class OfEachProcess:
 
 
 class Zmq:
-    """``zmq`` as verl's engine has it: contexts live until `end_contexts`, as in a process until it ends.
+    """``zmq`` as verl's engine uses it: contexts live until `end_contexts`, as if until the end of their process.
 
-    One that the garbage collector ends waits for its sockets, in whatever thread that happens.
+    A context that the garbage collector ends waits for its sockets, in whatever thread that happens.
     """
 
     contexts: ClassVar[list[zmq.Context[Any]]] = []
@@ -266,13 +266,13 @@ class Zmq:
 
 
 def end_contexts() -> None:
-    """Of processes that have ended."""
+    """Destroy the contexts of processes that have ended."""
     while Zmq.contexts:
         Zmq.contexts.pop().destroy(linger=0)
 
 
 def pinned(make: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
-    """An arena, which is known for what it is."""
+    """Wrap an arena's constructor so that its tensors are known as pinned or pageable."""
 
     def made(forms: Any, pinned: bool) -> list[torch.Tensor]:
         return [tensor.as_subclass(Pinned if pinned else Pageable) for tensor in make(forms, pinned)]
@@ -281,7 +281,7 @@ def pinned(make: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.
 
 
 def _start(self: threading.Thread, start: Callable[[threading.Thread], None] = threading.Thread.start) -> None:
-    """Python 3.14 has it as a setting, ``thread_inherit_context``."""
+    """Start a thread with its parent's context; Python 3.14 has the setting ``thread_inherit_context`` for this."""
     context, run = copy_context(), self.run
     if context.get(CALL) is not None:
         self.run = lambda: context.run(run)  # type: ignore[method-assign]
@@ -290,7 +290,7 @@ def _start(self: threading.Thread, start: Callable[[threading.Thread], None] = t
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Have our engine `nccl` for a while, in processes that are threads."""
+    """Install this package's engine `nccl` temporarily, for processes that are threads."""
     before = forget()
     sys.modules.update(cupy())
     meeting = Rendezvous()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``torch`` as code for accelerators uses it, over the devices of cuda_order.py. For tests only.
 
-A tensor on a device is one in host memory whose work is queued on the current stream of its thread; what a host reads
-of it is waited for. Views and shapes are there at once. Host memory is pinned if it was asked for so. Torch's own
-streams are non-blocking ones (c10/cuda/CUDAStream.cpp makes them with cudaStreamNonBlocking), and its current stream is
-each thread's own, the legacy default one at first (PyTorch, "CUDA semantics", CUDA streams).
+A tensor on a device is one in host memory whose operations are queued on the current stream of its thread; a host that
+reads it waits for them. Views and shapes are available at once. Host memory is pinned if that was requested. Torch's
+own streams are non-blocking (c10/cuda/CUDAStream.cpp creates them with cudaStreamNonBlocking), and each thread has its
+own current stream, at first the legacy default one (PyTorch, "CUDA semantics", CUDA streams).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ POINTERS: dict[int, Stream] = {}
 
 
 def here() -> Device:
-    """The device of the process that this thread belongs to."""
+    """Return the device of the process to which this thread belongs."""
     call = CALL.get()
     assert call is not None, "this thread belongs to no process"
     return call.device
 
 
 def pointer(stream: Stream) -> int:
-    """By which one library tells another about a stream; 0 is the legacy default one."""
+    """Return the pointer by which libraries exchange a stream; 0 is the legacy default one."""
     if stream is stream.device.default:
         return 0
     POINTERS[id(stream)] = stream
@@ -48,7 +48,7 @@ def stream_at(address: int) -> Stream:
 
 
 def current(library: str) -> Stream:
-    """The stream that a library's work of this thread is queued on."""
+    """Return the stream on which a library queues this thread's work."""
     found: Stream | None = getattr(CURRENT, library, None)
     return found or here().default
 
@@ -69,7 +69,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Placed(torch.Tensor):
-    """A tensor of which is known where it lies."""
+    """A tensor whose location is known."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +91,7 @@ class Placed(torch.Tensor):
             _queue(name, lambda: func(*args, **kwargs))
             return kwargs.get("out", args[0]).as_subclass(OnDevice)
         if name == "__getitem__" and _tensors(args[1:]):
-            # Of its shape alone: where it reads is not known before its turn.
+            # Derived only from its shape, because the memory that it reads is not determined before its turn.
             like = func(*tree_map_only(torch.Tensor, lambda found: found.to("meta"), args))
             result = torch.empty_like(like, device="cpu")
         else:
@@ -100,21 +100,21 @@ class Placed(torch.Tensor):
         if not outputs:
             return result
         if any(output.untyped_storage().data_ptr() not in inputs for output in outputs):
-            # Computed when its turn comes, into the memory that was found now.
+            # Computed when its turn comes, into the memory that was allocated now.
             _queue(name, lambda: [out.copy_(new) for out, new in zip(outputs, _tensors(func(*args, **kwargs)))])  # noqa: B905
         return tree_map_only(torch.Tensor, lambda found: found.as_subclass(OnDevice), result)
 
 
 class OnDevice(Placed):
-    """On an accelerator."""
+    """A tensor on an accelerator."""
 
 
 class Pinned(Placed):
-    """In host memory that the system cannot move."""
+    """A tensor in pinned host memory."""
 
 
 class Pageable(Placed):
-    """In other host memory."""
+    """A tensor in pageable host memory."""
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -122,7 +122,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _placed(result: Any, args: Any, place: type[Placed]) -> Any:
-    """Views of what lies in a place lie there as well."""
+    """Give views the location of the memory that they are views of."""
     storages = {leaf.untyped_storage().data_ptr() for leaf in _tensors(args)}
     if not _tensors(result):
         return result
@@ -235,12 +235,12 @@ class TorchEvent:
 
 
 def as_tensor(memory: np.ndarray) -> torch.Tensor:
-    """An array of cupy's as a tensor of the same memory."""
+    """Return an array of cupy's as a tensor of the same memory."""
     return torch.from_numpy(memory.view(np.ndarray)).as_subclass(OnDevice)
 
 
 class Torch:
-    """``torch`` of a module that uses an accelerator."""
+    """The ``torch`` of a module that uses an accelerator."""
 
     cuda = SimpleNamespace(
         Stream=TorchStream,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command of the documentation and of the examples that starts a run, as its program gets it.
+"""Every command in the documentation and examples that starts a run, with the arguments that its program gets.
 
-Commands are taken out of the files, not copied: fenced shell blocks and inline code of the pages, and the arguments
-that each script hands to Python. In a page `...` stands for what the README's command for accelerators has, and `<the
-script's arguments>` for those of a script of stock verl's.
+Commands are extracted from the files: fenced shell blocks and inline code of the pages, and the arguments that each
+script passes to Python. In a page `...` stands for the README's command for accelerators, and `<the script's
+arguments>` for those of a script of stock verl's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FENCED = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 INLINE = re.compile(r"`(python -m [^`]*)`")
 STOCK_MAIN = "verl.trainer.main_ppo"
 PATHS = {"data.train_files": "/data/train.parquet", "data.val_files": "/data/val.parquet"}
-# The shape of a script of stock verl's asynchronous mains.
+# The form of a script for stock verl's asynchronous mains.
 STOCK_SCRIPT = [
     *(f"{setting}={path}" for setting, path in PATHS.items()),
     "data.max_prompt_length=1024",
@@ -60,7 +60,7 @@ STOCK_SCRIPT = [
 
 @dataclass(frozen=True)
 class Command:
-    """A main and its arguments, and where they stand."""
+    """A main and its arguments, and the place where they are documented."""
 
     where: str
     main: str
@@ -83,7 +83,7 @@ class Command:
 
 
 def composed(command: Command) -> Any:
-    """The configuration that the command's main would get."""
+    """Return the configuration that the command's main would get."""
     GlobalHydra.instance().clear()
     arguments = list(command.arguments)
     if command.is_stock:
@@ -99,7 +99,7 @@ def composed(command: Command) -> Any:
 
 @cache
 def commands() -> tuple[Command, ...]:
-    """All of them, each once."""
+    """Return all commands without duplicates."""
     found = {(command.main, command.arguments): command for command in (*of_pages(), *of_scripts())}
     return tuple(found.values())
 
@@ -114,7 +114,7 @@ def of_pages() -> Iterator[Command]:
 
 
 def for_accelerators() -> Command:
-    """The README's command for accelerators, which has no preset and no dots."""
+    """Return the README's command for accelerators, which has no preset and no dots."""
     lines = _lines((CHECKOUT / "README.md").read_text("utf-8"))
     ((main, words),) = [
         (main, words) for main, words in lines if main != STOCK_MAIN and "preset" not in " ".join(words)
@@ -123,7 +123,7 @@ def for_accelerators() -> Command:
 
 
 def _lines(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Main and arguments of each line that starts one, with lines that go on joined."""
+    """Yield main and arguments of each line that starts one, joining continued lines."""
     blocks = [*FENCED.findall(text), *INLINE.findall(FENCED.sub("", text))]
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         found = MAIN.search(line)
@@ -134,7 +134,7 @@ def _lines(text: str) -> Iterator[tuple[str, list[str]]]:
 
 def _completed(main: str, words: Sequence[str], complete: Sequence[str]) -> Iterator[str]:
     if "..." in words:
-        # What the README's command has of its own mode is not the others'.
+        # The mode-specific arguments of the README's command do not apply to other modes.
         of_mode = ("async_training.", "rollout.total_rollout_steps")
         yield from complete if "fully_async" in main else (item for item in complete if not item.startswith(of_mode))
     for word in words:
@@ -165,7 +165,7 @@ def of_scripts() -> Iterator[Command]:
 
 
 def cases() -> list[tuple[Path, str | None]]:
-    """Each script with each of the modes that it offers; None where it has one."""
+    """Return each script with each of its modes, or with None if it has only one."""
     return [(script, mode) for script in SCRIPTS for mode in (MODES.findall(script.read_text()) or [None])]
 
 

@@ -34,7 +34,7 @@ ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class Engine:
-    """A checkpoint engine, as a run's settings choose it."""
+    """A checkpoint engine, as a run's settings select it."""
 
     backend: str
     module: str | None
@@ -42,22 +42,22 @@ class Engine:
     is_nccl: bool = False
     device: str = "cpu"
     accelerators: float = 0
-    """What each member takes of them."""
+    """Number of accelerators that each member takes."""
     bulk_mebibytes: int = 0
-    """Beside the weights that are compared bit for bit."""
+    """Size of further weights, besides those that are compared bit for bit."""
 
     @property
     def how(self) -> Weights:
         return Weights(publish="inline", at_swap="interrupt")
 
     def load(self) -> None:
-        """Have it registered in this process, where another one may have had its name."""
+        """Register it in this process, in which its name may have belonged to another engine."""
         if self.is_nccl:
             nccl_on_cpu.install(ours=self.module is not None)
         import_external_libs(self.module)
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
-        """All of a version, on the device."""
+        """Return all weights of a version, on the device."""
         small = {name: tensor.to(self.device) for name, tensor in make_weights(version).items()}
         size, count = MEBIBYTES_OF_BULK << 18, self.bulk_mebibytes // MEBIBYTES_OF_BULK
         bulk = {f"bulk.{number}": torch.full((size,), version + number / 7) for number in range(count)}
@@ -75,7 +75,7 @@ class Engine:
 
 
 def make_weights(version: int) -> dict[str, torch.Tensor]:
-    """Two tensors larger than a bucket, and several buckets in all."""
+    """Return weights with two tensors larger than a bucket, and several buckets in all."""
     random = torch.Generator().manual_seed(version)
     layers = {f"layer.{number}": torch.randn(20, 30, generator=random) for number in range(6)}
     return {
@@ -95,7 +95,7 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 class Member:
-    """What verl's workers do with their engine."""
+    """Calls its engine as verl's workers do."""
 
     def __init__(self, engine: Engine, **settings: Any) -> None:
         self.engine = engine.new(**settings)
@@ -104,11 +104,11 @@ class Member:
         return getattr(self.engine, method)(*arguments, **named)
 
     def buffers(self) -> list[Any]:
-        """What is left of its buckets."""
+        """Return the remaining references to its buckets."""
         return [getattr(self.engine, name, None) for name in ("send_buf", "recv_buf")]
 
     def group(self) -> str:
-        """The name of the group that it is in."""
+        """Return the name of its group."""
         return self.engine.topology_epoch() if hasattr(self.engine, "topology_epoch") else self.engine.group_name
 
 
@@ -142,19 +142,19 @@ class TrainerRank(Member):
             yield name, tensor
 
     def fail_at(self, name: str) -> None:
-        """The next time that this tensor is asked for, it fails."""
+        """Fail the next time that this tensor is requested."""
         self.fails_at = name
 
-    def names_gone_through(self) -> list[list[str]]:
-        """Of the weights of each transfer since this was asked last."""
+    def consumed_names(self) -> list[list[str]]:
+        """Return the names of the weights consumed in each transfer since the last call."""
         names, self.names = self.names, []
         return names
 
 
 class Receiver(Member):
-    """Takes weights as our weight workers do, on a thread.
+    """Receives weights on a thread, as this package's weight workers do.
 
-    ``fault``: what happens at its third tensor, once: it dies, stands still, or refuses; or it never joins a group.
+    ``fault``: what happens once at its third tensor: it dies, freezes, or refuses; or it never joins a group.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -191,7 +191,7 @@ class Receiver(Member):
         self.fault = fault
 
     def wrong_tensors(self) -> list[str]:
-        """Names of those that ever came out of its engine with other values than were sent."""
+        """Return the names of all tensors that its engine has delivered with wrong values."""
         return self.wrong
 
     def loaded(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Receiver(Member):
 
 
 class Replica:
-    """A rollout replica of one receiver, and of nothing else."""
+    """A rollout replica that consists of one receiver."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self.receiver = engine.actor(Receiver).remote(engine)
@@ -222,7 +222,7 @@ class Replica:
 
 
 class Trainer:
-    """The ranks of a training, which outlive their replicas."""
+    """The trainer's ranks, which outlive their replicas."""
 
     def __init__(self, engine: Engine, ranks: int = 2) -> None:
         self.ranks = [engine.actor(TrainerRank).remote(engine, rank) for rank in range(ranks)]
@@ -237,7 +237,7 @@ class Trainer:
 
 
 class Publisher(WeightPublisher):
-    """Counts its ``transfers``, those that failed included."""
+    """Counts its ``transfers``, including failed ones."""
 
     transfers = 0
 
@@ -247,7 +247,7 @@ class Publisher(WeightPublisher):
 
 
 class TrainerGroup(RayWorkerGroup):
-    """With the methods that our training workers add to verl's."""
+    """A worker group with the methods that this package's training workers add to verl's."""
 
     def snapshot_weights(self, *arguments: Any) -> list[Any]:
         return [worker.snapshot_weights.remote(*arguments) for worker in self.workers]
@@ -279,7 +279,7 @@ class Fleet:
         return self.replicas[-1]
 
     def leave(self, replica: Replica) -> None:
-        """It takes no part any more, and lives."""
+        """Exclude a replica from further syncs while it lives on."""
         self.publisher.remove_replicas([replica])
         known = self.publisher.known
         known.records = [record for record in known.records if record.replica is not replica]

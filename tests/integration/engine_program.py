@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs programs that have a vLLM engine of their own, on a CPU or an accelerator: vLLM picks its platform at import."""
+"""Runs programs with a vLLM engine of their own, on a CPU or an accelerator: vLLM selects its platform at import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from recipe.async_engine import features
 
 HERE = Path(__file__).parent
-# Of log-probs, by the engine's dtype: above what its rounding makes of them, and below what other weights do.
+# Bounds for differences of log-probs, by the engine's dtype: above its rounding, and below the effect of other weights.
 BOUNDS = {"float32": (1e-4, 0.1), "bfloat16": (0.25, 0.5)}
 ENGINE_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 ON_DEVICE = {
@@ -25,13 +25,13 @@ ON_DEVICE = {
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
     },
-    # As a rollout server has it.
+    # As in a rollout server.
     "cuda": {**ENGINE_IN_PROCESS, "VLLM_USE_V2_MODEL_RUNNER": "0"},
 }
 
 
 def seen_by(program: str, device: str, *arguments: str, timeout_s: float = 300) -> dict[str, Any]:
-    """What a program of this folder (or one with a whole path) saw, which is given the device and these arguments."""
+    """Run a program of this folder (or any path) with the device and these arguments; return its results."""
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path} | ON_DEVICE[device]
     finished = subprocess.run(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real processes with one checkpoint engine each, driven the way verl's `CheckpointEngineManager` drives them.
 
-Prepare on all, build_topology, init_process_group on all, send and receive at the same time, finalize. Members are
-forked, since each would import verl for 10 s otherwise.
+All prepare, then build_topology, init_process_group on all, send and receive at the same time, finalize. Members are
+forked, because each would otherwise spend 10 s on importing verl.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLONE_NEWPID, PR_SET_PDEATHSIG = 0x20000000, 1
 
 
 def make_weights(seed: int) -> dict[str, torch.Tensor]:
-    """Shapes and dtypes that are easy to get wrong, several of them larger than a bucket."""
+    """Return weights with shapes and dtypes that are easy to get wrong, several of them larger than a bucket."""
     random = torch.Generator().manual_seed(seed)
     embedding = torch.randn(300, 16, generator=random)
     return {
@@ -45,7 +45,7 @@ def make_weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def run_member(pipe: Any, is_master: bool, settings: dict[str, Any]) -> None:
-    """The loop of one member process: a command in, its result or its error out."""
+    """Run the loop of one member process, which answers each command with its result or error."""
     engine = GlooCheckpointEngine(BUCKET_BYTES, is_master=is_master, **settings)
 
     seen: list[str] = []
@@ -101,7 +101,7 @@ def run_member(pipe: Any, is_master: bool, settings: dict[str, Any]) -> None:
                 answer = asyncio.run(send(**arguments))
             elif command == "receive":
                 answer = asyncio.run(receive(**arguments))
-            elif command == "names_gone_through":
+            elif command == "consumed_names":
                 answer = seen
             elif command == "shares_memory":
                 answer = "memfd:recipe-weights" in Path("/proc/thread-self/maps").read_text()
@@ -113,7 +113,7 @@ def run_member(pipe: Any, is_master: bool, settings: dict[str, Any]) -> None:
 
 
 def can_contain() -> bool:
-    """Whether this user may make process namespaces."""
+    """Return whether this user may create process namespaces."""
     pid = os.fork()
     if pid == 0:
         os._exit(ctypes.CDLL(None).unshare(CLONE_NEWPID) != 0)
@@ -121,9 +121,9 @@ def can_contain() -> bool:
 
 
 def run_contained(*arguments: Any) -> None:
-    """`run_member` as in a container: where no process of the others can be seen."""
+    """Run `run_member` as in a container, in which the other members' processes are invisible."""
     libc = ctypes.CDLL(None)
-    libc.unshare(CLONE_NEWPID)  # of the children from now on
+    libc.unshare(CLONE_NEWPID)  # for its children from now on
     if os.fork() == 0:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         run_member(*arguments)
@@ -131,7 +131,7 @@ def run_contained(*arguments: Any) -> None:
 
 
 class Member:
-    """A process with one engine; ``contained``: with a process namespace of its own."""
+    """A process with one engine; ``contained``: in a process namespace of its own."""
 
     def __init__(self, is_master: bool = False, contained: bool = False, **settings: Any) -> None:
         context = multiprocessing.get_context("fork")
@@ -198,7 +198,7 @@ class Fleet:
             actor.start("send", seed=seed, version=version, fail_at=fail_at, outside=rank > 0)
 
     def sync(self, seed: int, version: int | None = None) -> list[Any]:
-        """One sync that must succeed; returns the senders' answers, after checking what every receiver got."""
+        """Perform a sync that must succeed, and check what every receiver got; return the senders' answers."""
         self.start_sync(seed, version)
         answers = [actor.outcome() for actor in self.actors]
         for receiver in self.receivers:

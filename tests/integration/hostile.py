@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501 - programs are easier to read in one line
-"""Programs that try to get out of the sandbox, what they try to reach, and how each of them ends.
+"""Programs that try to escape from the sandbox, their targets, and how each of them ends.
 
-A script of its own, standard library and the sandbox only, so that another user's Python can run it:
-``python hostile.py FOLDER`` writes what it found to the standard output, as JSON.
+It is a separate script that uses only the standard library and the sandbox, so that another user's Python can run it:
+``python hostile.py FOLDER`` writes its findings to the standard output, as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recipe.programs import sandbox
 from recipe.programs.reward import compute_score
 from recipe.programs.sandbox import Limits
 
-# Each says REACHED where it gets what it wants. Without the sandbox each of them does: that is tried, too.
+# Each prints REACHED if it succeeds. Outside of the sandbox each of them does, which is tested too.
 REACHING = {
     "reads a file": "open(TARGET).read(); print('REACHED')",
     "lists a folder": "os.listdir(FOLDER); print('REACHED')",
@@ -80,7 +80,7 @@ IMPORTS = "import ctypes, fcntl, os, resource, socket, subprocess, sys, time\n"
 
 QUICK = Limits(wall_s=30.0, cpu_s=1, memory_bytes=256 << 20, output_bytes=100_000)
 SHORT = Limits(wall_s=2.0, cpu_s=10)
-# Each with its limits, and how it ends: ending, or a part of its error.
+# Each has its limits and the way it must end: an ending, or a part of its error.
 ENDING = {
     "loops": ("while True: pass", QUICK, "cpu limit"),
     "loops and ignores the signal": ("import signal\nsignal.signal(24, 1)\nwhile True: pass", QUICK, "status 137"),
@@ -152,7 +152,7 @@ def told(outcome: sandbox.Outcome) -> dict[str, object]:
 
 @contextlib.contextmanager
 def surroundings(folder: Path) -> Iterator[str]:
-    """What the programs try to reach; yields a program's first lines, which name it."""
+    """Create the programs' targets; yield the first lines of a program, which name them."""
     target = folder / "target"
     target.write_text("42")
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
@@ -168,7 +168,7 @@ def surroundings(folder: Path) -> Iterator[str]:
 
 
 def state(folder: Path) -> list[tuple[object, ...]]:
-    """All of its files that another process could change; when they were read last is changed by looking."""
+    """Return what another process could change in its files, without access times, which reading changes."""
     found = []
     for path in folder.iterdir():
         at = path.stat()
@@ -177,7 +177,7 @@ def state(folder: Path) -> list[tuple[object, ...]]:
 
 
 def reach(folder: Path) -> dict[str, dict[str, object]]:
-    """What each of `REACHING` says in the sandbox, and without it, and what is left of its target."""
+    """Return the output of each of `REACHING` in the sandbox and outside of it, and the state of its target."""
     found = {}
     for number, (what, program) in enumerate(REACHING.items()):
         own = folder / str(number)
@@ -214,7 +214,7 @@ RUSHED = {"wall_s": 30.0, "cpu_s": 1, "memory_bytes": 128 << 20, "output_bytes":
 
 
 def mix(folder: Path, each: int) -> dict[str, list[float]]:
-    """Scores of honest and hostile programs that are scored beside each other."""
+    """Return the scores of honest and hostile programs that are scored concurrently."""
     with surroundings(folder) as names:
         hostile = [names + program for program in REACHING.values()]
         hostile += [program for program, limits, ending in ENDING.values() if limits is QUICK]

@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 SIZE, BAD = 24, 3
-"""Of a hostile data set, so many rows, every `BAD`-th of which it spoils."""
+"""Number of rows of a hostile data set, every `BAD`-th of which is bad."""
 
 
 def good(index: int) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def good(index: int) -> dict[str, Any]:
 
 
 class Good(Dataset):
-    """Rows that it makes itself."""
+    """A data set that creates its rows itself."""
 
     def __init__(
         self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
@@ -49,11 +49,11 @@ class Good(Dataset):
         return good(index)
 
 
-# What works
+# Data sets that work
 
 
 class Several(Good):
-    """Gives several rows at once, as the Hugging Face data sets do."""
+    """Returns several rows at once, like the data sets of Hugging Face."""
 
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("torch asks for several where it can")
@@ -63,7 +63,7 @@ class Several(Good):
 
 
 class OfSubset(Subset):
-    """The second half of verl's."""
+    """The second half of verl's data set."""
 
     def __init__(
         self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
@@ -73,7 +73,7 @@ class OfSubset(Subset):
 
 
 class OfTwo(ConcatDataset):
-    """verl's, twice."""
+    """verl's data set, twice."""
 
     def __init__(
         self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
@@ -82,7 +82,7 @@ class OfTwo(ConcatDataset):
 
 
 class Optional(Good):
-    """A field that some rows have, null in others."""
+    """A field that some rows have and that is null in others."""
 
     def spoilt(self, index: int) -> Any:
         return {**good(index), "level": 3 if index % 2 else None, "agent_name": None, "tools_kwargs": None}
@@ -106,14 +106,14 @@ class Arrays(Good):
 
 
 class OfTheBatch(Good):
-    """Fields that are called as columns of a training batch are."""
+    """Fields with the names of columns of a training batch."""
 
     def spoilt(self, index: int) -> Any:
         return {**good(index), "responses": "a", "values": [1], "multi_modal_inputs": "x", "prompts": None}
 
 
 class NamedAsVerlsOwn(Good):
-    """Names of arguments of calls between data and agent loop, which are carried past them."""
+    """Fields with names of arguments in calls between data and agent loop, which are passed on separately."""
 
     def spoilt(self, index: int) -> Any:
         return {**good(index), "output": "x", "validate": 1, "trace": None, "trajectory": "y", "trainer_config": 3}
@@ -125,7 +125,7 @@ class Lambda(Good):
 
 
 class Own:
-    """An object of the file's own class."""
+    """An object of a class from the user's file."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -164,7 +164,7 @@ class Runs(Good):
 
 
 class Reseeds(Good):
-    """Monkeypatches the generators, and the names of this module."""
+    """Reseeds the global random generators."""
 
     def spoilt(self, index: int) -> Any:
         random.seed(0)
@@ -178,7 +178,7 @@ class LongerThanSaid(Good):
 
 
 class KeyedByMapping(Good):
-    """A mapping that is no dict."""
+    """Rows that are a mapping but not a dict."""
 
     def spoilt(self, index: int) -> Any:
         from collections import UserDict
@@ -196,11 +196,11 @@ class Threads(Good):
             return good(index)
 
 
-# What costs its own prompts, with these words
+# Data sets that fail only their own prompts, with these messages
 
 
 class Unpicklable(Exception):
-    """Pickles, and does not unpickle."""
+    """An exception that can be pickled but not unpickled."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
@@ -375,7 +375,7 @@ class ItselfInItself(Good):
         return {**good(index), "nested": nested}
 
 
-# What ends the start, with these words
+# Data sets that end the start, with these messages
 
 
 class EndsInInit(Good):

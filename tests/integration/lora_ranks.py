@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a PEFT model under FSDP2, over gloo: what they would send, and what is left of the model.
+"""Ranks of a PEFT model under FSDP2, over gloo: what they would send, and the state of the model afterwards.
 
-A program of its own, started by test_lora_engine.py with a number of ranks. Each rank prints a line of JSON.
+It is a separate program, started by test_lora_engine.py with a number of ranks. Each rank prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def sent(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def difference(whole: PeftModel) -> float:
-    """Of what is sent, by the base model's names, from PEFT's own merge of a model on one rank."""
+    """Return the largest difference of the sent weights from PEFT's own merge on one rank."""
     found, expected = sent(shard(whole)), copy.deepcopy(whole).merge_and_unload().state_dict()
     assert found.keys() == expected.keys()
     return max(float((tensor - expected[name]).abs().max()) for name, tensor in found.items())

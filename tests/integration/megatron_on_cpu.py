@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins that let megatron-core build and run a model without an accelerator. For tests only.
+"""Replacements with which megatron-core builds and runs a model without an accelerator. For tests only.
 
 Transformer Engine's modules are replaced by plain ones with the same parameter names, so that mbridge's name mapping
-and sharding run as on an accelerator. What they compute is the same mathematics, not the same kernels.
+and sharding run as on an accelerator. They compute the same mathematics with other kernels.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Provider(LocalSpecProvider):
 
 
 class OnCPU:
-    """``torch`` whose factories make tensors on the CPU where an accelerator is asked for."""
+    """``torch`` whose factories create tensors on the CPU if an accelerator is requested."""
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(torch, name)
@@ -129,15 +129,15 @@ class OnCPU:
 
 
 def as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """As after a copy from an accelerator, which is left out for tensors of the CPU with all that comes after it."""
+    """Return the tensor as if copied from an accelerator; megatron-core skips the copy for CPU tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def install() -> None:
-    """Patch this process for good."""
+    """Patch this process permanently."""
     torch.cuda.current_device = lambda: CPU
     torch.cuda.synchronize = lambda *_: None
-    # What the dispatcher of tokens to experts does on a stream of its own is done when it is called.
+    # The token dispatcher of experts does work on a stream of its own, which is done at once here.
     torch.cuda.Stream = torch.cuda.current_stream = mock.MagicMock
     torch.cuda.stream = lambda _: contextlib.nullcontext()
     torch.Tensor.cuda = lambda self, *_, **__: self
@@ -146,6 +146,6 @@ def install() -> None:
     schedules.torch = OnCPU()
     gpt_layer_specs.TESpecProvider = Provider
     gpt_layer_specs.TENorm = Norm
-    # Asked for without having been defined where Transformer Engine is not there.
+    # Used although it is not defined without Transformer Engine.
     moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = as_on_host

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of a log-prob server around verl's FSDP2 and Megatron engines, on the CPU.
 
-A program of its own, since the Megatron ranks patch what they import.
-
-Runs each scenario on ranks that are forks of one process, which has imported everything, and prints a line of JSON for
-each: its name, and for each rank what it saw, or its traceback.
+It is a separate program, because the Megatron ranks patch what they import. It runs each scenario on ranks that are
+forks of one process, which has imported everything, and prints a line of JSON for each: its name, and for each rank its
+results or its traceback.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Scenario:
 
     @property
     def a_part(self) -> str:
-        """The name of one of its tensors."""
+        """Return the name of one of its tensors."""
         expert = "" if self.family in ("qwen2", "qwen3") else "experts.2."
         return f"model.layers.1.mlp.{expert}up_proj.weight"
 
@@ -87,7 +86,7 @@ SCENARIOS = (
 )
 
 
-# By expert parallelism two each.
+# With expert parallelism each rank has two.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
@@ -148,7 +147,7 @@ def make_adapter(scenario: Scenario, path: str) -> ModelEngineServerAdapter:
         override_transformer_config=megatron_on_cpu.TRANSFORMER_CONFIG | {"sequence_parallel": parallel},
         **batches,
     )
-    # verl allows half precision only; the comparison is one of mathematics.
+    # verl allows only half precision, but the comparison needs exact arithmetic.
     object.__setattr__(config, "dtype", "float32")
     return ModelEngineServerAdapter(rollout, model, WorkerSettings(config))
 
@@ -159,7 +158,7 @@ def sequences() -> list[torch.Tensor]:
 
 
 def largest_difference(adapter: ModelEngineServerAdapter, scenario: Scenario, seed: int) -> float | None:
-    """From the log-probs and entropies of Hugging Face's forward pass; None on a rank that has no output."""
+    """Return the difference from Hugging Face's log-probs and entropies; None on a rank without output."""
     own = sequences()[dist.get_rank() :: 2] if scenario.data == 2 else sequences()
     output = adapter.score(to_batch(own, temperature=TEMPERATURE))
     if output is None:
@@ -177,7 +176,7 @@ def largest_difference(adapter: ModelEngineServerAdapter, scenario: Scenario, se
 
 
 def rounding_of_bf16(scenario: Scenario, seed: int) -> float:
-    """Largest difference that Hugging Face's own forward in bf16 has from fp32, over the same log-probs."""
+    """Return the largest difference between Hugging Face's forward passes in bf16 and fp32, over the same log-probs."""
     largest, model, rounded = 0.0, make_model(scenario, seed), make_model(scenario, seed).bfloat16()
     for tokens in sequences():
         with torch.no_grad():
@@ -192,7 +191,7 @@ def rounding_of_bf16(scenario: Scenario, seed: int) -> float:
 
 
 def load(adapter: ModelEngineServerAdapter, weights: dict[str, torch.Tensor], broken_after: int | None = None) -> None:
-    """In any order, through one buffer that is used again for each tensor, as a transport does."""
+    """Load weights in random order through one buffer that is reused for each tensor, as a transport does."""
     items = list(weights.items())
     random.Random(0).shuffle(items)
     buffer = torch.empty(max(tensor.numel() for tensor in weights.values()))
@@ -217,14 +216,14 @@ def refusal(adapter: ModelEngineServerAdapter, *arguments: Any) -> str | None:
 
 def play(scenario: Scenario, path: str) -> dict[str, Any]:
     adapter = make_adapter(scenario, path)
-    # As verl's engine of such a model sends them, expert by expert.
+    # verl's engine sends the weights of such a model expert by expert.
     new = dict(unfuse_moe_params(make_model(scenario, seed=1).state_dict().items(), scenario.family))
     name = scenario.a_part
     seen: dict[str, Any] = {"at_first": largest_difference(adapter, scenario, seed=0)}
     seen["missing"] = refusal(adapter, {key: tensor for key, tensor in new.items() if key != name})
     seen["wrong_shape"] = refusal(adapter, new | {name: new[name][:-1]})
     seen["unknown"] = refusal(adapter, new | {name.replace("layers.1", "layers.2"): new[name]})
-    # On one rank only: the others have everything, and take it no more than this one.
+    # The stream is cut off on one rank only; the others receive everything, but must not accept it either.
     seen["cut_off"] = refusal(adapter, new, 5 if dist.get_rank() == scenario.ranks - 1 else None)
     load(adapter, new)
     seen["staged"] = largest_difference(adapter, scenario, seed=0)
@@ -235,14 +234,14 @@ def play(scenario: Scenario, path: str) -> dict[str, Any]:
     exported = {key: tensor.clone() for key, tensor in adapter.worker.engine.get_per_tensor_param()[0]}
     same = {key for key in exported if torch.equal(exported[key].float(), new[key])}
     seen["exported"] = exported.keys() == same and (scenario.tied or same == new.keys())
-    # What the engine sends, another one takes.
+    # What the engine exports can be loaded by another one.
     load(adapter, exported)
     return seen
 
 
 def run_rank(rank: int, scenario: Scenario, folder: str, results: Any) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(scenario.ranks)}
-    # verl's workers want to know them; the ranks meet in a file.
+    # verl's workers need these variables, although the ranks meet in a file.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if scenario.backend == "megatron":
         # verl registers its Megatron engine for accelerators only.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins by which verl's checkpoint engine `nccl` runs without an accelerator. For tests only.
+"""Replacements with which verl's checkpoint engine `nccl` runs without an accelerator. For tests only.
 
-Real are verl's engine and, below it, Ray's `NCCLGroup` with its rendezvous and its bookkeeping. A communicator is a
-gloo group, and an array of cupy's is one of numpy's. As on an accelerator:
+verl's engine and, below it, Ray's `NCCLGroup` with its rendezvous and bookkeeping are real. A communicator is a gloo
+group, and an array of cupy's is one of numpy's. As on an accelerator:
 
-- what is asked of a communicator is queued, and the call returns; `torch.cuda.synchronize` waits for all of it;
-- a communicator is made when all of its members ask for it, and one that never comes is waited for without a deadline;
-- work whose member has died goes on for ever. Aborting the communicator ends it: without an error, and with whatever
-  happens to be in the buffer.
+- requests to a communicator are queued, and the call returns; `torch.cuda.synchronize` waits for all of them;
+- creating a communicator waits, without a deadline, until all of its members do so;
+- work whose member has died never ends. Aborting the communicator ends it without an error, leaving whatever happens to
+  be in the buffer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONSTANTS = (
 
 
 class Device:
-    """One accelerator: a thread that does what was asked of it, in order."""
+    """One accelerator: a thread that performs requests in order."""
 
     def __init__(self) -> None:
         self._work: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -62,12 +62,12 @@ class Device:
 
 
 DEVICE = Device()
-# A gloo group ends its work before it goes: those of aborted communicators stay until the process ends.
+# A gloo group finishes its work before it goes, so those of aborted communicators stay until the process ends.
 KEPT: list[Any] = []
 
 
 def unique_id() -> tuple[str, int, str]:
-    """Where members of a communicator meet: at the process that made this."""
+    """Return where members of a communicator meet: a store in the process that calls this."""
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     KEPT.append(store)
     return LOOPBACK, store.port, uuid.uuid4().hex
@@ -103,7 +103,7 @@ class Communicator:
         group, size = self._group, count * numbers.itemsize
 
         def work() -> None:
-            # gloo has a copy of its own, so that what it still does after an abort touches no memory that was freed.
+            # gloo gets a copy of its own, so that work after an abort touches no memory that was freed.
             own = torch.from_numpy(np.frombuffer(ctypes.string_at(source, size), numbers).copy())
             if self._done(lambda: start(group, own)):
                 ctypes.memmove(target, own.data_ptr(), size)
@@ -111,7 +111,7 @@ class Communicator:
         DEVICE.ask(work)
 
     def _done(self, start: Callable[[], Any]) -> bool:
-        """Whether it was done; False once the communicator has been aborted."""
+        """Return whether the work was done; False once the communicator has been aborted."""
         try:
             running = start()
             while not running.is_completed():
@@ -146,7 +146,7 @@ class Array(np.ndarray):
 
 
 class Nothing:
-    """A stream, or the choice of one or of a device."""
+    """A stream, or a context that selects one or a device."""
 
     ptr = cuda_stream = 0
 
@@ -163,7 +163,7 @@ class Nothing:
 
 
 class Event:
-    """Done with all that was asked of the device before it was recorded."""
+    """An event that is done after all earlier requests to the device."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -176,7 +176,7 @@ class Event:
 
 
 class OnCPU:
-    """``torch`` as verl's engine has it: its buffers are in host memory."""
+    """``torch`` as verl's engine uses it, with buffers in host memory."""
 
     cuda = SimpleNamespace(
         synchronize=DEVICE.synchronize,
@@ -196,7 +196,7 @@ class OnCPU:
 
 
 def cupy() -> dict[str, ModuleType]:
-    """The modules of cupy, by their names."""
+    """Return the modules of cupy, by name."""
     modules = {name: ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl")}
     top, cuda, nccl = modules.values()
     nccl.__dict__.update({f"NCCL_{name}": name for name in CONSTANTS.split()})
@@ -220,7 +220,7 @@ NEED_CUPY = (OURS, VERLS, f"{RAYS}.nccl_collective_group", f"{RAYS}.nccl_util", 
 
 @contextmanager
 def for_a_while() -> Iterator[None]:
-    """What `install` does in this process ends with it."""
+    """Undo at the end what `install` does in this process."""
     yield
     CheckpointEngineRegistry._registry.pop("nccl", None)
     backend_registry._global_registry._map.pop("NCCL", None)
@@ -228,9 +228,9 @@ def for_a_while() -> Iterator[None]:
 
 
 def forget() -> dict[str, ModuleType]:
-    """Have cupy, and what has imported it, imported anew; returns what there was of them.
+    """Remove cupy, and the modules that import it, from the imported modules; return them.
 
-    Their packages forget them too: `from package import module` asks the package first.
+    They are also removed from their packages, because `from package import module` looks there first.
     """
     found = {name: sys.modules.pop(name) for name in (*cupy(), *NEED_CUPY) if name in sys.modules}
     for name in found:
@@ -241,7 +241,7 @@ def forget() -> dict[str, ModuleType]:
 
 
 def install(ours: bool) -> None:
-    """Have the engine `nccl` in this process: verl's own, or ours, which takes its name."""
+    """Install the engine `nccl` in this process: verl's own, or this package's, which takes its name."""
     if "cupy" not in sys.modules:
         sys.modules.update(cupy())
         _use_host_memory()
@@ -262,6 +262,6 @@ def _use_host_memory() -> None:
     nccl_checkpoint_engine.torch = OnCPU()
     nccl_util.get_tensor_ptr = lambda array: array.data.ptr if isinstance(array, Array) else array.data_ptr()
     nccl_util.get_tensor_device = lambda array: 0
-    # Members that wait for each other look every second.
+    # Make members that wait for each other poll more often than every second.
     nccl_collective_group.time = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 20))
     collective.register_collective_backend("NCCL", nccl_collective_group.NCCLGroup)

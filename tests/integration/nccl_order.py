@@ -11,7 +11,7 @@ INVALID = "NCCL_ERROR_INVALID_ARGUMENT: invalid argument"
 
 
 class UniqueId:
-    """What the members of one communicator have in common: "Creating a Communicator", ncclGetUniqueId."""
+    """The id that the members of a communicator share: "Creating a Communicator", ncclGetUniqueId."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -19,14 +19,14 @@ class UniqueId:
         self.meetings: list[Meeting] = []
         self.members: dict[int, Device] = {}
         self.left = False
-        """By some member."""
+        """Whether some member has left."""
 
 
 class Communicator:
     """One member's part of a communicator.
 
-    Making it blocks until all have come ("Creating a Communicator": ncclCommInitRank is called by all ranks, and
-    "waits for all ranks").
+    Creating it blocks until all members have come ("Creating a Communicator": ncclCommInitRank is called by all ranks,
+    and "waits for all ranks").
     """
 
     def __init__(self, device: Device, unique: UniqueId, size: int, rank: int) -> None:
@@ -44,13 +44,13 @@ class Communicator:
             self._world.wait(device, [self._meet(unique.joining, host, ())], "join")
 
     def launch(self, stream: Stream, kind: tuple[object, ...], effect: Joint | None = None, memory: Any = None) -> Op:
-        """Queue a collective on this rank's ``memory``; returns ("CUDA Stream Semantics": "enqueued to the stream").
+        """Queue a collective on this rank's ``memory`` and return ("CUDA Stream Semantics": "enqueued to the stream").
 
-        Ranks' collectives belong together by their order on the communicator ("Collective Operations"). Those of one
-        communicator follow each other, on whatever streams ("CUDA Stream Semantics").
+        Ranks' collectives are matched by their order on the communicator ("Collective Operations"). Those of one
+        communicator run one after the other, on whatever streams ("CUDA Stream Semantics").
 
         Raises:
-            MisuseError: another rank has launched a collective of another kind in its place.
+            MisuseError: another rank has launched a collective of another kind at this position.
             RuntimeError: the communicator has been aborted.
         """
         with self._world.changed:
@@ -83,13 +83,13 @@ class Communicator:
 
     @property
     def waits(self) -> bool:
-        """Whether it has work that is not done."""
+        """Return whether it has unfinished work."""
         return not self._aborted and self._last is not None and not self._last.done
 
     def abort(self) -> None:
-        """End what it has under way, without an error and with whatever is in the buffers ("Communicator abort").
+        """End its work in progress, without an error and with whatever is in the buffers ("Communicator abort").
 
-        The other members go on to wait, until they abort theirs.
+        The other members keep waiting until they abort theirs.
         """
         with self._world.changed:
             self._aborted = self._unique.left = True

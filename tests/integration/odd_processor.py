@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A logits processor as a user may write one: what it allows next goes by all that the answer has so far."""
+"""A user's logits processor, whose allowed tokens depend on all tokens of the answer so far."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 
 class OddTokens(AdapterLogitsProcessor):
-    """After ``odd_after`` tokens, only tokens that are odd if the sum of those so far is, and even if that is even."""
+    """After ``odd_after`` tokens, allows only tokens with the parity of the sum of those so far."""
 
     def is_argmax_invariant(self) -> bool:
         return False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainer ranks that train, receivers that generate, and the weight publisher over them, in the model of order.
 
-Every member is a process of device_modules.py. Real are the publisher, the transfer group, the checkpoint engine with
-Ray's group below it, the snapshot, and the staging in the receivers; so is all of a log-prob server's staging. Below
-stand a model of a few tensors, and a training of collectives and kernels that writes to the weights as it goes.
+Every member is a process of device_modules.py. The publisher, the transfer group, the checkpoint engine with Ray's
+group below it, the snapshot, the staging in the receivers, and all of a log-prob server's staging are real. Below them
+are a model of a few tensors, and a training loop of collectives and kernels that keeps writing to the weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRAIN = "train"
 
 @cache
 def make_weights(version: int) -> dict[str, torch.Tensor]:
-    """A tensor larger than a bucket, and several buckets in all."""
+    """Return weights with a tensor larger than a bucket, and several buckets in all."""
     numbers = torch.Generator().manual_seed(version)
     return {
         "embed": torch.randn(100, 16, generator=numbers),
@@ -54,7 +54,7 @@ def make_weights(version: int) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` happens in a member at the ``number``-th time that it comes to ``place`` (from 0), once."""
+    """An event of this ``kind`` at a member's ``number``-th passing of ``place`` (from 0), once."""
 
     kind: str
     place: str
@@ -66,14 +66,14 @@ LATE_S = 0.05
 
 
 class Process:
-    """A process with one accelerator: each of its calls runs on a thread of its own."""
+    """A process with one accelerator; each of its calls runs on a thread of its own."""
 
     def __init__(self, world: World, name: str, node: str) -> None:
         self.world = world
         self.device = Device(world, name, node)
         self.fault: Fault | None = None
         self.lost = False
-        """It has died, or stood still."""
+        """Whether it has died or been frozen."""
         self.passed: dict[str, int] = {}
         self._open: set[Future[Any]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,7 +90,7 @@ class Process:
         return not (self.device.gone or self.device.frozen or self.device.stopped)
 
     def at(self, place: str) -> None:
-        """Come to a place, where a fault may be due."""
+        """Pass a place, where a fault may be due."""
         number = self.passed.get(place, 0)
         self.passed[place] = number + 1
         fault = self.fault
@@ -108,12 +108,12 @@ class Process:
             self.stand()
 
     def stand(self) -> None:
-        """Who stands still does not come past this."""
+        """Block while the process is frozen."""
         with self.world.changed:
             self.world.stand(self.device)
 
     def call(self, name: str, work: Callable[[], Any], on_loop: bool = False) -> Future[Any]:
-        """Have ``work`` done on a thread of its own, or on the process's event loop, as Ray's coroutines are."""
+        """Run ``work`` on a thread of its own, or on the process's event loop, as Ray runs coroutines."""
         outcome: Future[Any] = Future()
         self._open.add(outcome)
         if self.device.gone:
@@ -135,7 +135,7 @@ class Process:
             outcome.set_result(result)
 
     def _begin(self, name: str, work: Callable[[], Any], outcome: Future[Any]) -> None:
-        """What is no coroutine holds the loop until it is done, and what comes after it waits for it."""
+        """Start work on the loop; a function that is not a coroutine occupies the loop until it is done."""
         if not asyncio.iscoroutinefunction(getattr(work, "func", work)):
             self._do(name, work, outcome)
             return
@@ -168,7 +168,7 @@ class Process:
 
 
 class Actor:
-    """Ray's handle on an object in a process; ``threaded``: of an actor whose calls have a thread each."""
+    """Ray's handle on an object in a process; ``threaded``: for an actor whose calls have a thread each."""
 
     def __init__(self, process: Process, target: Any, threaded: bool = False) -> None:
         self.process, self.target, self.threaded = process, target, threaded
@@ -193,7 +193,7 @@ class Method:
 
 
 class Member:
-    """What verl's workers do with their engine."""
+    """Calls its engine as verl's workers do."""
 
     def __init__(self, process: Process, **settings: Any) -> None:
         from recipe.async_engine.weights.nccl_engine import BoundedNCCLCheckpointEngine
@@ -207,7 +207,7 @@ class Member:
 
 
 class TrainerRank(Member):
-    """One rank; the weights are whole on each, as after a gathering."""
+    """One trainer rank; each rank has the full weights, as after gathering."""
 
     def __init__(self, process: Process, rank: int, **settings: Any) -> None:
         super().__init__(process, is_master=rank == 0, **settings)
@@ -215,7 +215,7 @@ class TrainerRank(Member):
             self.engine = SummedSender(self.engine)
         self.rank = rank
         self.waits_for_device = True
-        """Training waits for all that is queued on the device; reading a tensor waits for training's stream alone."""
+        """Whether training waits for the whole device; reading a tensor waits only for training's stream."""
         self.snapshot = WeightSnapshot(rank == 0)
         self.group: Communicator | None = None
         zeros = {name: ON_DEVICE.empty_like(tensor, device=CUDA) for name, tensor in make_weights(0).items()}
@@ -232,7 +232,7 @@ class TrainerRank(Member):
             return await self.engine.send_weights(self._passing(weights), global_steps=version) or {}
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As verl's engines give their weights: the ranks gather each as it is asked for."""
+        """Yield weights like verl's engines: the ranks gather each one when it is requested."""
         for name, tensor in self.weights.items():
             self.process.at("tensor")
             self.all_gather()
@@ -249,13 +249,13 @@ class TrainerRank(Member):
         gather(self.process.device, self.group)
 
     def become(self, version: int) -> None:
-        """The last update of a version."""
+        """Apply the last update of a version."""
         for name, tensor in make_weights(version).items():
             into = raw(self.weights[name])
             self.process.device.default.work("update", partial(into.copy_, tensor))
 
     def step(self, number: int, seed: int) -> None:
-        """Queue a step, without waiting for the one before; the ranks' layers are as many, their pace is their own."""
+        """Queue a step without waiting for the previous one; ranks have the same layers but their own pace."""
         self.process.at("step")
         alike, own = random.Random(f"{seed} {number}"), random.Random(f"{seed} {number} {self.rank}")
         for _ in range(alike.randint(1, LAYERS)):
@@ -271,7 +271,7 @@ class TrainerRank(Member):
 
 
 def gather(device: Device, group: Communicator | None) -> None:
-    """As torch's ProcessGroupNCCL: on a stream of the communicator's own, with events before and after."""
+    """Gather like torch's ProcessGroupNCCL: on a stream of the communicator's own, with events before and after."""
     assert group is not None
     if group not in STREAMS:
         STREAMS[group] = Stream(device, NON_BLOCKING)
@@ -288,7 +288,7 @@ STREAMS: WeakKeyDictionary[Communicator, Stream] = WeakKeyDictionary()
 
 
 class Training:
-    """The ranks' loop, which all of them halt and leave at the same step."""
+    """The ranks' training loop, which all of them halt and leave at the same step."""
 
     def __init__(self, ranks: list[TrainerRank], seed: int) -> None:
         self._ranks, self._seed = ranks, seed
@@ -312,13 +312,13 @@ class Training:
             rank.step(number, self._seed)
 
     def go_on(self, steps: int | None = None) -> None:
-        """Train so many steps and halt, or without an end."""
+        """Train this many steps and halt, or train without end."""
         with self._changed:
             self._until = None if steps is None else max(self._begun.values()) + steps
             self._changed.notify_all()
 
     def halt(self, timeout_s: float) -> bool:
-        """Stop between two steps, whose work may still be queued; False if some rank does not come to it."""
+        """Stop between two steps, whose work may still be queued; return False if some rank does not get there."""
         with self._changed:
             if self._until is None:
                 self._until = max(self._begun.values())
@@ -327,7 +327,7 @@ class Training:
             return self._changed.wait_for(lambda: all(self._queued[rank] >= self._until for rank in living), timeout_s)
 
     def end(self, timeout_s: float) -> None:
-        """It stops where it is; a rank that waits for one that is lost stops waiting, as when a run ends."""
+        """End training at its present step; a rank that waits for a lost one stops waiting, as when a run ends."""
         lost = any(not rank.process.lives for rank in self._ranks) or not self.halt(timeout_s)
         with self._changed:
             self._ended = True
@@ -343,7 +343,7 @@ class Training:
 
 
 class Model(nn.Module):
-    """The tensors of `make_weights`, on the device of the process that makes it."""
+    """A module with the tensors of `make_weights`, on the device of the process that creates it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +361,7 @@ class Model(nn.Module):
 
 
 class RolloutRank(Member):
-    """A rank of a rollout replica: what comes is staged beside the weights that it generates with."""
+    """A rank of a rollout replica, which stages received weights beside the live ones."""
 
     def __init__(self, process: Process, **settings: Any) -> None:
         super().__init__(process, **settings)
@@ -393,7 +393,7 @@ class RolloutRank(Member):
         self.process.device.synchronize()
 
     def answer(self) -> int | None:
-        """The version of the weights that compute now; None if it is none, or a mix."""
+        """Return the version of the weights that compute now; None if they are a mix."""
         found: list[int | None] = []
 
         def generate() -> None:
@@ -408,7 +408,7 @@ class RolloutRank(Member):
 
 
 def communicators(processes: list[Process], name: str) -> list[Communicator]:
-    """One of all these processes."""
+    """Return a communicator of all these processes."""
     unique = UniqueId(name)
     made = [
         process.call("join", partial(Communicator, process.device, unique, len(processes), rank))

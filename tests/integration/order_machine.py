@@ -15,7 +15,7 @@ SOON_S = 10.0
 
 
 class Machine:
-    """One device with a stream of each kind, whose work is noted as it is done."""
+    """One device with a stream of each kind, which records its work as it is done."""
 
     def __init__(self, **settings: Any) -> None:
         self.world = World(**settings)
@@ -30,7 +30,7 @@ class Machine:
 
 
 class Threads:
-    """Hosts, which are seen to end."""
+    """Host threads whose end and errors are observed."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -59,7 +59,7 @@ def stands_still(thread: threading.Thread) -> bool:
 
 
 def pair(world: World, *names: str) -> tuple[list[Device], list[list[Communicator]]]:
-    """Two devices, and of each name a communicator of both: by name, then by rank."""
+    """Return two devices, and for each name a communicator of both, by name, then by rank."""
     devices = [Device(world, f"rank {rank}") for rank in range(2)]
     return devices, [group_of(devices, name) for name in names]
 

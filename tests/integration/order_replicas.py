@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout replicas of order_fleet.py's processes, who ask them, and the fleet that the publisher publishes to."""
+"""Rollout replicas made of order_fleet.py's processes, their requests, and the fleet to which the publisher
+publishes.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ SOON_S = 10.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Who takes part, and how; ``nodes`` of the trainer's ranks, ``receivers``: ranks of each."""
+    """The members of a fleet; ``nodes``: of the trainer's ranks, ``receivers``: ranks of each receiver."""
 
     ranks: int = 2
     nodes: int = 1
     receivers: tuple[int, ...] = (1,)
     server: int = 0
-    """Ranks of a log-prob server, beside the receivers that generate."""
+    """Ranks of a log-prob server, besides the receivers that generate."""
     beside: bool = True
     relays: bool = False
     at_swap: str = "keep"
@@ -41,7 +43,7 @@ class Shape:
 
 
 class Replica:
-    """A rollout replica, which is asked again and again unless it is paused."""
+    """A rollout replica that gets requests repeatedly unless it is paused."""
 
     def __init__(self, fleet: OrderFleet, rank: int, ranks: int) -> None:
         self.replica_rank, self.server_address = rank, f"server-{rank}"
@@ -72,7 +74,7 @@ class Replica:
         return all(process.lives for process in self.processes)
 
     def ask(self) -> int | None:
-        """The version that all its ranks answer with; None if they differ, or one has a mix."""
+        """Return the version with which all its ranks answer; None if they differ, or one has a mix."""
         calls = [
             process.call("generate", member.answer) for process, member in zip(self.processes, self.ranks, strict=True)
         ]
@@ -96,7 +98,7 @@ class Replica:
                 if found not in allowed | set(self.fleet.may_answer):
                     self.fleet.wrong.append(f"replica {self.replica_rank} answered with {found}, not {allowed}")
 
-    # What the publisher asks of a replica
+    # Calls of the publisher to a replica
 
     def is_there(self) -> None: ...
 
@@ -133,11 +135,11 @@ class Replica:
 
 
 class TrainingStands(Exception):
-    """A rank of the trainer does not come to the end of its step."""
+    """A rank of the trainer does not reach the end of its step."""
 
 
 class OrderFleet:
-    """See the module's docstring of order_fleet.py."""
+    """A trainer, its replicas and servers, and their publisher, in the model of order."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -148,7 +150,7 @@ class OrderFleet:
         self.wrong: list[str] = []
         self.version = 0
         self.hurt: Process | None = None
-        """In which something is to go wrong."""
+        """The process in which a fault is planted."""
         settings = {**self.deadlines, "multi_sender": shape.relays}
         self.processes = [
             Process(self.world, f"trainer {rank}", f"node {rank * shape.nodes // shape.ranks}")
@@ -179,7 +181,7 @@ class OrderFleet:
         return [record.replica for record in self.publisher.known.records if record.routed]
 
     def publish(self) -> None:
-        """Train to the next version, publish it, and see that everybody who is left has all of it."""
+        """Train to the next version, publish it, and check that every remaining member has all of it."""
         old, self.version = self.version, self.version + 1
         version = self.version
         self.training.go_on(2)
@@ -207,7 +209,7 @@ class OrderFleet:
 
     @property
     def was_lost(self) -> bool:
-        """Whether somebody died or stood still."""
+        """Return whether a process died or was frozen."""
         return any(process.lost for process in self.all_processes)
 
     @property
@@ -215,7 +217,7 @@ class OrderFleet:
         return self.processes + [process for each in (*self.replicas, *self.servers) for process in each.processes]
 
     def end(self) -> None:
-        """What still runs comes to its end by itself: nothing is left that waits for a sync."""
+        """Check that everything that still runs ends by itself, so that nothing waits for a sync."""
         self.training.end(SOON_S)
         self.ended.set()
         for process in self.all_processes:

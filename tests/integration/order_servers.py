@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log-prob server of order_fleet.py's processes, whose ranks compute together, beside the weights that come.
+"""A log-prob server made of order_fleet.py's processes, whose ranks compute together while weights arrive.
 
-Real are the service with its queue, a rank's worker as to weights, its adapter and its staged shards.
+The service with its queue, a rank's handling of weights, its adapter and its staged shards are real.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCORE_EVERY_S = 0.003
 
 
 class HostGroup:
-    """The ranks of a server, as they agree on the host (gloo)."""
+    """The gloo group in which the ranks of a server agree on the host."""
 
     def __init__(self, devices: list[Device], timeout_s: float) -> None:
         self.devices, self._timeout_s = devices, timeout_s
@@ -90,7 +90,7 @@ class Rows:
 
 
 class ServerRank(Member, ModelEngineWorker):
-    """One rank; each of its calls has a thread, as in Ray's."""
+    """One rank; each of its calls has a thread, as in Ray."""
 
     def __init__(self, process: Process, rank: int, group: HostGroup, **settings: Any) -> None:
         Member.__init__(self, process, **settings)
@@ -120,7 +120,7 @@ class ServerRank(Member, ModelEngineWorker):
         return await asyncio.get_running_loop().run_in_executor(None, copy_context().run, work)
 
     def compute(self, versions: Sequence[int]) -> bool:
-        """A forward pass, whose layers are gathered from all ranks; whether the weights are those of the version."""
+        """Run a forward pass with layers gathered from all ranks; return whether the weights match the version."""
         found: list[bool] = []
         for _ in range(LAYERS):
             gather(self.process.device, self.communicator)
@@ -136,7 +136,7 @@ class ServerRank(Member, ModelEngineWorker):
 
 
 class Server:
-    """The service on its first rank's process, with somebody who asks for scores without pause."""
+    """The service on its first rank's process, with a client that requests scores continuously."""
 
     generates = False
 
@@ -170,7 +170,7 @@ class Server:
         threading.Thread(target=self._serve, name=f"serves {self.server_address}", daemon=True).start()
 
     def _lose(self, reason: BaseException) -> None:
-        """The server's process ends, and the ranks have nobody who asks them any more."""
+        """End the server's process, after which nobody calls the ranks any more."""
         self.lost = reason
         for process in self.processes:
             process.die()
@@ -187,7 +187,7 @@ class Server:
             self._service._loop.cancel()
 
         self._loop.run_until_complete(serve())
-        # Its process has ended: whoever waits in it does not any more.
+        # The process has ended, so its tasks are cancelled.
         waiting = asyncio.all_tasks(self._loop)
         for task in waiting:
             task.cancel()
@@ -207,7 +207,7 @@ class Server:
         if not answer.scores:
             self.wrong.append(f"{self.server_address} computed with other weights than version {answer.version}")
 
-    # What the service asks of its ranks
+    # Calls of the service to its ranks
 
     async def score(self, sequences: Sequence[Any]) -> list[bool]:
         live = self._service.live
@@ -223,7 +223,7 @@ class Server:
         except (TimeoutError, RayActorError) as error:
             raise EngineLost("a rank is gone") from error
 
-    # What ranks and the publisher ask of the server
+    # Calls of ranks and publisher to the server
 
     def is_there(self) -> None: ...
 

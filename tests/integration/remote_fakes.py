@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for Ray's actor handles, and for the rollout servers and data behind them.
+"""Replacements for Ray's actor handles, and for the rollout servers and data behind them.
 
-Everything above the seam is real: verl's client code and load balancer run as they are, on this process's event loop.
+Everything above this interface is real: verl's client code and load balancer run unchanged, on this process's event
+loop.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource, co
 
 
 class Method:
-    """A method of an actor handle: ``.remote`` begins the call and gives something to await."""
+    """A method of an actor handle: ``.remote`` starts the call and returns an awaitable."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def options(self, num_returns: int) -> Method:
-        """The same method, of which each call gives so many things to await, as Ray has a tuple cross processes."""
+        """Return the same method with ``num_returns`` awaitables per call, as Ray returns the parts of a tuple."""
         return _Several(self._function, num_returns)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         future = asyncio.get_running_loop().create_future()
         try:
             result = self._function(*args, **kwargs)
-        except Exception as error:  # an actor's error reaches whoever awaits the call
+        except Exception as error:  # an actor's error is raised where the call is awaited
             future.set_exception(error)
             return future
         if inspect.isawaitable(result):
@@ -77,7 +78,7 @@ class Handle:
 
 
 def part(tokens: list[int], version: int | None, stop: str = "completed", submitted: int | None = None) -> TokenOutput:
-    """What a rollout server answers; the log-prob of token t is -t."""
+    """Return a rollout server's answer; the log-prob of token t is -t."""
     extra = {"global_steps": version, "submitted_version": version if submitted is None else submitted}
     return TokenOutput(
         token_ids=tokens, log_probs=[-float(token) for token in tokens], stop_reason=stop, extra_fields=extra
@@ -106,7 +107,7 @@ class ScriptedServer:
 
 
 def balancer_of(*servers: ScriptedServer) -> CountingBalancer:
-    """The load balancer in front of ``server-0``, ``server-1``, ..."""
+    """Return the load balancer in front of ``server-0``, ``server-1``, ..."""
     return CountingBalancer({f"server-{n}": Handle(server) for n, server in enumerate(servers)})
 
 
@@ -124,7 +125,7 @@ class Rows:
 
 
 def make_loader(size: int, seed: int | None = None, kind: type[Rows] = Rows, **options: Any) -> StatefulDataLoader:
-    """verl's kind of data loader, one prompt at a time; shuffled if ``seed`` is given."""
+    """Return a data loader like verl's, one prompt at a time; shuffled if ``seed`` is given."""
     import torch
 
     dataset = IndexedDataset(kind(size))
@@ -136,5 +137,5 @@ def make_loader(size: int, seed: int | None = None, kind: type[Rows] = Rows, **o
 
 
 def make_source(size: int, epochs: int = 1, seed: int | None = None, kind: type[Rows] = Rows) -> PromptSource:
-    """Prompts through :func:`make_loader`."""
+    """Return prompts read through :func:`make_loader`."""
     return PromptSource(make_loader(size, seed, kind), epochs)

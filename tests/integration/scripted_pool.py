@@ -28,7 +28,7 @@ SOON = 10.0
 
 
 class ScriptedCall:
-    """One attempt at a trajectory: it generates, then waits for its reward, both until told otherwise."""
+    """One attempt at a trajectory, which generates and then waits for its reward until a test ends either."""
 
     def __init__(self, pool: ScriptedPool, run: TrajectoryRun) -> None:
         group, self.avoid = run.of.group, run.worker_id if run.errors else None
@@ -58,7 +58,7 @@ class ScriptedCall:
             run.under_way = False
 
     def generate(self, version: int | None = None) -> None:
-        """Its last token is sampled."""
+        """Mark its last token as sampled."""
         self.version = self.version if version is None else version
         self._set(self._generated, None)
 
@@ -71,7 +71,7 @@ class ScriptedCall:
         self.reward()
 
     def fail(self, error: BaseException) -> None:
-        """Whatever it waits for next ends with ``error``."""
+        """Raise ``error`` from whatever it waits for next."""
         self._set(self._generated, error)
         self._set(self._rewarded, error)
 
@@ -86,15 +86,14 @@ def settle(future: asyncio.Future, error: BaseException | None) -> None:
         future.set_result(None)
     else:
         future.set_exception(error)
-        future.exception()  # an error that nobody comes to wait for is no defect of the test
+        future.exception()  # marks the error as retrieved, in case nobody awaits it
 
 
 class ScriptedPool:
-    """The scheduler's view of the workers; ``answer`` is called with every call that begins.
+    """Stands for the scheduler's pool of workers; ``answer`` is called with every call that begins.
 
-    ``records`` has what each call was begun with; ``kept``, ``over`` and ``account`` are what workers export.
-
-    Without ``cancels_reach``, trajectories do not end when they are cancelled, as if they had ended otherwise before.
+    ``records`` has what each call was started with; ``kept``, ``over`` and ``account`` are what workers export. Without
+    ``cancels_reach``, trajectories do not end when they are cancelled, as if they had ended otherwise before.
     """
 
     def __init__(self, answer: Callable[[ScriptedCall], None] | None = None) -> None:
@@ -133,7 +132,7 @@ class ScriptedPool:
         return Exported(self.kept, self.over, self.account)
 
     async def close_books(self, timeout_s: float) -> TokenFlow:
-        """Ends what runs; as if each complete answer had 6 tokens, and each that is under way 2 so far."""
+        """End what runs, counting 6 tokens for each complete answer and 2 for each unfinished one."""
         under_way = [call for call in self.calls if not call._rewarded.done()]
         complete = [call for call in self.calls if call._rewarded.done() and call._rewarded.exception() is None]
         await self.cancel([call.key for call in under_way])
@@ -158,7 +157,7 @@ class ScriptedPool:
             self._answer(call)
 
     def began(self, count: int) -> list[ScriptedCall]:
-        """The calls so far, of which there are at least ``count``."""
+        """Return the calls so far, after waiting for at least ``count``."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.calls) >= count, SOON), f"{len(self.calls)} calls began"
             return list(self.calls)
@@ -204,7 +203,7 @@ def new_scheduler(
 
 
 def settled(scheduler: RolloutScheduler) -> None:
-    """Return when the scheduler has gone through everything that it was told before."""
+    """Return when the scheduler has processed everything that it was told before."""
     for _ in range(5):
         scheduler.snapshot(SOON)
 
@@ -212,7 +211,7 @@ def settled(scheduler: RolloutScheduler) -> None:
 def wait_until(scheduler: RolloutScheduler, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SOON
     while True:
-        # Not every change that a test waits for is one that the scheduler tells of.
+        # The scheduler does not notify about every change that a test waits for.
         with scheduler._changed:
             if condition():
                 return

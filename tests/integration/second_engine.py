@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second rollout engine, to show what one has to have: it answers with one number, the sum of its weights.
+"""A minimal second rollout engine: it answers with one number, the sum of its weights.
 
-`recipe.async_engine.engines.protocol` says what is asked of it. Its servers hold its weights themselves.
+`recipe.async_engine.engines.protocol` defines its interface. Its servers hold the weights themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recipe.async_engine.weights.checksum import StreamChecksum
 
 
 class SumServer:
-    """Its weights, next to those that are staged; closed until the first ones are there."""
+    """A server with live and staged weights; closed until the first ones have arrived."""
 
     def __init__(self) -> None:
         self.live: dict[str, torch.Tensor] = {}
@@ -60,7 +60,7 @@ class SumServer:
 
 
 class SumWorker:
-    """Receives weights by the run's checkpoint engine and stages them at the server."""
+    """Receives weights through the run's checkpoint engine and stages them at the server."""
 
     def __init__(self, config: Any, server: Any) -> None:
         import_external_libs(config.custom_backend_module)

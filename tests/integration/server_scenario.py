@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two log-prob servers on real Ray, one of two ranks and one of one, fed by a real weight transfer.
 
-The servers take the transfer's collectives for those of a device, beside which several ranks compute nothing.
-
-A process of its own, started by test_model_engine_server.py: it prints what it saw as one line of JSON.
+The servers treat the transfer's collectives as those of a device, beside which several ranks compute nothing. This is a
+separate process, started by test_model_engine_server.py, which prints its results as one line of JSON.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ CHECKPOINT_ENGINE = CheckpointEngineConfig(
 
 
 def stream(version: int, fault: str | None = None, until: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a version, with something wrong; ``until``: what is held up ends when this file is there."""
+    """Yield the weights of a version with a fault; ``until``: file whose creation ends a delay."""
     for name, tensor in make_model(MODEL, seed=version).state_dict().items():
         while name == BROKEN and fault == "held_up" and not os.path.exists(until):
             time.sleep(0.01)
@@ -75,10 +74,10 @@ def stream(version: int, fault: str | None = None, until: str = "") -> Iterator[
 
 
 class Sync(WeightPublisher):
-    """Publishes to servers only."""
+    """A publisher that only has log-prob servers."""
 
     def load(self, version: int) -> dict[str, str | None]:
-        """Each server's error, None if it has the version."""
+        """Load a version; return each server's error, None if it has the version."""
         for record in self.known.records:
             record.error = None
         asyncio.run(self._load(self.known.records, version))
@@ -96,7 +95,7 @@ async def answers(client: ScoringClient, version: int, first: int = 4, errors_to
 
 
 def difference(client: ScoringClient, asked: int, right: int, first: int = 4) -> float:
-    """Of what is answered to requests for version ``asked``, from Hugging Face's forward of version ``right``."""
+    """Return how answers to requests for version ``asked`` differ from Hugging Face's forward of version ``right``."""
     model, largest = make_model(MODEL, seed=right), 0.0
     for tokens, answer in zip(sequences(), asyncio.run(answers(client, asked, first)), strict=True):
         assert (answer.version, answer.scores.shape) == (right, (2, len(tokens) - first))
@@ -110,7 +109,7 @@ def difference(client: ScoringClient, asked: int, right: int, first: int = 4) ->
 
 
 def refusal(client: ScoringClient, version: int) -> str | None:
-    """What every request for ``version`` is refused with; none of them is on its way any more."""
+    """Return the common refusal of all requests for ``version``, of which none is pending any more."""
     found = asyncio.run(answers(client, version, errors_too=True))
     return str(found[0]) if all(isinstance(outcome, Unscored) for outcome in found) else None
 
@@ -148,7 +147,7 @@ def make_replicas(path: str) -> list[ModelEngineReplica]:
 
 
 async def paused(replica: ModelEngineReplica, client: ScoringClient) -> list[bool]:
-    """Whether a request is answered while serving is paused, and after it goes on."""
+    """Return whether a request is answered while serving is paused, and after it is resumed."""
     await replica.pause_serving()
     request = asyncio.ensure_future(answers(client, 1))
     done, _ = await asyncio.wait({request}, timeout=1.0)
@@ -158,7 +157,7 @@ async def paused(replica: ModelEngineReplica, client: ScoringClient) -> list[boo
 
 
 def watch(worker: Any, late_s: float) -> None:
-    """Whether the rank receives is seen from now on; it has what it receives staged so much later."""
+    """Record from now on whether the rank receives weights, and delay their staging by ``late_s``."""
     receive, worker.receives = worker._receive, False
 
     def watched(version: int) -> str:
@@ -174,7 +173,7 @@ def watch(worker: Any, late_s: float) -> None:
 
 
 async def beside_a_transfer(sync: Sync, two_ranks: Any, one_rank: Any, version: int, until: str) -> list[list[bool]]:
-    """Which servers answer for the version before while ``version`` is on its way to all, and after it has come."""
+    """Return which servers answer for the previous version during the transfer of ``version`` to all, and after it."""
     transfer = asyncio.create_task(asyncio.to_thread(sync.load, version))
     workers = [worker for record in sync.known.records for worker in record.replica.workers]
     async with asyncio.timeout(TIMEOUT_S):
@@ -192,7 +191,7 @@ async def beside_a_transfer(sync: Sync, two_ranks: Any, one_rank: Any, version: 
 
 def play(path: str) -> dict[str, Any]:
     replicas = make_replicas(path)
-    # The second rank of two has its weights when the first one has long said that they are there.
+    # The second rank of two gets its weights long after the first one has reported them.
     ranks = [*replicas[0].workers, *replicas[1].workers]
     late = [worker.__ray_call__.remote(watch, late_s) for worker, late_s in zip(ranks, (0, LATE_S, 0), strict=True)]
     ray.get(late, timeout=TIMEOUT_S)
@@ -214,7 +213,7 @@ def play(path: str) -> dict[str, Any]:
         }
     group.more = ()
     seen["then"] = sync.load(1)
-    # Nobody has asked for version 1 yet, so a late segment of version 0 is still scored by it.
+    # No request for version 1 has come yet, so a late segment of version 0 is still scored by version 0.
     seen["version_0_after_sync"] = difference(two_ranks, 0, 0)
     seen["version_1"] = [difference(two_ranks, 1, 1), difference(both, 1, 1)]
     seen["paused"] = asyncio.run(paused(replicas[0], two_ranks))

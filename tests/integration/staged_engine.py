@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine that takes weights beside those that it generates with.
+"""A real vLLM engine that stages weights beside those with which it generates.
 
-A process of its own, started by test_staged_engine.py: it prints what it saw as one line of JSON. A greedy answer's
-log-probs are compared with Hugging Face's forward of the weights that should have sampled it.
+It is a separate process, started by test_staged_engine.py, which prints its results as one line of JSON. A greedy
+answer's log-probs are compared with Hugging Face's forward pass of the weights that should have sampled it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROMPT = [1, 2, 3, 4, 5]
 # Two of the blocks in which prefixes are cached, and a part of a third one.
 LONG_PROMPT = [1 + 7 * place % 60 for place in range(300)]
 SIZES = {
-    # No less than the tokenizer of those answers that are cut.
+    # At least the vocabulary of the tokenizer in cut_cases.py.
     "vocab_size": 288,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -29,7 +29,7 @@ SIZES = {
     "num_key_value_heads": 1,
     "initializer_range": 0.3,
 }
-# The second one's biases are packed too; only the first one's head is its embedding.
+# The second model's biases are packed too; only the first one's head is its embedding.
 MODELS: dict[str, Any] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
@@ -76,7 +76,7 @@ CPU_EXTENSION = "recipe.laptop.platform.engine_extension.CPUStagingExtension"
 
 
 class Engine:
-    """``device``: the engine's; the reference is computed on the CPU, in fp32, of weights in the engine's ``dtype``."""
+    """``device``: the engine's. The reference is computed on the CPU in fp32, from weights in ``dtype``."""
 
     def __init__(self, family: str, folder: Path, device: str = "cpu", dtype: str = "float32", **settings: Any) -> None:
         from vllm import LLM
@@ -99,12 +99,12 @@ class Engine:
         return self.engine.collective_rpc(what, args=arguments)[0]
 
     def differs_from(self, version: int | torch.nn.Module, **request: Any) -> float:
-        """Largest difference of log-probs between what it answers and the forward of a version, or of a model."""
+        """Return the largest difference of log-probs between its answers and the forward pass of a version or model."""
         self.engine.reset_prefix_cache()
         return self._difference(version, PROMPT, "none", **request)
 
     def differs_with_cached_prefixes(self, version: int, salt: str) -> float:
-        """The same for a request that may use what requests of this salt have left in the cache."""
+        """Return the difference for a request that may use prefixes cached by requests of this salt."""
         return self._difference(version, LONG_PROMPT, salt)
 
     def _difference(self, version: int | torch.nn.Module, prompt: list[int], salt: str, **more: Any) -> float:
@@ -126,7 +126,7 @@ class Engine:
 
 
 def main(device: str, family: str, folder: str, dtype: str = "float32", graphs: str = "") -> dict[str, Any]:
-    """``graphs``: not empty to have them captured."""
+    """``graphs``: not empty to capture graphs."""
     from cut_cases import ENGINE, make_tokenizer
     from cut_requests import cut_and_whole
 

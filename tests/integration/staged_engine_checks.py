@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to hold of all that engines with staged weights have seen, on whatever device and in whatever precision."""
+"""Checks on the results of engines with staged weights, on any device and in any precision."""
 
 from __future__ import annotations
 
 from typing import Any
 
 EXPERTS = "qwen3_moe;glm4_moe, router bias"
-"""Of tiny_architectures.py: what a swap has to reach beside the parameters of layers."""
+"""Architectures of tiny_architectures.py in which a swap must reach more than the parameters of layers."""
 
 
 def check_architectures(found: dict[str, Any], close: float, far: float) -> dict[str, float]:
-    """As `check_seen`, of what `architecture_engine.py` has seen: each swap's log-probs are a fresh engine's."""
+    """Check `architecture_engine.py`'s results like `check_seen`: log-probs after a swap equal a fresh engine's."""
     assert not [seen["error"] for seen in found.values() if "error" in seen]
     right = [difference for seen in found.values() for difference in (*seen["swapped"], *seen["untouched"])]
     other = [seen["versions"] for seen in found.values()]
@@ -20,13 +20,13 @@ def check_architectures(found: dict[str, Any], close: float, far: float) -> dict
 
 
 def check_seen(seen: dict[str, Any], close: float, far: float) -> dict[str, float]:
-    """Of what `staged_engine.py` has seen.
+    """Check the results of `staged_engine.py`.
 
-    Returns the largest difference from the right weights' log-probs, and the smallest from others'.
+    Returns the largest difference from the right weights' log-probs, and the smallest from other weights'.
 
     Args:
-        close: a difference that the engine's rounding may make.
-        far: a difference that only other weights make.
+        close: a difference that the engine's rounding may cause.
+        far: a difference that only other weights cause.
     """
     right = [seen["at_start"], seen["woken"], seen["cached"]["before"], seen["cached"]["of its own"]]
     right += [difference for _, difference in (*seen["staged"], *seen["refused"])]

@@ -22,7 +22,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 
 
 def engine(seed: int) -> Any:
-    """What of a training engine of verl's a checkpoint is about."""
+    """Return the parts of verl's training engine that a checkpoint contains."""
     torch.manual_seed(seed)
     config = Qwen3Config(vocab_size=32, num_key_value_heads=1, tie_word_embeddings=False, **SIZES)
     model = fully_shard(Qwen3ForCausalLM(config), mesh=dist.init_device_mesh("cpu", (1,)))
@@ -36,7 +36,7 @@ def engine(seed: int) -> Any:
 
 
 def train(made: Any) -> None:
-    """A step of the optimizer and of the schedule."""
+    """Perform a step of the optimizer and of the schedule."""
     made.model(torch.arange(8)[None]).logits.square().mean().backward()
     made.optimizer.step()
     made.optimizer.zero_grad()
@@ -48,7 +48,7 @@ def weights(made: Any) -> dict[str, list[float]]:
 
 
 def main(folder: Path) -> None:
-    """Save a trained engine, begin another one with its weights, and say what that one has."""
+    """Save a trained engine, start another one from its checkpoint, and print the state of the second."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
     stock, ours = engine(1), engine(2)
     train(stock)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer and two rollout replicas in which something goes wrong at a given place of a weight sync.
+"""A trainer and two rollout replicas with a fault at a given place of a weight sync.
 
-Every process is a Ray actor. Real are the publisher, the checkpoint engines, the weight workers, the sockets and shared
-memory between worker and engine, the staging in the engine, the server with its gate, and the replica. Below the server
-stands a model of a few tensors in place of vLLM: a request is answered with one token, the checksum of the weights that
-are live at that moment. A fault is planted in one process, by name of its place.
+Every process is a Ray actor. The publisher, the checkpoint engines, the weight workers, the sockets and shared memory
+between worker and engine, the staging in the engine, the server with its gate, and the replica are real. vLLM is
+replaced by a model of a few tensors: a request is answered with one token, the checksum of the weights that are live at
+that moment. A fault is planted in one process, by name of its place.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ DIE, STOP, DELAY, BYTE, STALE, MEMORY = "death", "stop", "delay", "wrong byte", 
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` happens at the place, at its ``number``-th passing in a sync (from 0), the first ``times`` times."""
+    """An event of this ``kind`` at the ``number``-th passing of a place in a sync (from 0), ``times`` times."""
 
     kind: str
     place: str
@@ -68,19 +68,19 @@ class Fault:
 
 
 class Injector:
-    """Has the fault of this process happen. What passed a place in the sync before is what is stale in this one."""
+    """Triggers the fault of this process; stale content is what passed the place in the previous sync."""
 
     def __init__(self) -> None:
         self.fault: Fault | None = None
         self.passed: dict[str, int] = {}
         self.buffers: list[weakref.ref[Any]] = []
         self.segments: Path | None = None
-        """Where names of shared memory that is made are written."""
+        """File to which the names of new shared-memory segments are written."""
         self._content: dict[tuple[str, int], list[torch.Tensor]] = {}
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """A transfer begins."""
+        """Start a transfer."""
         self.passed = {}
 
     def number(self, place: str) -> int:
@@ -89,12 +89,12 @@ class Injector:
             return self.passed[place] - 1
 
     def at(self, place: str, number: int = 0) -> None:
-        """Come to a place that carries nothing."""
+        """Pass a place that carries no data."""
         if self._due(place, number, (DIE, STOP, DELAY, MEMORY)):
             self._happen(place)
 
     def carries(self, place: str, number: int, *content: torch.Tensor) -> None:
-        """``content``, uint8 or int64, passes a place: it may be changed here."""
+        """Pass ``content``, uint8 or int64, through a place, where it may be changed."""
         due = self._due(place, number, (BYTE, STALE))
         kind = self.fault.kind if self.fault is not None else ""
         before = self._content.get((place, number))
@@ -108,7 +108,7 @@ class Injector:
                 tensor.copy_(old)
 
     def told(self, place: str, version: int) -> int:
-        """A version that is named at a place."""
+        """Return the version that a place passes on, which may be made stale."""
         return version - 1 if self._due(place, 0, (STALE,)) else version
 
     def _due(self, place: str, number: int, kinds: tuple[str, ...]) -> bool:
@@ -132,12 +132,12 @@ class Injector:
 
 
 HERE = Injector()
-"""Of this process."""
+"""The injector of this process."""
 
 
 @cache
 def make_weights(version: int) -> dict[str, torch.Tensor]:
-    """Four frames: of a tensor larger than a bucket, which verl splits, two of several tensors, and the end."""
+    """Return weights for four frames: a tensor that verl splits, two frames of several tensors, and the end."""
     random = torch.Generator().manual_seed(version)
     layers = {f"layer_{number}": torch.randn(250, 250, generator=random) for number in range(3)}
     return {
@@ -157,12 +157,12 @@ def checksum_of(weights: dict[str, torch.Tensor]) -> str:
 
 
 def token_of(version: int) -> int:
-    """What a server answers that holds all of a version and nothing else."""
+    """Return the answer of a server that holds exactly the weights of a version."""
     return int(checksum_of(make_weights(version)), 16)
 
 
 def plant_places() -> None:
-    """Have the places of the engines and of the hand-over be passed by way of this process's injector."""
+    """Make the engines and the transfer from worker to engine pass this process's injector."""
     send, receive, group = Transport.send, Transport.receive, gloo_engine.GlooGroup
 
     def sending(self: Transport, frame: Any, deadline: Any, what: str) -> None:
@@ -174,7 +174,7 @@ def plant_places() -> None:
     def receiving(self: Transport, turn: int, reader: Any, deadline: Any) -> Any:
         HERE.at("frame", turn)
         header, body = receive(self, turn, reader, deadline)
-        body = body.clone()  # what is shared can only be read
+        body = body.clone()  # shared memory is read-only
         HERE.carries("frame", turn, body[: header.payload_bytes or None])
         return header, body
 
@@ -227,13 +227,13 @@ def plant_places() -> None:
 
 
 def _payload(header: list[int], body: torch.Tensor) -> torch.Tensor:
-    """A frame's tensors; its text where it has none."""
+    """Return a frame's tensors, or its text if it has none."""
     payload_bytes = header[4]
     return body[: payload_bytes or None]
 
 
 def plant_places_of_nccl() -> None:
-    """The same in verl's engine and in Ray's group below it."""
+    """Plant places in verl's engine and in Ray's group below it."""
     from verl.checkpoint_engine import nccl_checkpoint_engine
 
     broadcast, collective = nccl_checkpoint_engine.BroadcastOperation._run, nccl_checkpoint_engine.collective
@@ -257,7 +257,7 @@ def plant_places_of_nccl() -> None:
 
 
 class Faulty:
-    """A process that takes part in a weight sync and comes to harm; ``bare``: its checkpoint engine itself."""
+    """A member of a weight sync in which a fault can be planted; ``bare``: its checkpoint engine itself."""
 
     engine: Any = None
     bare: Any = None
@@ -268,14 +268,14 @@ class Faulty:
             self.bare._timeout_s = self.bare._connect_timeout_s = deadline_s
 
     def frames(self) -> dict[str, int]:
-        """How often each place was passed in the last transfer."""
+        """Return how often each place was passed in the last transfer."""
         return dict(HERE.passed)
 
     def pid(self) -> int:
         return os.getpid()
 
     def left(self) -> dict[str, Any]:
-        """Threads of a sync, mappings of its memory, and buffers of nccl's on the device."""
+        """Return leftovers: threads of a sync, mappings of its memory, and nccl's buffers on the device."""
         threads = [thread.name for thread in threading.enumerate() if thread.name in OF_A_SYNC]
         maps = Path("/proc/self/maps").read_text().splitlines()
         mappings = [line for line in maps if "recipe-weights" in line or "verl_weights" in line]
@@ -349,7 +349,7 @@ class FaultyWorker(Faulty, RolloutWeightWorker):
 
 
 class Model(nn.Module):
-    """The tensors of `make_weights`."""
+    """A module with the tensors of `make_weights`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class Model(nn.Module):
 
 
 class EngineWorker(StagingExtension):
-    """vLLM's worker, as far as weights go."""
+    """vLLM's worker, as far as weights are concerned."""
 
     def __new__(cls, address: str) -> EngineWorker:
         return object.__new__(cls)
@@ -387,7 +387,7 @@ class EngineWorker(StagingExtension):
 
 
 class FaultyEngine:
-    """vLLM's engine: a request has one token at once, `token_of` the live weights."""
+    """vLLM's engine: a request gets one token at once, `token_of` the live weights."""
 
     errored = False
 
@@ -428,7 +428,7 @@ class FaultyEngine:
 
 @dataclass(frozen=True)
 class Answer:
-    """When it came (monotonic clock), the versions that it names, and its token."""
+    """The time of an answer (monotonic clock), the versions that it names, and its token."""
 
     at: float
     submitted: int | None
@@ -437,7 +437,7 @@ class Answer:
 
 
 class FaultyServer(Faulty, GatedVLLMHttpServer):
-    """A replica's server. It asks itself for an answer all the time."""
+    """A replica's server, which continuously sends requests to itself."""
 
     def __init__(self, address: str) -> None:
         if not hasattr(Transport, "planted"):
@@ -475,7 +475,7 @@ class FaultyServer(Faulty, GatedVLLMHttpServer):
         HERE.fault = fault
 
     async def ask(self) -> Answer | None:
-        """Put a request to this server; None if it sends the request away."""
+        """Send a request to this server; return None if it is rejected."""
         output = await self.generate([1, 2], {}, f"{time.monotonic_ns()}")
         if not output.token_ids:
             return None
@@ -493,14 +493,14 @@ class FaultyServer(Faulty, GatedVLLMHttpServer):
             self._asking = asyncio.create_task(run())
 
     async def take_answers(self) -> list[Answer]:
-        """Those since this was asked last; whoever asked and failed, fails here."""
+        """Return the answers since the last call; raise the error of a failed request."""
         if self._asking is not None and self._asking.done():
             self._asking.result()
         answers, self.answers = self.answers, []
         return answers
 
     async def held(self) -> tuple[int | None, bool]:
-        """The version it says that it has, and whether its weights are that version's, all of them."""
+        """Return the version that it reports, and whether its weights are completely those of that version."""
         return self.global_steps, self.worker.token() == token_of(self.global_steps or 0)
 
     async def swap(self, version: int, checksum: str) -> None:
@@ -533,7 +533,7 @@ def answer_of(call: Any, timeout_s: float = ANSWER_S) -> Any:
 
 
 class Process:
-    """A member's process, known by its id, so that it can be continued and ended when it answers nothing."""
+    """A member's process, known by its id, so that it can be continued and killed when it does not answer."""
 
     def __init__(self, actor: ray.actor.ActorHandle) -> None:
         self.actor = actor
@@ -562,7 +562,7 @@ class Process:
 
 
 class FaultyFleet:
-    """A trainer, two replicas and their publisher, from one case to the next."""
+    """A trainer, two replicas and their publisher, which persist from one case to the next."""
 
     def __init__(self, engine: Engine) -> None:
         engine.load()
@@ -596,7 +596,7 @@ class FaultyFleet:
 
     @property
     def segments(self) -> set[str]:
-        """Shared memory that was made to hand weights over, and is there still."""
+        """Return the shared memory between workers and engines that still exists."""
         names = (Path(self.folder.name) / "segments").read_text().split()
         return {name for name in names if Path("/dev/shm", name).exists()}
 
@@ -612,14 +612,14 @@ class FaultyFleet:
         return [self.trainer, *(actor for replica in self.replicas for actor in (replica.worker, replica.server))]
 
     def plant(self, who: str, fault: Fault | None, deadline_s: float) -> ray.actor.ActorHandle:
-        """Give ``who`` ("sender", "worker" or "server" of the second replica) the fault, and nobody else one."""
+        """Plant the fault in ``who`` ("sender", "worker" or "server" of the second replica), and none elsewhere."""
         actor = {"sender": self.trainer, "worker": self.replicas[1].worker, "server": self.replicas[1].server}[who]
         answer_of([member.meet.remote(fault if member is actor else None, deadline_s) for member in self.members])
         self.publisher.known.timeout_s = deadline_s + 1.0
         return actor
 
     def publish(self) -> tuple[BaseException | None, dict[str, float]]:
-        """Publish the next version; returns its error, and when its steps had ended (monotonic clock)."""
+        """Publish the next version; return its error, and when its steps had ended (monotonic clock)."""
         self.version += 1
         times = {"began": time.monotonic()}
         try:
@@ -637,14 +637,14 @@ class FaultyFleet:
         self.processes.pop(actor).end()
 
     def replace_trainer(self) -> list[ray.actor.ActorHandle]:
-        """Have a new trainer; returns what is to be ended of the one before."""
+        """Start a new trainer; return the actors of the old one, which must be ended."""
         before = self.trainer
         self.trainer = self._started(ray.remote(FaultyTrainer).options(num_cpus=0).remote(self.engine))
         self.publisher.actor_wg = group_of([self.trainer])
         return [before]
 
     def replace_lost(self) -> list[ray.actor.ActorHandle]:
-        """Have new replicas in the place of those that the publisher gave up; returns what is to be ended of these."""
+        """Start new replicas in place of those given up; return the old actors, which must be ended."""
         lost = self.publisher.take_lost()
         self.replicas = [replica for replica in self.replicas if replica not in lost]
         self.join(len(lost))

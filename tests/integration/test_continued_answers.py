@@ -22,7 +22,7 @@ from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from recipe.async_engine.core.cuts import SAMPLED
 from recipe.async_engine.engines.vllm import continued_answers
-from recipe.async_engine.engines.vllm.continued_answers import read_before
+from recipe.async_engine.engines.vllm.continued_answers import feed_tokens
 
 TOKENIZER = make_tokenizer()
 
@@ -65,7 +65,7 @@ def test_a_stop_string_is_found_wherever_the_answer_was_cut(kind: Any, seed: int
     end = stopped_at(whole, tokens)
     for cut in range(1, min(end, len(tokens))):
         rest = kind(TOKENIZER, request_of(prompt, **parameters))
-        read_before(rest, tokens[:cut])
+        feed_tokens(rest, tokens[:cut])
         assert rest.num_output_tokens() == 0
         assert cut + stopped_at(rest, tokens[cut:]) == end
         assert rest.output_text == whole.output_text
@@ -91,7 +91,7 @@ def test_a_thinking_budget_is_spent_by_the_tokens_before_a_cut_as_if_one_by_one(
     parameters = SamplingParams(thinking_token_budget=rng.randint(0, 8))
     tokens: list[int] = []
     whole, seen = holder_of(), []
-    sync = continued_answers._read_again(ThinkingBudgetStateHolder.sync_batch)
+    sync = continued_answers._replaying(ThinkingBudgetStateHolder.sync_batch)
     sync(whole, SimpleNamespace(removed=[], added=[(0, parameters, prompt, tokens)], moved=[]))
     for _ in range(30):
         seen.append(forced(whole, tokens))

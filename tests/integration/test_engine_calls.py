@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from recipe.async_engine.engines.vllm.engine_calls import forget_computed, of_each_core, of_each_worker, pause
+from recipe.async_engine.engines.vllm.engine_calls import call_each_core, call_each_worker, drop_computed, pause
 
 
 class Cores(DPLBAsyncMPClient):
@@ -39,7 +39,7 @@ def engine_of(**answers: list[Any]) -> Any:
 async def test_every_core_is_heard_where_vllm_itself_gives_the_first_ones_answer() -> None:
     engine = engine_of(collective_rpc=[[{"a": 3}, {"a": 3}], [{"b": 5}, {"b": 5}]])
     assert await engine.engine_core.collective_rpc_async("swap_staged", args=(4,)) == [{"a": 3}, {"a": 3}]
-    assert await of_each_worker(engine, "swap_staged", 4) == [{"a": 3}, {"a": 3}, {"b": 5}, {"b": 5}]
+    assert await call_each_worker(engine, "swap_staged", 4) == [{"a": 3}, {"a": 3}, {"b": 5}, {"b": 5}]
     # Both are asked by the same messages.
     assert engine.engine_core.asked[:2] == engine.engine_core.asked[2:]
     assert engine.engine_core.asked[0] == (b"0", "collective_rpc", "swap_staged", None, (4,), None)
@@ -53,15 +53,15 @@ async def test_failure_of_any_core_is_everybodys() -> None:
 
 async def test_all_that_weights_have_computed_is_dropped_in_each_core_and_no_input_is() -> None:
     engine = engine_of(reset_prefix_cache=[True, True], reset_encoder_cache=[None, None])
-    await forget_computed(engine)
+    await drop_computed(engine)
     assert {method for _, method, *_ in engine.engine_core.asked} == {"reset_prefix_cache", "reset_encoder_cache"}
     assert len(engine.engine_core.asked) == 4
     refusing = engine_of(reset_prefix_cache=[True, False], reset_encoder_cache=[None, None])
-    with pytest.raises(RuntimeError, match="did not drop the keys and values"):
-        await forget_computed(refusing)
+    with pytest.raises(RuntimeError, match="did not drop the KV cache"):
+        await drop_computed(refusing)
 
 
 async def test_engine_with_one_core_is_asked_as_it_asks_itself() -> None:
     engine = engine_of(is_scheduler_paused=[True])
     engine.engine_core.core_engines = [b"0"]
-    assert await of_each_core(engine, "is_scheduler_paused") == [True]
+    assert await call_each_core(engine, "is_scheduler_paused") == [True]

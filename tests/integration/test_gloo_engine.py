@@ -123,7 +123,7 @@ def test_killed_receiver_fails_the_sender_at_once_and_a_fresh_group_works(fleet:
     assert not sent and "WeightStreamError" in error
     assert not received and "WeightStreamError" in receiver_error and "version 1" in receiver_error
     # The other trainer ranks gather each weight together with this one, so it must not stop half-way.
-    assert members.sender.call("names_gone_through") == list(make_weights(1))
+    assert members.sender.call("consumed_names") == list(make_weights(1))
     members.receivers.pop().stop()
     members.receivers.append(Member(**members.settings))
     members.connect()

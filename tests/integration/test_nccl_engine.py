@@ -80,7 +80,7 @@ def publish(
         assert replica.ask("loaded") == bits(expected)
         assert replica.ask("wrong_tensors") == []
     assert fleet.routed == [replica.replica_rank for replica in holders]
-    gone_through = [names for rank in fleet.trainer.ask("names_gone_through") for names in rank]
+    gone_through = [names for rank in fleet.trainer.ask("consumed_names") for names in rank]
     assert list(expected) in gone_through
     assert not whole or all(names == list(expected) for names in gone_through)
 

@@ -595,7 +595,7 @@ def test_server_has_vllm_run_the_model_by_the_runner_that_knows_its_requests_tok
     make_server()
     assert os.environ[RUNNER_CHOICE] == "0"
     monkeypatch.setenv(RUNNER_CHOICE, "1")
-    with pytest.raises(RolloutServerError, match=f"{RUNNER_CHOICE}=1.*unset it"):
+    with pytest.raises(RolloutServerError, match=f"{RUNNER_CHOICE}=1.*unset the variable"):
         make_server()
 
 

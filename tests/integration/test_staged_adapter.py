@@ -95,7 +95,7 @@ def test_a_version_that_comes_again_has_a_name_of_its_own(staged: StagedAdapter,
         (tensors(2.0)[1:], "layers.0.mlp.up_proj.lora_B.weight"),
         (
             tensors(2.0, layers=1),
-            "another adapter than the one before; see base_model.model.model.layers.1.mlp.up_proj",
+            "differ from those of the previous adapter, among them base_model.model.model.layers.1.mlp.up_proj",
         ),
         ([*tensors(2.0), ("model.layers.0.mlp.up_proj.weight", torch.ones(6, 8))], "1 of no adapter"),
         ([], "nothing at all"),

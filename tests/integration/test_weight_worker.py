@@ -141,7 +141,7 @@ class Place(StagedWeights):
             raise type(self.server.engine_error)(*self.server.engine_error.args)
         self.server._take(weights, False)
 
-    def _lack(self) -> str | None:
+    def _find_problem(self) -> str | None:
         missing = make_weights().keys() - self.server.weights.keys()
         return f"{sorted(missing)} never came" if missing else None
 
@@ -205,7 +205,7 @@ async def test_engine_that_never_answers_fails_the_load_within_its_deadline(addr
     server = Server(address)
     server.silent = {"engine"}
     began = time.monotonic()
-    with pytest.raises(WeightLoadError, match=r"took no weights for 0\.2 s"):
+    with pytest.raises(WeightLoadError, match=r"accepted no weights for 0\.2 s"):
         await make_adapter(server, timeout_s=0.2).update_weights(stream(), global_steps=4)
     server.released.set()
     assert time.monotonic() - began < SOON / 2
@@ -287,7 +287,7 @@ def test_error_of_the_engine_ends_a_wait_at_once(address: str) -> None:
 
 def test_sender_alone_gives_up_on_a_peer_that_never_connects(address: str) -> None:
     sender = DeadlineWeightSender(address, bucket_size_mb=1, use_shm=True, timeout_s=0.1, failure=lambda: None)
-    with pytest.raises(WeightLoadError, match=r"took no weights for 0\.1 s"):
+    with pytest.raises(WeightLoadError, match=r"accepted no weights for 0\.1 s"):
         asyncio.run(sender.async_send_weights(stream()))
     assert sender.socket is None
     assert sender.shm is None
@@ -309,7 +309,7 @@ async def test_engine_that_cannot_load_a_tensor_is_named_and_takes_the_next_weig
     server = Server(address)
     server.engine_error = ValueError("no parameter named layer.0")
     adapter = make_adapter(server)
-    with pytest.raises(WeightLoadError, match=r"did not take version 4: .*ValueError: no parameter named layer\.0"):
+    with pytest.raises(WeightLoadError, match=r"did not load version 4: .*ValueError: no parameter named layer\.0"):
         await adapter.stage_weights(stream(), 4)
     server.engine_error = None
     await adapter.stage_weights(stream(), 5)
@@ -394,7 +394,7 @@ async def test_engine_that_dies_while_it_is_sent_to_ends_the_staging(
 
 
 @pytest.mark.parametrize(
-    ("silent", "words"), [("begin_staging", "did not begin to stage"), ("engine", "took no weights")]
+    ("silent", "words"), [("begin_staging", "did not begin to stage"), ("engine", "accepted no weights")]
 )
 async def test_staging_ends_within_its_deadline_where_nobody_answers(address: str, silent: str, words: str) -> None:
     server = Server(address)

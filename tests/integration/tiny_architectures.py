@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of many architectures, by what each has of its own, whose every tensor differs between versions."""
+"""Tiny models of many architectures, named by their special features; every tensor differs between versions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROUTED = {
     "norm_topk_prob": True,
 }
 
-# By Transformers' name of the kind of model.
+# The first value is Transformers' name of the model type.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", HEADS | UNTIED),
     "llama, tied": ("llama", HEADS | TIED),
@@ -98,24 +98,24 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# A CPU's kernels for sinks and for states know no other.
+# The CPU kernels for sinks and for states support only this dtype.
 DTYPES = dict.fromkeys(["gpt_oss, sinks", "falcon_h1, hybrid", "qwen3_next, hybrid"], "bfloat16")
 
 
 def save(name: str, version: int, folder: Path) -> None:
-    """Save a version of an architecture, as a trainer names its tensors."""
+    """Save a version of an architecture, with the tensor names that a trainer uses."""
     kind, more = ARCHITECTURES[name]
     config = AutoConfig.for_model(kind, **SIZES | more)
     torch.manual_seed(version)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            # Norms, biases and the like begin as constants.
+            # Norms, biases and similar tensors are initialised with constants.
             if tensor.is_floating_point() and tensor.dim() < 2:
                 tensor.add_(torch.randn(tensor.shape), alpha=0.3)
     model.save_pretrained(folder)
     if "num_nextn_predict_layers" in more:
-        # Transformers has no such layer, but a checkpoint and what a trainer sends may.
+        # Transformers has no such layer, but a checkpoint or a trainer's stream may.
         size, layer = SIZES["hidden_size"], f"model.layers.{SIZES['num_hidden_layers']}"
         parts = {f"{layer}.enorm.weight": torch.randn(size), f"{layer}.eh_proj.weight": torch.randn(size, 2 * size)}
         save_file(load_file(folder / WEIGHTS) | parts, folder / WEIGHTS, {"format": "pt"})

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that two trainer ranks send while FSDP2 trains on both of them, on whatever device.
+"""Two trainer ranks that send weights while FSDP2 trains on both of them, on any device.
 
-Each rank is an actor as a training worker is one: what it sends is asked of it in a concurrency group of its own. It
-sends its model's parameters and `Engine.bulk_mebibytes` beside them, from the copy that our publisher has it take, and
-trains without a pause: collectives of several steps are queued at any time.
+Each rank is an actor like a training worker: calls about sending use a concurrency group of their own. It sends its
+model's parameters and further `Engine.bulk_mebibytes`, from the copy that the publisher makes it take, and trains
+without a pause: collectives of several steps are queued at any time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 
 RANKS = 2
 ROWS = 16
-# How many steps are queued before a rank looks whether it is to stop, which waits for them.
+# Number of steps that are queued before a rank checks whether it must stop, which waits for them.
 QUEUED_STEPS = 4
 STEPS_ALONE = 5 * QUEUED_STEPS
 
 
 class TrainingRank(TrainerRank):
-    """``meeting``: a file by which the ranks find each other. ``width``, ``layers``: the model's."""
+    """``meeting``: a file through which the ranks find each other. ``width``, ``layers``: the model's."""
 
     def __init__(self, engine: Engine, rank: int, meeting: str, width: int, layers: int) -> None:
         super().__init__(engine, rank)
@@ -43,7 +43,7 @@ class TrainingRank(TrainerRank):
             torch.set_num_threads(1)
             self._device = torch.device("cpu")
         else:
-            # Ray shows each actor its own accelerator alone.
+            # Each actor sees only its own accelerator.
             self._device = torch.device(engine.device, 0)
             torch.cuda.set_device(self._device)
         backend = "gloo" if self._on_cpu else "cpu:gloo,cuda:nccl"
@@ -63,7 +63,7 @@ class TrainingRank(TrainerRank):
         self._stopping = threading.Event()
 
     def snapshot_weights(self, version: int, wire: Wire) -> str:
-        """Returns the checksum of the weights as they are now."""
+        """Copy the weights; return their checksum."""
         checksum = StreamChecksum()
         self.snapshot.take(checksum.passing(self._all_weights(version)), version, wire)
         return checksum.value()
@@ -74,7 +74,7 @@ class TrainingRank(TrainerRank):
         yield from self.weights(version).items()
 
     def train(self, steps: int | None) -> list[float]:
-        """So many steps, or as many as there are until `stop_training`; when each of them had been asked for."""
+        """Train this many steps, or until `stop_training`; return when each of them had been queued."""
         asked: list[float] = []
         while len(asked) != steps:
             self._optimizer.zero_grad()
@@ -86,7 +86,7 @@ class TrainingRank(TrainerRank):
         return asked
 
     def _is_over(self) -> bool:
-        """The ranks stop after the same step."""
+        """Agree on whether to stop, so that the ranks stop after the same step."""
         stopping = torch.tensor([float(self._stopping.is_set())], device=self._device)
         dist.all_reduce(stopping, op=dist.ReduceOp.MAX)
         return bool(stopping.item())
@@ -99,9 +99,9 @@ class TrainingRank(TrainerRank):
 
 
 class TrainingGroup(TrainerGroup):
-    """What has to do with sending is asked beside training; see `recipe.async_engine.trainer.verl_trainer`.
+    """A group that makes calls about sending beside training, as `recipe.async_engine.trainer.verl_trainer` does.
 
-    copied: of each rank, the checksum of the weights that it copied last.
+    copied: for each rank, the checksum of the weights that it copied last.
     """
 
     copied: list[Any]
@@ -121,7 +121,7 @@ class TrainingGroup(TrainerGroup):
 
 
 class TrainingTrainer(Trainer):
-    """`RANKS` ranks that train."""
+    """A trainer of `RANKS` ranks that train."""
 
     def __init__(self, engine: Engine, *of_each: Any) -> None:
         kind = ray.remote(concurrency_groups={BESIDE_TRAINING: len(BESIDE_METHODS)})(TrainingRank)
@@ -137,9 +137,9 @@ class TrainingTrainer(Trainer):
 
 
 def send_beside_training(engine: Engine, meeting: str, width: int, layers: int, versions: int) -> dict[str, Any]:
-    """Figures of the last of so many versions.
+    """Send ``versions`` versions and return figures of the last one.
 
-    Each arrives as it was when it was copied, while both ranks train; AssertionError otherwise.
+    It checks that each version arrives as it was when it was copied, while both ranks train.
     """
     trainer = TrainingTrainer(engine, meeting, width, layers)
     fleet = Fleet(engine, trainer, receivers=1, timeout_s=180.0)
@@ -180,7 +180,7 @@ def _sent(trainer: TrainingTrainer, publisher: Any, version: int) -> dict[str, A
     steps = [[at for at in asked if began < at < ended] for asked in ray.get(training, timeout=ANSWER_S)]
     publisher.swap(staged)
     publisher.resume(staged)
-    # The model has changed meanwhile.
+    # The model has changed since the copy.
     assert publisher.checksum == ray.get(trainer.group.copied[0], timeout=ANSWER_S)
     assert min(map(len, steps)) > 0, "training stood still while weights were sent"
     return {

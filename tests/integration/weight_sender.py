@@ -35,7 +35,7 @@ class Sender:
 
 
 class TrainerGroup:
-    """verl's worker group of one trainer rank, which sends ``stream(version, *more)``."""
+    """A worker group of one trainer rank, which sends ``stream(version, *more)``."""
 
     world_size = 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published and measured amounts of memory, and what the estimate says of the same configuration (docs/memory.md)."""
+"""Published and measured amounts of memory, and the estimate for the same configuration (docs/memory.md)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sized(family: str, **sizes: int | bool) -> ModelShape:
 
 @dataclass(frozen=True)
 class Figure:
-    """An amount that somebody published, or that a program measured."""
+    """An amount of memory that was published, or that a program measured."""
 
     what: str
     amount: float  # bytes
@@ -44,7 +44,7 @@ class Figure:
         return self.estimate() / self.amount - 1
 
     def row(self) -> str:
-        """As the documentation's table has it."""
+        """Return the row of the documentation's table."""
         unit = {GIB: "GiB", MIB: "MiB", GB: "GB"}[self.unit]
         amounts = f"{self.amount / self.unit:.2f} {unit} | {self.estimate() / self.unit:.2f} {unit}"
         return f"| {self.what} | {amounts} | {self.error:+.1%} |"
@@ -55,7 +55,7 @@ def states(rank: Rank) -> int:
 
 
 def update(rank: Rank) -> int:
-    """Without the process itself, which torch's tracker does not see."""
+    """Return the bytes of an update, without the process itself, which torch's tracker does not see."""
     return sum(item.bytes for item in rank.updating if item != CONTEXT)
 
 
@@ -77,7 +77,7 @@ PUBLISHED = (
     Figure(
         "ZeRO stage 3 of 7.5B over 64 ranks: weights, gradients, optimizer",
         1.9 * GB,
-        # Weights and gradients in fp16, an fp32 copy and Adam's moments: 16 bytes a parameter, as FSDP2's in fp32.
+        # Weights and gradients in fp16, an fp32 copy and Adam's moments: 16 bytes per parameter, like FSDP2's in fp32.
         lambda: 7.5 * GB * states(fsdp_rank(known(SEVEN), FSDP(64), None, None)) / known(SEVEN).parameters,
         GB,
     ),
@@ -128,7 +128,7 @@ PUBLISHED = (
     ),
     Figure("vLLM, Qwen3-4B: weights", 7.6785 * GIB, lambda: engine_weights("Qwen/Qwen3-4B", 1)),
 )
-# By tools/measure_fsdp2_memory.py MODEL RANKS TOKENS.
+# Measured by tools/measure_fsdp2_memory.py MODEL RANKS TOKENS.
 MEASURED = (
     Figure("FSDP2 update: Qwen2.5-0.5B on 1 rank, 16,384 tokens", 14552170504, trained("Qwen/Qwen2.5-0.5B", 1, 16384)),
     Figure("FSDP2 update: Qwen2.5-3B on 4 ranks, 16,384 tokens", 21749892616, trained("Qwen/Qwen2.5-3B", 4, 16384)),

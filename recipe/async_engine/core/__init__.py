@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state machines: what may start, what may be trained, where time went. Plain Python, the clock passed in."""
+"""State machines that decide what may start, what may be trained, and where time went, in plain Python with the clock
+passed in.
+"""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can only be known as a run goes: that it does not do what it should, although nothing fails.
+"""Alarms for a run that does not do what it should although nothing fails.
 
-Contract: each alarm of `WATCHED` watches one condition, time after time: an update, a step, a version, a validation. It
-rings once the condition has held `Watched.rings_at` times in a row, or every time of a run that ended before; from
-then on each time counts. As many times in a row as its limit end the run, by `AlarmLimit`; without a limit an alarm
-never does. `FAILED_GROUPS` watches a share instead: it rings where `RINGS_AT` of the prompt groups that ended last have
-failed, and ends the run where more than its limit have; a run that ended before so many groups had is judged by all of
-them. A run with an alarm that rang has not ended well, whatever else it did.
+Contract: each alarm of `WATCHED` tests one condition at every update, step, version or validation. It rings once the
+condition has held `Watched.rings_at` times in a row, or at every test of a run too short for that; from then on each
+further time counts. A run ends with `AlarmLimit` once the condition has held as many times in a row as the alarm's
+limit; without a limit an alarm never ends a run. `FAILED_GROUPS` watches a share instead: it rings when `RINGS_AT` of
+the most recently ended prompt groups have failed, and ends the run when more than its limit have. A run that ends
+before its window is full is judged by all of its groups. A run in which an alarm rang has not ended well.
 
 Shown by tests/core/test_alarms.py, test_unchanged.py, tests/e2e/test_alarms.py and test_lora.py.
 """
@@ -26,11 +26,11 @@ METRIC = "fully_async/alarms/"
 ALL = "all"
 FAILED_GROUPS = "failed_groups"
 RINGS_AT = 0.1
-"""The share of failed groups that is an alarm."""
+"""Share of failed groups at which the alarm rings."""
 LONGEST = 500
-"""Characters of an error that are said."""
+"""Longest error text in a message, in characters."""
 FEW = 32
-"""A share of fewer groups is only judged at a run's end."""
+"""With fewer ended groups than this, the share of failed ones is judged only when the run ends."""
 
 
 class Ended(StrEnum):
@@ -42,13 +42,14 @@ class Ended(StrEnum):
 
 
 class AlarmLimit(RecipeError):
-    """What an alarm watches has gone on for as long as its setting allows."""
+    """The condition that an alarm watches has held for as long as its setting allows."""
 
 
 class Watched(NamedTuple):
-    """What an alarm watches.
+    """The condition that an alarm watches.
 
-    setting: its limit, below `SETTING`. units: what is counted. what: the condition. causes: what to look at.
+    setting: name of its limit, below `SETTING`. units: what is counted. what: the condition in words. causes: what a
+    user should look at. rings_at: how many times in a row it must hold before the alarm rings.
     """
 
     setting: str
@@ -86,9 +87,9 @@ WATCHED: Mapping[str, Watched] = {
         "unchanged_weights",
         "versions",
         "a version was published with the weights of the version before, although its updates had gradients",
-        "what is sent: what is trained does not reach the rollout (LoRA adapters that are neither merged nor sent, a "
-        "frozen module, an engine of one's own that sends something else), or the updates are too small for the "
-        "precision that weights are sent in (bfloat16 has three digits; every single weight must round to what it was)",
+        "what is sent: the trained weights may not reach the rollout (LoRA adapters that are neither merged nor sent, "
+        "a frozen module, a custom engine that sends something else), or the updates may be too small for the "
+        "precision in which weights are sent (bfloat16 has three digits, so small changes are rounded away)",
     ),
     "uniform_rewards": Watched(
         "uniform_rewards",
@@ -119,13 +120,13 @@ WATCHED: Mapping[str, Watched] = {
 
 
 class Alarms:
-    """See the module's contract.
+    """Counts how often each condition held, and decides when an alarm rings or ends the run.
 
     Args:
-        limits: by setting; None, or a name that is missing, never ends the run.
-        window: how many of the groups that ended last are judged.
-        tell: is told what rings, once for each row.
-        counts: how often each has rung in the run so far, where it was resumed.
+        limits: limit of each alarm by its setting; with None, or without an entry, the alarm never ends the run.
+        window: number of most recently ended groups that the share of failed groups is computed over.
+        tell: called with a message once for each series of repetitions that makes an alarm ring.
+        counts: how often each alarm has rung before the run was resumed.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Alarms:
         self._share_rings = False
 
     def note(self, name: str, holds: bool) -> None:
-        """Once more the condition of this alarm holds, or does not."""
+        """Record whether the alarm's condition held this time."""
         watched = WATCHED[name]
         self._times[name] += 1
         if not holds:
@@ -173,7 +174,7 @@ class Alarms:
             self._tell(f"alarm {name}: {self._said[name]}")
 
     def group_ended(self, error: BaseException | None) -> AlarmLimit | None:
-        """A prompt group failed for good, by ``error``, or is complete; returns what the run is to end with, if any."""
+        """Record that a prompt group is complete, or failed with ``error``; return the error that must end the run."""
         self._last.append(error is not None)
         if error is not None:
             self._failed += 1
@@ -189,7 +190,7 @@ class Alarms:
         watched = WATCHED[FAILED_GROUPS]
         said = f"{failed} of the last {ended} {watched.what}, the last of them with {self._last_error}"
         if self._share_rings:
-            # All that have failed so far are what it is about.
+            # The count covers every group that failed in the run, not only those of the window.
             self._counts[FAILED_GROUPS] = self._failed_before + self._failed
             self._said[FAILED_GROUPS] = f"{said}. Look at {watched.causes}"
             if not rang:
@@ -200,12 +201,12 @@ class Alarms:
             )
 
     def check(self) -> None:
-        """Raise `AlarmLimit` if the run is to end."""
+        """Raise `AlarmLimit` if the run must end."""
         if self._error is not None:
             raise self._error
 
     def finish(self) -> None:
-        """The run has come to its end: judge what was too short to be judged before; raises as `check` does."""
+        """Judge, at the end of the run, what was too short to be judged before; raise as `check` does."""
         for name, row in self._row.items():
             if 0 < row == self._times[name] < WATCHED[name].rings_at and name not in self._said:
                 self._ring(name, is_first=True)
@@ -215,15 +216,15 @@ class Alarms:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often each alarm that rang did, in the whole training."""
+        """Number of times that each alarm rang since the training began, without alarms that never rang."""
         return {name: self._counts[name] for name in WATCHED if self._counts[name]}
 
     def metrics(self) -> dict[str, int]:
-        """How often each alarm has rung so far, by the names of docs/metrics.md."""
+        """Number of times that each alarm has rung, by its metric's name in docs/metrics.md."""
         return {f"{METRIC}{name}": self._counts[name] for name in WATCHED} | {f"{METRIC}{ALL}": self._counts.total()}
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """The alarms that rang, by name: how often, in which unit, and what was said last."""
+        """Count, unit and last message of each alarm that rang, by its name."""
         return {
             name: {
                 "count": count,
@@ -235,16 +236,16 @@ class Alarms:
 
 
 class UnchangedWeights:
-    """Versions that were published with the weights of the version before, although the optimizer had changed them.
+    """Detects versions that were published with the previous version's weights although the optimizer had changed them.
 
-    Training then goes on against a policy that samples with the same weights for ever, and nothing else says so:
-    losses, rewards and staleness look as they should. verl 0.9.1 sends the frozen base alone where LoRA adapters are
-    trained and not merged (verl #7495).
+    The rollout then samples from the same weights for ever, and nothing else shows it: losses, rewards and staleness
+    look normal. It happens with verl 0.9.1 if LoRA adapters are trained but not merged, because only the frozen base is
+    sent (verl #7495).
 
-    A version counts as unchanged if its checksum is the previous publication's and one of its updates had a gradient of
-    a finite norm above 0 and a learning rate above 0. Others (a warm-up that begins at 0, advantages that are all 0,
-    updates that were skipped) are taken as they come, and neither count nor end a row. A step calls :meth:`updated`,
-    its version's last one :meth:`seal` after that.
+    A version counts as unchanged if its checksum equals that of the previous publication and at least one of its
+    updates had a finite gradient norm above 0 and a learning rate above 0. An equal checksum without such an update (a
+    warm-up from 0, advantages that are all 0, skipped updates) is neither counted nor ends a series. Each step calls
+    :meth:`updated`; the last step of a version then calls :meth:`seal`.
     """
 
     def __init__(self) -> None:
@@ -254,11 +255,11 @@ class UnchangedWeights:
         self._checksum: str | None = None
 
     def updated(self, gradient_norms: Iterable[float], next_learning_rate: float) -> None:
-        """Take in a step's updates of the policy.
+        """Record the policy updates of one step.
 
         Args:
-            gradient_norms: of each update.
-            next_learning_rate: the next step's, which is what verl reports; that of a run's first step is not known.
+            gradient_norms: gradient norm of each update.
+            next_learning_rate: learning rate of the next step, the one that verl reports; the first step's is unknown.
         """
         moves = self._learning_rate is not None and self._learning_rate > 0
         if moves and any(math.isfinite(norm) and norm > 0 for norm in gradient_norms):
@@ -266,15 +267,15 @@ class UnchangedWeights:
         self._learning_rate = next_learning_rate
 
     def seal(self, version: int) -> None:
-        """The updates since the version before are those of ``version``."""
+        """Attribute the updates since the last call to ``version``."""
         if self._is_due:
             self._due.add(version)
         self._is_due = False
 
     def published(self, version: int, checksum: str | None) -> bool | None:
-        """``version`` has reached the replicas, with this checksum; whether it should have been another, None: unknown.
+        """Return whether ``version``, published with ``checksum``, wrongly has the previous version's weights.
 
-        It is unknown where none of its updates had to change it, and the checksum is as before.
+        Returns None if the checksum is the previous one and no update had to change it.
         """
         was_due = any(due <= version for due in self._due)
         self._due = {due for due in self._due if due > version}
@@ -285,7 +286,7 @@ class UnchangedWeights:
 
 
 def how_it_ended(error: object, alarms: Mapping[str, Any]) -> Ended:
-    """``error``: what ended the run, or None; ``alarms``: those that rang."""
+    """Return how a run ended, given the error that ended it, if any, and the alarms that rang."""
     if error is not None:
         return Ended.FAILED
     return Ended.WITH_ALARMS if alarms else Ended.WELL

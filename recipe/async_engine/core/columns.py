@@ -1,41 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of what this package adds to verl's batches and trajectories, and those of verl's own that rooms share."""
+"""Names of the columns and fields that this package adds to verl's batches and trajectories, and some of verl's own."""
 
 TOKEN_VERSIONS = "token_versions"
-"""Of a batch, int64 (rows, R): the policy version of each token of the response, -1 where no policy sampled it."""
+"""Batch column, int64 (rows, R): the policy version of each response token, -1 for tokens that no policy sampled."""
 
 SCORED_BY = "old_log_prob_versions"
-"""Of a batch, int64 (rows, R): the version that computed each token's ``old_log_probs``, -1 where none did."""
+"""Batch column, int64 (rows, R): the version that computed each token's ``old_log_probs``, -1 where none did."""
 
 OLD_LOG_PROBS, ENTROPY = "old_log_probs", "entropy"
-"""Of a batch, verl's: the proximal log-probs, and the entropies that came with them."""
+"""verl's batch columns with the proximal log-probs and the entropies that were computed with them."""
 
 VERSION_RUNS = "version_runs"
-"""Of a trajectory's extra fields: [(policy version, token count), ...] over its response."""
+"""Extra field of a trajectory: [(policy version, token count), ...] over its response."""
 
 SCORES = "proximal_scores"
-"""Of a trajectory's extra fields: `ResponseScores`, absent where not all of it was scored."""
+"""Extra field of a trajectory: `ResponseScores`, absent unless the whole response was scored."""
 
 REFERENCE = "reference_log_probs"
-"""Of a trajectory's extra fields: the reference policy's, float32 (R,) over the response, absent if not scored."""
+"""Extra field of a trajectory: reference log-probs, float32 (R,) over the response, absent if it was not scored."""
 
 REPORTED = "reward_extra_info"
-"""Of a trajectory's extra fields, verl's: what the reward function gave beside the score."""
+"""verl's extra field of a trajectory: what the reward function returned besides the score."""
 
 DATASET_INDEX = "dataset_index"
-"""Of a prompt's fields: its row in the data set."""
+"""Field of a prompt: its row in the data set."""
 
 FAILURE = "recipe_data_failure"
-"""Of a prompt's fields, alone: why its row could not be had from the data set, in the words of whatever failed."""
+"""The only field of a prompt whose row could not be read: the text of the error."""
 
 ARGUMENTS = frozenset({"sampling_params", "self"})
-"""What verl calls each agent loop's ``run`` with, beside a row's fields by name: no row can have fields of these names.
+"""Names that no row may use for a field, because verl calls each agent loop's ``run`` with them besides the row's
+fields.
 
-``priority``, which verl's own loops have too, is a row's to set.
+verl's agent loops also take ``priority``, which a row may set.
 """
 
 OTHER_NAME = "reported_"
-"""Goes before a name that a user's reward or agent loop gave something and that is taken."""
+"""Prefix for a name in a user's reward or agent-loop output that is already taken."""
 
 TAKEN = frozenset(
     {
@@ -47,8 +48,8 @@ TAKEN = frozenset(
         *("rollout_is_weights", "sum_pi_squared", "multi_modal_inputs", "__num_turns__", "__do_sample__"),
     }
 )
-"""Columns of a batch that verl or this package make or read: nothing of a user's takes their place."""
+"""Batch columns that verl or this package write or read; values of a user may not replace them."""
 
 OF_THE_BATCH = TAKEN - {DATASET_INDEX, "uid", "data_source", "reward_model", "extra_info"}
-"""What a training batch has of its own. A row's field of such a name is the agent loop's and the reward's alone: verl
-refuses a batch that has a name twice (verl/protocol.py:1115)."""
+"""Columns of the training batch itself. A row's field of such a name reaches only the agent loop and the reward: verl
+refuses a batch with duplicate names (verl/protocol.py:1115)."""

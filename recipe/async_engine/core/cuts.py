@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each sampling parameter where an answer is cut and its rest is asked for.
+"""How each sampling parameter behaves when an answer is interrupted and its remainder is requested.
 
-Contract: an answer that was cut is, token by token, the one that its engine would have given whole, if the weights are
-the same. A request for a rest has the parameters of the whole answer and brings the tokens before the cut
-(`SAMPLED`), which the engine then has as its own output (`engines/vllm/continued_answers.py`). What could not go on so
-is refused when the answer is asked for, cut or not. Shown by tests/core/test_cuts.py, where a parameter of vLLM's
-without a line here fails, and with a real engine by tests/integration/test_cut_answers.py.
+Contract: with unchanged weights, an interrupted and resumed answer is token by token the one that the engine would have
+given without interruption. The request for the remainder carries the whole answer's parameters and, in `SAMPLED`, the
+tokens sampled before the cut, which the engine then treats as its own output (`engines/vllm/continued_answers.py`).
+Parameters that could not be continued in this way are refused at the first request, whether or not an interruption
+follows. Shown by tests/core/test_cuts.py, which fails for a vLLM parameter that has no line here, and with a real
+engine by tests/integration/test_cut_answers.py.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 SAMPLED = "recipe_sampled"
-"""In a request's ``extra_args``: the tokens that its answer has already; no part of its prompt."""
+"""Key in a request's ``extra_args`` for the answer tokens that were already sampled; they are not part of the prompt.
+"""
 
 _NEXT = "decides on one token at a time, by its logits alone"
 _OUTPUT = "goes by the answer's tokens so far, which the engine has"
@@ -65,19 +67,19 @@ SPANS = {
     "_all_stop_token_ids": _DERIVED,
     "_bad_words_token_ids": _DERIVED,
 }
-"""By vLLM's name of a sampling parameter."""
+"""How each of vLLM's sampling parameters carries over an interruption, by its name."""
 
 _DELTA = 1
 
 
 def sampled_before(sampling_params: Any) -> list[int]:
-    """Tokens that an answer had before its cut, by vLLM's parameters of the request for its rest; usually none."""
+    """Return the tokens sampled before the cut, from vLLM's parameters of a request; empty for a new answer."""
     before: list[int] = (getattr(sampling_params, "extra_args", None) or {}).get(SAMPLED, [])
     return before
 
 
 def refused(sampling_params: Mapping[str, Any]) -> str | None:
-    """Why no answer can be asked for with these parameters; None if it can."""
+    """Return why a request with these parameters is refused, or None if it is allowed."""
     if sampling_params.get("n") not in (None, 1):
         return f"n={sampling_params['n']}: a request has one answer; ask once for each, or set rollout.n"
     if getattr(sampling_params.get("output_kind"), "value", sampling_params.get("output_kind")) == _DELTA:
@@ -85,11 +87,11 @@ def refused(sampling_params: Mapping[str, Any]) -> str | None:
     return None
 
 
-def as_engine_takes(
+def engine_request(
     prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], sampled: int
 ) -> tuple[list[int], dict[str, Any]]:
-    """Prompt and parameters of a request, of whose tokens the last ``sampled`` are of its answer already."""
-    # Another form of the same log-probs, of which verl cannot read one that is empty.
+    """Return prompt and parameters for the engine; the last ``sampled`` tokens already belong to the answer."""
+    # flat_logprobs only changes the format of log-probs, and verl cannot read that format when it is empty.
     parameters = {name: given for name, given in sampling_params.items() if name != "flat_logprobs"}
     split = len(prompt_ids) - sampled
     if sampled:

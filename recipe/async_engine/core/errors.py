@@ -12,7 +12,7 @@ class RecipeError(Exception):
 
 
 class CannotGoOn(RecipeError):
-    """A part of the run is gone, silent or late; the message names it, its limit and the setting of that."""
+    """A part of the run died, is silent or is late; the message names it, the limit and the setting of that limit."""
 
 
 class SettingError(RecipeError, ValueError):
@@ -30,15 +30,15 @@ class StalenessViolation(RecipeError):
 
 
 class GateError(RecipeError):
-    """A call to the staleness gate that its state does not permit."""
+    """A call to the staleness gate is not permitted in its present state."""
 
 
 class LedgerError(RecipeError):
-    """A call to the sample ledger that its state does not permit."""
+    """A call to the sample ledger is not permitted in its present state."""
 
 
 class LedgerIdentityError(LedgerError):
-    """`issued = trained + filtered + failed + live`, or a prompt's being trained once, does not hold."""
+    """`issued = trained + filtered + failed + live` does not hold, or a prompt was trained twice."""
 
 
 class SnapshotError(LedgerError):
@@ -50,7 +50,7 @@ class CheckpointError(RecipeError):
 
 
 class WrongInstallation(RecipeError):
-    """Something else is installed, or comes first on Python's path, than this package needs; the message names it."""
+    """A different package than the one required is installed, or comes first on Python's path; the message names it."""
 
 
 class VersionRecordError(RecipeError):
@@ -62,15 +62,15 @@ class GenerationError(RecipeError):
 
 
 class RequestFailed(GenerationError):
-    """An engine ended a request with a finish reason that is not known to be that of an answer."""
+    """An engine ended a request with a finish reason that is not known to mark a complete answer."""
 
 
 class EngineDied(GenerationError):
-    """The engine of a rollout server died; the server itself may still be there and answer every request with this."""
+    """The engine of a rollout server died; the server may live on and answer every request with this error."""
 
 
 class NothingFree(RecipeError):
-    """No node has the accelerators and CPUs that are to be taken now; later one may."""
+    """No node has the requested accelerators and CPUs free at the moment; a later attempt may succeed."""
 
 
 class WeightStreamError(RecipeError):
@@ -78,4 +78,4 @@ class WeightStreamError(RecipeError):
 
 
 class WeightLoadError(RecipeError):
-    """The engine beside this worker did not take the weights."""
+    """The engine that belongs to this weight worker did not load the weights."""

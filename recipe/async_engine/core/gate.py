@@ -2,16 +2,16 @@
 """The staleness gate: which group may start, which batch may be trained.
 
 Contract. Training happens in batches of `b` groups, `k` batches to a policy version, `B = k * b`. `v` is the current
-version, from which training goes on: it was *sealed*. `a <= v` is the newest one *announced*, which generates: it
-follows when its weights have reached the replicas. `j` are the batches already taken of `v`, `S` is the bound, and a
-group's start is the version of its oldest token. Groups that were issued and neither taken nor given up are *live*. The
-gate keeps, at all times and for every start s,
+version: the last one that was *sealed*, from which training goes on. `a <= v` is the newest *announced* version, which
+generates; a sealed version is announced when its weights have reached the replicas. `j` is the number of batches
+already taken in version `v`, `S` is the staleness bound, and a group's start is the version of its oldest token. Groups
+that were issued and neither taken nor given up are *live*. The gate keeps, at all times and for every start s,
 
     live groups with a start <= s   <=   slots(s) = max(0, (s + S - v) * B + (k - j) * b)        (the invariant)
 
 where slots(s) counts the places in batches that are left before the deadline of start s. It follows that no group is
-taken more than S versions after its oldest token, that none has to be dropped for it, and that a next batch can always
-form once the running groups have ended. Proofs: docs/staleness.md. Tests: tests/core/test_gate*.py.
+trained more than S versions after its oldest token, that no group has to be dropped to ensure this, and that a next
+batch can always form once the running groups have ended. Proofs: docs/staleness.md. Tests: tests/core/test_gate*.py.
 
 The gate is plain state: no clock, no threads, no events. Its caller holds the lock.
 """
@@ -31,7 +31,7 @@ def _require_int(setting: str, value: object, minimum: int) -> None:
 
 
 def _exact(setting: str, value: object) -> Fraction:
-    """The number as it is written: 0.1 means 1/10, so that 0.1 * B is exact."""
+    """Return the exact decimal value of a number as written, so that 0.1 becomes 1/10."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)) or not math.isfinite(value):
         raise SettingError(setting, value, "a finite number >= 0")
     return value if isinstance(value, Fraction) else Fraction(str(value))
@@ -39,13 +39,14 @@ def _exact(setting: str, value: object) -> Fraction:
 
 @dataclass(frozen=True, slots=True)
 class GateSettings:
-    """What the gate is told once, before a run.
+    """Settings of the gate, fixed for a run.
 
     batch_groups: b, prompt groups in a training batch.
     batches_per_version: k, training batches between two publications of weights.
     max_staleness: S, the hard bound in versions, counted from a group's oldest token.
-    pipeline_depth: how many versions' worth of groups may be live beyond what the current version still trains;
-        a fraction is allowed, 0 <= pipeline_depth <= S. A float is taken as it is written and kept as a `Fraction`.
+    pipeline_depth: how many versions' worth of groups may be live in addition to those that the current version still
+        trains; a fraction is allowed, 0 <= pipeline_depth <= S. It is kept as the exact `Fraction` of the number as
+        written.
     """
 
     batch_groups: int
@@ -74,16 +75,16 @@ class GateSettings:
 
     @property
     def groups_ahead(self) -> int:
-        """floor(pipeline_depth * B): live groups allowed beyond what the current version still trains."""
+        """floor(pipeline_depth * B): live groups allowed in addition to those that the current version still trains."""
         return math.floor(self.pipeline_depth * self.version_groups)
 
 
 class StalenessGate:
     """Admits groups and takes batches so that the invariant of this module holds.
 
-    version: v. announced: a, which is v to begin with. batches_taken: j, 0 <= j <= k. live: number of live groups. The
-    starts of the live groups are kept as a multiset; the gate does not know groups. Every method that changes the
-    state checks the invariant before it returns and raises `StalenessViolation` if it does not hold.
+    version: v. announced: a, which is v at first. batches_taken: j, 0 <= j <= k. live: number of live groups. The gate
+    stores only the starts of the live groups, as a multiset. Every method that changes the state checks the invariant
+    before it returns and raises `StalenessViolation` if it does not hold.
     """
 
     def __init__(
@@ -105,12 +106,12 @@ class StalenessGate:
 
     @property
     def batches_left(self) -> int:
-        """k - j, batches of the current version that are not taken yet."""
+        """k - j: batches of the current version that have not been taken."""
         return self.settings.batches_per_version - self.batches_taken
 
     @property
     def admission_limit(self) -> int:
-        """Most groups that may be live now, one of start `a` among them: within the depth, and at most slots(a)."""
+        """Largest number of live groups that allows a group to start now, by pipeline depth and by slots(a)."""
         versions_left = self.announced + self.settings.max_staleness - self.version
         ahead = min(self._groups_ahead, versions_left * self.settings.version_groups)
         return ahead + self.batches_left * self.settings.batch_groups
@@ -120,18 +121,18 @@ class StalenessGate:
         return dict(sorted(self._starts.items()))
 
     def slots(self, start: int) -> int:
-        """Places in batches left before the deadline of this start."""
+        """Return the number of places in batches before the deadline of this start."""
         return self._places(start, self.batches_left)
 
     def admits(self) -> bool:
-        """Whether one more group may start now, at the version announced.
+        """Return whether one more group may start now, at the announced version.
 
         One comparison decides both bounds: a new group counts only towards slots(a), and admission_limit <= slots(a).
         """
         return self.live + 1 <= self.admission_limit
 
     def add(self) -> int:
-        """Admit one group; return its start, the version announced."""
+        """Admit one group; return its start, which is the announced version."""
         if not self.admits():
             raise GateError(f"{self.live} groups are live and at most {self.admission_limit} may be")
         self._starts[self.announced] += 1
@@ -140,13 +141,13 @@ class StalenessGate:
         return self.announced
 
     def remove(self, start: int) -> None:
-        """Give up one live group of this start: its place is free again."""
+        """Give up one live group of this start and free its place."""
         self._discard(start)
         self.live -= 1
         self.check()
 
     def move(self, old_start: int, new_start: int) -> None:
-        """The oldest token of a live group is newer than was assumed. A start never falls."""
+        """Move a live group to a newer start, since its oldest token is newer than assumed; a start never falls."""
         if not old_start <= new_start <= self.announced:
             raise GateError(
                 f"a group's start cannot move from version {old_start} to {new_start}: it may only rise, "
@@ -157,9 +158,9 @@ class StalenessGate:
         self.check()
 
     def can_take(self, starts: Sequence[int] | Mapping[int, int]) -> bool:
-        """Whether these are b live groups that may be trained now: the invariant would hold for every start.
+        """Return whether live groups with these starts form a batch that keeps the invariant when it is taken.
 
-        ``starts``: one by one, or the number of groups of each.
+        ``starts``: the start of each group, or the number of groups by start.
         """
         leaving = Counter(starts)
         if self.batches_left == 0 or leaving.total() != self.settings.batch_groups or not leaving <= self._starts:
@@ -186,10 +187,10 @@ class StalenessGate:
         self.check()
 
     def give_back(self, starts: Sequence[int]) -> None:
-        """The newest batch taken, of these starts, was not trained: its groups are live again.
+        """Make the groups of the batch taken last live again, because it was not trained.
 
-        The invariant holds as it did before the take: what was admitted since then has the places of the groups that
-        left, one batch fewer than there are again.
+        The invariant still holds: groups admitted in the meantime use the places of the groups that left, and giving
+        the batch back restores one batch of places.
         """
         self._starts.update(starts)
         self.live += len(starts)
@@ -197,7 +198,7 @@ class StalenessGate:
         self.check()
 
     def seal(self) -> int:
-        """All batches of the version are trained, and training goes on from the next one; return that."""
+        """Advance to the next version once all batches of the current one are trained; return the new version."""
         if self.batches_left != 0:
             raise GateError(f"version {self.version} still has {self.batches_left} batches to train before the next")
         self.version += 1
@@ -206,7 +207,7 @@ class StalenessGate:
         return self.version
 
     def announce(self) -> int:
-        """The oldest sealed version that was not announced yet generates from now on; return it."""
+        """Announce the oldest sealed version that does not generate yet; return it."""
         if self.announced == self.version:
             raise GateError(f"version {self.version} is announced already, and no later one is sealed")
         self.announced += 1
@@ -226,9 +227,9 @@ class StalenessGate:
                 )
 
     def _places(self, start: int, batches_left: int) -> int:
-        """Places before the deadline of this start if so many batches were left in the current version.
+        """Return the places before the deadline of this start if ``batches_left`` were left in the current version.
 
-        Never negative: a start whose deadline has passed has no place, and a bound below zero would refuse a batch
+        Never negative: a start whose deadline has passed has no place, and a negative number would refuse a batch
         although no group of that start is live.
         """
         bound = self.settings

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and their groups: what a group is, the states it goes through, and what is counted.
+"""Prompts and prompt groups: their states, and what is counted about them.
 
-A group is immutable; the sample ledger replaces it at each transition, so a group in hand is how it was then.
+A group is immutable; the sample ledger replaces it at each transition, so a reference shows its state at one moment.
 
     RUNNING -> READY -> TAKEN -> TRAINED      a restart leads from RUNNING or READY to RUNNING,
     RUNNING or READY -> FILTERED or FAILED    a restored snapshot from TAKEN to READY
 
-A run trains millions of prompts; what was issued and what was trained is kept as sorted runs of consecutive indices,
-so that the record stays small and "each prompt exactly once" can be shown from it after a resume. Tests:
+A run trains millions of prompts, so issued and trained prompts are stored as sorted runs of consecutive indices. The
+record stays small and can still show, after a resume, that each prompt was trained exactly once. Tests:
 tests/core/test_ledger.py, tests/core/test_group_filter.py.
 """
 
@@ -28,9 +28,9 @@ NON_FINITE_REASON = "non_finite"
 class PromptRef:
     """One prompt of one epoch.
 
-    index: its place in the data set, >= 0. Places in the order in which the sampler yields the prompts make the
-        shortest runs; row numbers of a shuffled data set are as correct. epoch: how often the data set was gone
-        through before, >= 0. uid: the name of its group in the trainer's batch.
+    index: its place in the data set, >= 0. Places in the sampler's order give the shortest runs; row numbers of a
+    shuffled data set are also correct. epoch: number of completed passes over the data set, >= 0. uid: name of its
+    group in the trainer's batch.
     """
 
     index: int
@@ -47,7 +47,7 @@ class PromptRef:
 class Prompt:
     """One row of the training data, not issued yet.
 
-    index: its place in the data set. row: verl's batch of one, as the data loader collates it: a column's value is
+    index: its place in the data set. row: verl's batch of one, as the data loader collates it: the value of a column is
         ``row[name][0]``.
     """
 
@@ -61,10 +61,10 @@ class Prompt:
 
 
 class PromptSet:
-    """A set of (epoch, index) pairs, kept per epoch as the ascending edges of its runs: first, end, first, end, ..."""
+    """A set of (epoch, index) pairs, stored per epoch as the ascending edges of its runs: first, end, first, ..."""
 
     def __init__(self, runs: Iterable[Sequence[int]] = ()) -> None:
-        """From the form that `to_rows` gives."""
+        """Build the set from the rows that `to_rows` returns."""
         self._edges: dict[int, list[int]] = {}
         self._size = 0
         for epoch, first, end in runs:
@@ -79,12 +79,13 @@ class PromptSet:
         return bisect_right(self._edges.get(epoch, []), index) % 2 == 1
 
     def add(self, key: tuple[int, int]) -> bool:
-        """Add the pair; False if it was in the set."""
+        """Add the pair; return False if it was in the set already."""
         if key in self:
             return False
         epoch, index = key
         edges = self._edges.setdefault(epoch, [])
-        # The pair is a run of its own; where one of its edges is another run's too, the two are one.
+        # Insert the pair as a run of its own; an edge that it shares with a neighbouring run is removed, which merges
+        # the two.
         for edge in (index, index + 1):
             place = bisect_left(edges, edge)
             if place < len(edges) and edges[place] == edge:
@@ -104,14 +105,14 @@ class PromptSet:
 
 
 class OnNonFinite(StrEnum):
-    """What a group counts as in which a reward or a log-prob is no finite number."""
+    """How a group with a reward or log-prob that is not finite is treated: as failed, or filtered."""
 
     FAIL = "fail"
     DROP = "drop"
 
 
 class GroupState(StrEnum):
-    """The one state a group is in. The first three are live."""
+    """The state of a group; running, ready and taken groups are live."""
 
     RUNNING = "running"
     READY = "ready"
@@ -125,9 +126,11 @@ class GroupState(StrEnum):
 class Group:
     """One prompt group at one moment; the ledger replaces it at each transition.
 
-    id: issue order, from 0. start: version of its oldest token, at first the version it was admitted at. attempts:
-    how often its generation was begun from scratch. reason: why it was filtered or failed, else empty. batch: the one
-    it is to be trained in, where that is fixed at issue.
+    id: issue order, from 0. start: version of its oldest token, at first the version at which it was admitted.
+    attempts:
+    number of times that its generation was started from scratch. reason: why it was filtered or failed, else empty.
+    batch:
+    the batch it will be trained in, if batches are fixed at issue.
     """
 
     id: int
@@ -139,21 +142,21 @@ class Group:
     batch: int | None = None
 
     def to_row(self) -> list[int | str | None]:
-        """A JSON-able record of a live group. A taken one is recorded as it was before, ready and to be taken again."""
+        """Return a JSON-compatible record of a live group; a taken group is recorded as ready, to be taken again."""
         state = GroupState.READY if self.state is GroupState.TAKEN else self.state
         prompt = self.prompt
         return [self.id, prompt.index, prompt.epoch, prompt.uid, self.start, state.value, self.attempts, self.batch]
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Group:
-        """The group of a record."""
+        """Return the group of a record made by `to_row`."""
         group_id, index, epoch, uid, start, state, attempts, batch = row
         return cls(group_id, PromptRef(index, epoch, uid), start, GroupState(state), attempts, batch=batch)
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """Number of groups by state. `filtered` and `failed` are totals, split by reason beside them."""
+    """Number of groups by state; `filtered` and `failed` are totals, with their reasons in separate fields."""
 
     issued: int
     trained: int
@@ -172,7 +175,7 @@ class StalenessStats(Counter[int]):
 
     @property
     def sum(self) -> int:
-        """Sum of their stalenesses."""
+        """Sum of the staleness of all recorded groups."""
         return sum(staleness * groups for staleness, groups in self.items())
 
     @property
@@ -187,13 +190,13 @@ class StalenessStats(Counter[int]):
 
 
 class FilterCount:
-    """How many groups a batch cost: those that were filtered, counted as synchronous training would count them.
+    """Counts the groups filtered for each batch in the way that synchronous training would count them.
 
-    Outcomes are counted in the order of issue, whatever order groups end in: a batch is complete with its b-th kept
-    group, and the count begins anew with each batch. So how far generation runs ahead, and which answers are done
-    first, changes nothing. A group that fails says nothing of its prompt and is not counted.
+    Outcomes are counted in issue order, in whatever order groups end: a batch is complete with its b-th kept group, and
+    the count then starts again. So neither how far generation runs ahead nor which answers finish first changes the
+    count. A failed group says nothing about its prompt and is not counted.
 
-    batch_groups: b. limit: filtered groups that one batch may cost; 0: any number.
+    batch_groups: b. limit: number of filtered groups allowed for one batch; 0 means any number.
     """
 
     def __init__(self, batch_groups: int, limit: int) -> None:
@@ -201,27 +204,27 @@ class FilterCount:
         self._limit = limit
         self._kept = 0
         self._filtered = 0
-        # Those issued since the oldest that has no outcome yet, in order; None: none yet.
-        # A plain dict would look past every outcome that has left it, each time it is asked for its first one.
+        # Outcomes in issue order since the oldest group without one (None). An OrderedDict, because a plain dict scans
+        # past all deleted entries each time it is asked for the first one.
         self._outcomes: OrderedDict[int, bool | None] = OrderedDict()
 
     @property
     def exceeded(self) -> bool:
-        """Whether the batch under way has cost as many filtered groups as it may."""
+        """Return whether as many groups were filtered for the current batch as the limit allows."""
         return 0 < self._limit <= self._filtered
 
     def issued(self, group_id: int) -> None:
-        """A group begins."""
+        """Record that a group was issued."""
         self._outcomes[group_id] = None
 
     def ended(self, group_id: int, kept: bool) -> None:
-        """A group is complete: it is kept, or it is filtered."""
+        """Record whether a complete group was kept or filtered."""
         if group_id in self._outcomes:
             self._outcomes[group_id] = kept
             self._advance()
 
     def forget(self, group_id: int) -> None:
-        """A group ended otherwise; one that is counted already stays so."""
+        """Drop a group that ended in another way, unless its outcome is already recorded."""
         if self._outcomes.get(group_id, True) is None:
             del self._outcomes[group_id]
             self._advance()

@@ -6,13 +6,13 @@ under way), TRAINED, FILTERED or FAILED. At all times
 
     issued = trained + filtered + failed + live,        live = running + ready + taken,
 
-no prompt of an epoch is issued twice, none is trained twice, and a snapshot that is restored keeps both. Whether a
-group may start and a batch may be trained is the staleness gate's to decide; which batch that is, the admission
-policy's. The ledger is plain state: no clock, no threads, no events. Its caller holds the lock. Proofs:
-docs/staleness.md. Tests: tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
+no prompt of an epoch is issued twice, none is trained twice, and a snapshot that is restored keeps both. The staleness
+gate decides whether a group may start and a batch may be trained; the admission policy chooses the batch. The ledger is
+plain state: no clock, no threads, no events. Its caller holds the lock. Proofs: docs/staleness.md. Tests:
+tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
 
-Groups that reached their end are compacted to counts and runs of prompt indices, so memory and snapshots are bounded
-by the live groups and the number of runs.
+Groups that have ended are compacted to counts and runs of prompt indices, so memory and snapshots are bounded by the
+live groups and the number of runs.
 """
 
 from collections import Counter
@@ -44,11 +44,11 @@ from recipe.async_engine.core.policy import (
 class SampleLedger:
     """All prompt groups of a run and their states, on top of one `StalenessGate`.
 
-    target_groups: groups the run is to train, a multiple of b; no more are issued than can still be trained.
-    issue_limit: groups that may be issued in all. `None` means no such bound.
-    policy: chooses the batch to be taken among those that the gate allows. Where it fixes batches at issue, they are
-    numbered from 0; a group joins the first one that has a place, and leaves it to the next one issued if it is
-    filtered or fails.
+    target_groups: groups that the run will train, a multiple of b; no more are issued than can still be trained.
+    issue_limit: largest number of groups that may be issued; None means no limit.
+    policy: chooses the next batch among those that the gate allows. If it fixes batches at issue, batches are numbered
+    from 0; a group joins the first batch with a free place, and a group that is filtered or fails leaves its place to
+    the next one that is issued.
     """
 
     def __init__(
@@ -81,20 +81,20 @@ class SampleLedger:
 
     @property
     def announced(self) -> int:
-        """a, the newest version that generates: v, or one before it whose successor is on its way."""
+        """a, the newest version that generates: v, or an earlier one while later ones are being published."""
         return self._gate.announced
 
     @property
     def batches_left(self) -> int:
-        """Batches of the current version that are not taken yet; `seal` is due when there are none."""
+        """Batches of the current version that have not been taken; at 0 the version must be sealed."""
         return self._gate.batches_left
 
     def find(self, group_id: int) -> Group | None:
-        """The live group of this id, None if it ended or was never issued."""
+        """Return the live group with this id, or None if it ended or was never issued."""
         return self._live.find(group_id)
 
     def in_state(self, state: GroupState) -> list[Group]:
-        """The live groups in this state, in issue order."""
+        """Return the live groups in this state, in issue order."""
         return self._live.in_state(state)
 
     def count(self, state: GroupState) -> int:
@@ -102,7 +102,7 @@ class SampleLedger:
         return self._live.count(state)
 
     def leased(self) -> list[Group]:
-        """The batch that the trainer holds, oldest group first; empty if it holds none."""
+        """Return the batch that the trainer holds, oldest group first; empty if it holds none."""
         return [self._live[group_id] for group_id in self._leased]
 
     def trained_prompts(self) -> list[list[int]]:
@@ -110,33 +110,33 @@ class SampleLedger:
         return self._trained_prompts.to_rows()
 
     def can_issue(self) -> bool:
-        """Whether one more group may be issued now."""
+        """Return whether one more group may be issued now."""
         return not self.all_issued and self._gate.admits()
 
     @property
     def all_issued(self) -> bool:
-        """Whether the run wants no further group, unless one that lives is filtered or fails."""
+        """Return whether the run needs no further group unless a live one is filtered or fails."""
         if self.issue_limit is not None and self._issued >= self.issue_limit:
             return True
         return self.target_groups is not None and self._trained + len(self._live) >= self.target_groups
 
     def batch_possible(self, prompts_left: int) -> bool:
-        """Whether one more batch can still form, of the groups not yet trained and this many prompts to come.
+        """Return whether one more batch can form from the groups not yet trained and ``prompts_left`` further prompts.
 
-        A trainer that finds no batch waits if this is true and ends the run if it is false. Groups that are filtered
-        or fail later can turn it to false.
+        If no batch is available, the trainer waits when this is true and ends the run when it is false. Groups that are
+        filtered or fail later can turn it to false.
         """
         if self.issue_limit is not None:
             prompts_left = min(prompts_left, self.issue_limit - self._issued)
         if self.target_groups is not None:
             prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
-        # A place in a whole batch is only filled by a new group.
+        # With batches fixed at issue, only a new group can fill a free place.
         in_batch = self._live.places_taken(self._first_untaken()) if self.policy.fixed_batches else 0
         candidates = in_batch if self.policy.fixed_batches else len(self._live) - len(self._leased)
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
 
     def issue(self, prompt: PromptRef) -> Group:
-        """Start a group for this prompt at the version announced."""
+        """Start a group for this prompt at the announced version."""
         if prompt.key in self._issued_prompts:
             raise LedgerError(f"prompt {prompt.index} of epoch {prompt.epoch} was issued before")
         if not self.can_issue():
@@ -154,7 +154,7 @@ class SampleLedger:
         return group
 
     def mark_ready(self, group_id: int, oldest_version: int) -> Group:
-        """A running group is complete. `oldest_version`: the version of its oldest token, start..a."""
+        """Mark a running group as complete; `oldest_version`, of its oldest token, is between start and `announced`."""
         group = self._live_group(group_id, "ready", GroupState.RUNNING)
         if not group.start <= oldest_version <= self.announced:
             raise LedgerError(
@@ -165,30 +165,30 @@ class SampleLedger:
         return self._update(replace(group, state=GroupState.READY, start=oldest_version))
 
     def restart(self, group_id: int) -> Group:
-        """Generate a group anew from scratch: its attempt failed, or the payload of a ready one was lost."""
+        """Start a group's generation again, because its attempt failed or the payload of a ready group was lost."""
         group = self._live_group(group_id, "restart", GroupState.RUNNING, GroupState.READY)
         self._gate.move(group.start, self.announced)
         return self._update(replace(group, state=GroupState.RUNNING, start=self.announced, attempts=group.attempts + 1))
 
     def filter(self, group_id: int, reason: str) -> Group:
-        """Leave a group out of training on purpose; its place is free again. `reason` is one of a few short words."""
+        """Leave a group out of training on purpose and free its place; `reason` is one of a few short words."""
         return self._give_up(group_id, "filter", GroupState.FILTERED, self._filtered, reason)
 
     def fail(self, group_id: int, reason: str) -> Group:
-        """Give a group up because it cannot be generated; its place is free again. `reason`: a short word."""
+        """Give up a group that cannot be generated and free its place; `reason` is a short word."""
         return self._give_up(group_id, "fail", GroupState.FAILED, self._failed, reason)
 
     def may_take(self) -> bool:
-        """Whether there is a `next_batch`; costs the same however many groups are live, unless the policy looks."""
+        """Return whether there is a `next_batch`; the cost does not depend on the number of live groups."""
         return self._choice() is not None
 
     def next_batch(self) -> list[Group] | None:
-        """The groups that the policy chooses, or the oldest ready ones if these are due, if any may be trained now."""
+        """Return the policy's batch, or the oldest ready groups if the gate requires them; None if none is allowed."""
         batch = self._choice()
         return None if batch is None else checked(self.policy, batch, self._ready())
 
     def take(self) -> list[Group]:
-        """Lease the next batch to the trainer. It ends with `mark_trained`."""
+        """Lease the next batch to the trainer until `mark_trained` or `return_batch`."""
         if self._leased:
             raise LedgerError(f"the trainer still holds groups {self._leased}")
         batch = self.next_batch()
@@ -202,7 +202,7 @@ class SampleLedger:
         return [self._update(replace(group, state=GroupState.TAKEN)) for group in batch]
 
     def return_batch(self) -> None:
-        """The leased batch cannot be trained as it is: its groups are ready again, as before the take."""
+        """Return the leased batch untrained: its groups are ready again, as before the take."""
         if not self._leased:
             raise LedgerError("no batch is leased, so none can be returned")
         groups, self._leased = self.leased(), []
@@ -211,9 +211,9 @@ class SampleLedger:
             self._update(replace(group, state=GroupState.READY))
 
     def mark_trained(self) -> StalenessStats:
-        """The leased batch is in the weights; return the staleness of its groups.
+        """Record that the weights include the leased batch; return the staleness of its groups.
 
-        Call it before a checkpoint that holds these weights is written, so that ledger and weights agree.
+        Call it before writing a checkpoint of these weights, so that ledger and weights agree.
         """
         if not self._leased:
             raise LedgerError("no batch is leased, so none can be marked as trained")
@@ -230,13 +230,13 @@ class SampleLedger:
         return batch_staleness
 
     def seal(self) -> int:
-        """The trainer's weights are those of the next version, and training goes on from them; return that version."""
+        """Seal the next version, whose weights the trainer now has; return it."""
         if self._leased:
             raise LedgerError(f"version {self.version + 1} is sealed while the trainer holds groups {self._leased}")
         return self._gate.seal()
 
     def announce(self) -> int:
-        """Every live replica has committed the sealed version's weights; return that version."""
+        """Announce the oldest sealed version, whose weights every live replica has committed; return it."""
         return self._gate.announce()
 
     def counts(self) -> LedgerCounts:
@@ -257,7 +257,7 @@ class SampleLedger:
     def check_identity(self) -> None:
         """Raise `LedgerIdentityError` unless all records of the ledger agree with each other and with the gate.
 
-        Goes through every live group; what a step checks is `_check_books`.
+        This reads every live group; a step only runs the cheaper `_check_books`.
         """
         recount = Counter((group.state, group.start) for group in self._live.all())
         counted = {(state, start): n for state in GroupState for start, n in self._live.starts(state).items()}
@@ -266,7 +266,7 @@ class SampleLedger:
         self._check_books()
 
     def _check_books(self) -> None:
-        """The part of `check_identity` that costs the same however many groups are live."""
+        """Run the part of `check_identity` whose cost does not grow with the number of live groups."""
         counts = self.counts()
         by_start = {state: self._live.starts(state) for state in GroupState}
         open_starts = Counter(by_start[GroupState.RUNNING]) + Counter(by_start[GroupState.READY])
@@ -288,9 +288,9 @@ class SampleLedger:
             raise LedgerIdentityError(f"does not hold: {broken}; {counts}; gate {self._gate.starts()}")
 
     def snapshot(self) -> dict[str, Any]:
-        """A JSON-able record of the ledger for a checkpoint of the weights that `mark_trained` has been called for.
+        """Return a JSON-compatible record of the ledger, for a checkpoint that includes all trained batches.
 
-        A leased batch is not in those weights: it is recorded as it was before the take, ready and to be taken again.
+        A leased batch is not in those weights, so its groups are recorded as ready and will be taken again.
         """
         self.check_identity()
         return {
@@ -309,12 +309,11 @@ class SampleLedger:
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any], settings: GateSettings, **rules: Any) -> Self:
-        """The ledger of a snapshot, with the batches and their order as it was made with (`core.snapshots.changes`).
+        """Rebuild a ledger from a snapshot whose settings have passed `core.snapshots.changes`.
 
-        Both bounds count from the beginning of the run, not from the resume.
-
-        Ready groups stay ready, and running ones running, all with their starts: the tokens that they have go on. A
-        batch that was leased is ready again, so it is trained exactly once relative to the weights of the checkpoint.
+        Both limits count from the beginning of the run, not from the resume. Ready groups stay ready, and running ones
+        stay running with their starts, since their tokens are continued. A batch that was leased is ready again, so it
+        is trained exactly once relative to the weights of the checkpoint.
         """
         ledger = cls(settings, **rules)
         groups = [Group.from_row(row) for row in snapshot["live"]]
@@ -343,7 +342,7 @@ class SampleLedger:
         return ledger
 
     def _choice(self) -> Batch | None:
-        """The batch that may be taken now: the policy's, unless the gate wants older groups to go first."""
+        """Return the batch to be taken now: the policy's, or the oldest groups if the gate requires them first."""
         if self._live.count(GroupState.READY) < self.settings.batch_groups:
             return None
         ready = self._ready()
@@ -357,7 +356,7 @@ class SampleLedger:
         return ReadyGroups(self._live, self.settings.batch_groups, self.version, self._first_untaken())
 
     def _first_untaken(self) -> int:
-        """Number of the next whole batch."""
+        """Return the number of the next batch to be taken, for batches that are fixed at issue."""
         return (self._trained + len(self._leased)) // self.settings.batch_groups
 
     def _batch_with_a_place(self) -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live groups of a sample ledger, found by state, by age and by batch without a look at the others.
+"""The live groups of a sample ledger, indexed by state, start and batch.
 
-Contract: what is asked after every change of a group (how many are ready, of which starts the oldest are, who has a
-place in a batch) costs the same however many groups are live; only whoever asks for all of a state pays for all.
-Answers are those of a scan over all live groups. Plain state: the ledger changes it, its caller holds the lock. Test:
+Contract: the cost of what is asked after every change of a group (number of ready groups, starts of the oldest ones,
+places taken in a batch) does not grow with the number of live groups; only listing all groups of a state does. Answers
+equal those of a scan over all live groups. Plain state: the ledger changes it, its caller holds the lock. Test:
 tests/core/test_live_groups.py.
 """
 
@@ -14,11 +14,11 @@ from recipe.async_engine.core.groups import Group, GroupState
 
 
 class LiveGroups:
-    """Groups by id, in issue order."""
+    """Live groups by id, in issue order."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
-        # Ids by state and start; what is empty is left out.
+        # Ids of groups by state and start, without empty entries.
         self._by_start: dict[GroupState, dict[int, set[int]]] = {state: {} for state in GroupState}
         self._counts: Counter[GroupState] = Counter()
         self._by_batch: defaultdict[int, set[int]] = defaultdict(set)
@@ -31,11 +31,11 @@ class LiveGroups:
         return self._groups[group_id]
 
     def find(self, group_id: int) -> Group | None:
-        """The group of this id, None if it is not live."""
+        """Return the group with this id, or None if it is not live."""
         return self._groups.get(group_id)
 
     def put(self, group: Group) -> None:
-        """Add a group, or replace it by how it is now."""
+        """Add a group, or replace an older state of it."""
         before = self._groups.get(group.id)
         if before is not None:
             self._leave(before)
@@ -47,7 +47,7 @@ class LiveGroups:
             self._ready_of_batch[group.batch] += group.state is GroupState.READY
 
     def remove(self, group_id: int) -> None:
-        """The group is not live any more."""
+        """Remove a group that is no longer live."""
         self._leave(self._groups.pop(group_id))
 
     def all(self) -> list[Group]:
@@ -63,11 +63,11 @@ class LiveGroups:
         return {start: len(ids) for start, ids in self._by_start[state].items()}
 
     def in_state(self, state: GroupState) -> list[Group]:
-        """The groups in this state, in issue order."""
+        """Return the groups in this state, in issue order."""
         return [self._groups[group_id] for group_id in sorted(set().union(*self._by_start[state].values()))]
 
     def oldest(self, state: GroupState, count: int) -> list[Group]:
-        """The ``count`` oldest groups in this state, or fewer, oldest first: by start, then by issue order."""
+        """Return the ``count`` oldest groups in this state, or fewer, oldest first: by start, then by issue order."""
         found: list[Group] = []
         for _, ids in sorted(self._by_start[state].items()):
             if len(found) == count:
@@ -76,7 +76,7 @@ class LiveGroups:
         return found
 
     def oldest_starts(self, state: GroupState, count: int) -> dict[int, int]:
-        """Of `oldest`: number of groups by start, ascending."""
+        """Return the number of groups by start, ascending, among those that `oldest` returns."""
         found: dict[int, int] = {}
         for start, ids in sorted(self._by_start[state].items()):
             if count <= 0:
@@ -86,19 +86,19 @@ class LiveGroups:
         return found
 
     def of_batch(self, batch: int) -> list[Group]:
-        """The groups that have a place in this batch, in issue order."""
+        """Return the groups that have a place in this batch, in issue order."""
         return [self._groups[group_id] for group_id in sorted(self._by_batch.get(batch, ()))]
 
     def places_taken(self, batch: int) -> int:
-        """How many groups that are."""
+        """Return the number of groups that have a place in this batch."""
         return len(self._by_batch.get(batch, ()))
 
     def ready_of_batch(self, batch: int) -> int:
-        """How many of them are ready."""
+        """Return the number of ready groups in this batch."""
         return self._ready_of_batch[batch]
 
     def _leave(self, group: Group) -> None:
-        """Forget where the group, as it was, is found."""
+        """Remove a group, in the given state, from all indexes."""
         by_start = self._by_start[group.state]
         by_start[group.start].discard(group.id)
         if not by_start[group.start]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' objects as plain values, and their exceptions as text, made in the process where they arose.
+"""Converts users' objects to plain values and their exceptions to text, in the process in which they arose.
 
-Contract: what `plain` returns consists of None, bool, int, float, str, list and dict with text as its keys, all of
-exactly these types, of no more than `MOST` values and characters together: every process can read it, and JSON can say
-it. What cannot be said so raises `NotPlain`, which names the place in the value. `told` never raises for any exception,
-however odd its class. Shown by tests/core/test_plain.py.
+Contract: what `plain` returns consists of None, bool, int, float, str, list and dict with text keys, all of exactly
+these types, and no more than `MOST` values and characters together, so that every process can read it and JSON can
+express it. Anything else raises `NotPlain`, which names the place in the value. `told` never raises, for any exception
+of any class. Shown by tests/core/test_plain.py.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from typing import Any
 from recipe.async_engine.core.errors import RecipeError
 
 MOST = 4 << 20
-"""Values and characters of one value."""
+"""Largest number of values and characters in one value."""
 DEEPEST = 64
-"""Lists and dicts in each other."""
+"""Deepest nesting of lists and dicts."""
 LONGEST_MESSAGE, LONGEST_TRACE = 2000, 8000
-"""Characters of an exception's message, and of its traceback."""
+"""Longest message and traceback of an exception, in characters."""
 LARGEST_BITS = 1024
-"""Of an int: as large as a float can be."""
+"""Largest size of an int, in bits: that of the largest float."""
 
-# As a class has them, whatever a user's class or its metaclass puts in front.
+# Read from the built-in classes, so that a user's class or metaclass cannot override them.
 _NAME, _CAUSE = type.__dict__["__name__"], BaseException.__dict__["__cause__"]
 
 
 class NotPlain(RecipeError):
-    """A value is none that another process could be given; the message names the place in it."""
+    """A value cannot be passed to another process; the message names the place in the value."""
 
 
 def plain(value: Any, what: str) -> Any:
-    """The value as the module's contract says.
+    """Convert a value to plain values, as the module's contract describes.
 
-    Enumerations count as their values; tuples, sets, arrays and tensors as lists; every other number (numpy's,
-    decimals, fractions) as a float. Iterating over it may raise whatever a user's class raises.
+    Enumerations become their values; tuples, sets, arrays and tensors become lists; every other number (numpy's,
+    decimals, fractions) becomes a float. Iterating over the value may raise whatever a user's class raises.
 
     Args:
-        what: names the value in messages.
+        what: name of the value in messages.
 
     Raises:
-        NotPlain: it has none of these types, contains itself, or is larger than `MOST`.
+        NotPlain: its type has no plain form, it contains itself, or it is larger than `MOST`.
     """
     return _Converter().convert(value, what, 0)
 
 
 Where = str | tuple[Any, str | int]
-"""A place in a value: its name, or the place around it and the key in that."""
+"""A place in a value: the value's name, or a pair of the enclosing place and the key in it."""
 
 
 class _Converter:
-    """One conversion, and how much of `MOST` is left for it."""
+    """One conversion, with the part of `MOST` that is left for it."""
 
     def __init__(self) -> None:
         self._left = MOST
@@ -74,7 +74,7 @@ class _Converter:
         if isinstance(value, int):
             if value.bit_length() > LARGEST_BITS:
                 bits = value.bit_length()
-                raise NotPlain(f"{_place(where)} is an int of {bits} bits, at most {LARGEST_BITS} can be given")
+                raise NotPlain(f"{_place(where)} is an int of {bits} bits, at most {LARGEST_BITS} are allowed")
             return int.__int__(value)
         if isinstance(value, float):
             return float.__float__(value)
@@ -107,12 +107,12 @@ class _Converter:
                 return float(value)
         except NotPlain:
             raise
-        except Exception as error:  # whatever its methods raise
+        except Exception as error:  # a user's method may raise anything
             words = f"{_place(where)}, of type {_type_name(value)}, cannot be converted: {told(error)}"
             raise NotPlain(words) from error
         raise NotPlain(
-            f"{_place(where)} is of type {_type_name(value)}, which other processes cannot be given: numbers, text, "
-            "booleans, None, and lists and dicts of them can be"
+            f"{_place(where)} is of type {_type_name(value)}, which cannot be passed to another process: allowed "
+            "are numbers, text, booleans, None, and lists and dicts of them"
         )
 
 
@@ -124,17 +124,17 @@ def _place(where: Where) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Name of its class and its message, of its first cause too; see the module's contract."""
+    """Return an exception's class name and message, followed by its first cause's; never raises."""
     first = _first(error)
     words = _told_alone(error)
     return words if first is error else f"{words} (caused by {_told_alone(first)})"
 
 
 def origin(error: BaseException) -> str:
-    """What an error came from that was raised while a user's file was loaded: its first cause, and where; maybe "".
+    """Return the first cause, with file and line, of an error raised while a user's file was loaded; "" if none.
 
-    The place is the last one in the traceback that is not in the libraries of the interpreter, with a word on what
-    dataclasses say of a file that was loaded under no module's name.
+    The place is the last frame outside of Python's import machinery. If dataclasses failed because verl loads the file
+    without a module name, advice on that is added.
     """
     first = _first(error)
     if first is error:
@@ -146,7 +146,7 @@ def origin(error: BaseException) -> str:
 
 
 def postponed(trace: str) -> str:
-    """What to do about a traceback that ends in dataclasses, or ""."""
+    """Return advice for a traceback that ends in dataclasses because of postponed annotations, else ""."""
     if "dataclasses.py" not in trace or "'NoneType' object has no attribute '__dict__'" not in trace:
         return ""
     return (
@@ -156,20 +156,20 @@ def postponed(trace: str) -> str:
 
 
 def traced(error: BaseException) -> str:
-    """Its traceback, the beginning cut off where it is long; empty if the exception cannot even be shown."""
+    """Return the end of an exception's traceback, or "" if it cannot be formatted."""
     try:
         return readable("".join(traceback.format_exception(error)))[-LONGEST_TRACE:].rstrip()
-    except BaseException:  # methods of a user's class
+    except BaseException:  # a user's class may raise anything
         return ""
 
 
 def readable(text: str) -> str:
-    """Text that can be written anywhere: lone surrogates and NUL as escapes."""
+    """Return text that can be written anywhere, with lone surrogates and NUL escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
 
 
 def _first(error: BaseException) -> BaseException:
-    """Where the chain of causes begins; a chain may be a circle."""
+    """Return the first exception of a chain of causes, which may be circular."""
     seen = {id(error)}
     while (cause := _CAUSE.__get__(error)) is not None and id(cause) not in seen:
         error = cause
@@ -180,7 +180,7 @@ def _first(error: BaseException) -> BaseException:
 def _told_alone(error: BaseException) -> str:
     try:
         message = readable(str(error))
-    except BaseException as inner:  # also what only ends a process elsewhere: its text is asked for, nothing else
+    except BaseException as inner:  # even SystemExit: only the text is wanted here
         message = f"<its message cannot be shown: {type(inner).__name__}>"
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[:LONGEST_MESSAGE]}... ({len(message):,} characters)"

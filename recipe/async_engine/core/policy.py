@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The admission policy: what may start, which trajectory generates next, and which batch is taken.
+"""The admission policy: which prompt starts, which trajectory generates next, and which batch is trained.
 
-Contract. A policy chooses among what the staleness gate and the ledger allow: it can hold something back, and cannot
-let anything through. The ledger checks each choice: a group starts only where the gate admits one more, and a batch is
-leased only if it consists of `b` different ready groups that the gate lets go. Where the gate keeps the chosen ones,
-since older groups are due, those are taken in their place, so no choice can bring a run to a stop; a policy that
-chooses nothing holds it up until ``async_training.timeouts.batch_wait``. What a policy raises, or a choice that is
-none, is a `PolicyError`: it ends the run, with the books closed.
+Contract. A policy chooses among what the staleness gate and the ledger allow: it can hold something back, but cannot
+let anything through. The ledger checks each choice: a group starts only if the gate admits one more, and a batch is
+leased only if it consists of `b` different ready groups that the gate allows. If the gate refuses the chosen groups
+because older ones are due, those are taken instead, so no choice can block a run; a policy that chooses nothing delays
+the run until ``async_training.timeouts.batch_wait``. An exception of a policy or an invalid choice becomes a
+`PolicyError`, which ends the run in order.
 
-A policy is asked under the ledger's lock, so it should answer at once. It keeps no state that a resumed run needs:
-nothing of it is in a checkpoint. docs/extending.md has one of a user's own. Tests: tests/core/test_policy.py.
+A policy is asked under the ledger's lock, so it should answer at once. It must not hold state that a resumed run needs,
+because checkpoints contain nothing of it. docs/extending.md shows how to write one. Tests: tests/core/test_policy.py.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SETTING = "async_training.admission_policy"
 
 
 class PolicyError(RecipeError):
-    """An admission policy raised, or chose what it was not offered."""
+    """An admission policy raised an exception, or chose what it was not offered."""
 
 
 class Batch(Sequence[Group]):
-    """Groups to be trained together, which are looked up only when they are asked for.
+    """Groups to be trained together, which are looked up only when they are read.
 
-    starts: number of the groups by start.
+    starts: number of groups by start.
     """
 
     def __init__(self, starts: Mapping[int, int], groups: Callable[[], Sequence[Group]]) -> None:
@@ -59,10 +59,10 @@ class Batch(Sequence[Group]):
 
 
 class ReadyGroups:
-    """The ready groups, of which a policy chooses a batch; iterate over them in the order of issue.
+    """The ready groups from which a policy chooses a batch; iteration is in issue order.
 
-    batch_groups: b, how many a batch has. version: the policy version that trains. next_batch: the number of the batch
-    that is taken next, where batches are fixed at issue.
+    batch_groups: b, groups in a batch. version: the policy version that is being trained. next_batch: the number of the
+    batch that is taken next, if batches are fixed at issue.
     """
 
     def __init__(self, live: LiveGroups, batch_groups: int, version: int, next_batch: int) -> None:
@@ -76,17 +76,17 @@ class ReadyGroups:
         return self._live.count(GroupState.READY)
 
     def find(self, group_id: int) -> Group | None:
-        """The ready group of this id, None if it is not ready."""
+        """Return the ready group with this id, or None if it is not ready."""
         group = self._live.find(group_id)
         return group if group is not None and group.state is GroupState.READY else None
 
     def oldest(self) -> Batch:
-        """The b oldest ready groups: by start, then by the order of issue."""
+        """Return the b oldest ready groups: by start, then in issue order."""
         ready, count = GroupState.READY, self.batch_groups
         return Batch(self._live.oldest_starts(ready, count), lambda: self._live.oldest(ready, count))
 
     def fixed(self) -> Batch | None:
-        """The next batch of those that are fixed at issue; None until all of its groups are ready."""
+        """Return the next batch of those that are fixed at issue, or None until all of its groups are ready."""
         if self._live.ready_of_batch(self.next_batch) < self.batch_groups:
             return None
         groups = self._live.of_batch(self.next_batch)
@@ -94,12 +94,12 @@ class ReadyGroups:
 
 
 class AdmissionPolicy(Protocol):
-    """What the engine asks a policy; a subclass of one of the three below has the rest of the answers.
+    """The interface of a policy; subclass one of the three below to override only some answers.
 
-    whole_groups: a group begins only when slots are free for all of its trajectories, so that a drain leaves none half
-        begun; otherwise each free slot is filled, whichever group its trajectory belongs to.
-    fixed_batches: a group's batch is fixed when it is issued; `next_batch` returns ``ready.fixed()`` then.
-    at_hand: how many prompts are taken from the data ahead of time, for `next_prompt` to choose among.
+    whole_groups: a group starts only when slots are free for all of its trajectories, so that a drain leaves no group
+    half started; otherwise each free slot is filled, whichever group its trajectory belongs to.
+    fixed_batches: a group's batch is fixed when it is issued; `next_batch` must then return ``ready.fixed()``.
+    at_hand: how many prompts are read ahead from the data for `next_prompt` to choose from.
     """
 
     whole_groups: bool
@@ -107,57 +107,57 @@ class AdmissionPolicy(Protocol):
     at_hand: int
 
     def next_prompt(self, prompts: Sequence[Prompt]) -> int | None:
-        """The place in ``prompts``, which are in the order of the data, of the one to begin now; None: none yet."""
+        """Return the index in ``prompts``, which are in data order, of the one to start now; None to start none yet."""
 
     def rank(self, group: Group, index: int) -> float:
-        """How late the ``index``-th trajectory of a group gets a free slot: the lowest rank is the next one.
+        """Return the priority of a group's ``index``-th trajectory for a free slot; the lowest rank is served first.
 
-        Asked once, when it begins to wait; where groups begin whole, for the first trajectory alone. Among equals the
-        group that was issued first goes first.
+        This is asked once, when the trajectory starts to wait; with ``whole_groups``, only for the group's first
+        trajectory. Among equal ranks the group that was issued first is served first.
         """
 
     def next_batch(self, ready: ReadyGroups) -> Sequence[Group] | None:
-        """The ``ready.batch_groups`` groups to train now; None: wait. At least so many are ready.
+        """Return the ``ready.batch_groups`` groups to train now, or None to wait; at least that many are ready.
 
-        While nothing changes, it is always the one or always the other.
+        While nothing else changes, the answer must stay None or stay a batch.
         """
 
 
 class OldestReady:
-    """A stream: groups begin whole, in the order of the data, and the oldest ready groups are trained."""
+    """A stream: groups start whole and in data order, and the oldest ready groups are trained."""
 
     whole_groups = True
     fixed_batches = False
     at_hand = 16
 
     def next_prompt(self, prompts: Sequence[Prompt]) -> int | None:
-        """The first one."""
+        """Return the first prompt."""
         return 0
 
     def rank(self, group: Group, index: int) -> float:
-        """The group's start: the oldest has the earliest deadline."""
+        """Return the group's start: the oldest group has the earliest deadline."""
         return group.start
 
     def next_batch(self, ready: ReadyGroups) -> Sequence[Group] | None:
-        """The oldest ones."""
+        """Return the oldest ready groups."""
         return ready.oldest()
 
 
 class WholeBatches(OldestReady):
-    """Batches are those of synchronous training: fixed at issue, trained in that order, each only when complete.
+    """Trains the batches of synchronous training: fixed at issue, trained in that order, each when it is complete.
 
-    For k = 1 and S <= 1: the order of issue is the order of deadlines there (docs/staleness.md).
+    It requires k = 1 and S <= 1, for which issue order is the order of deadlines (docs/staleness.md).
     """
 
     fixed_batches = True
 
     def next_batch(self, ready: ReadyGroups) -> Sequence[Group] | None:
-        """The next one in the order of issue."""
+        """Return the next batch in issue order."""
         return ready.fixed()
 
 
 class Turns(OldestReady):
-    """As `OldestReady`, but a free slot goes to the next trajectory of whichever group: nothing drains in turns."""
+    """Like `OldestReady`, but fills each free slot with the next trajectory of any group, for generation in turns."""
 
     whole_groups = False
 
@@ -170,10 +170,10 @@ POLICIES: dict[str, type[AdmissionPolicy]] = {
 
 
 def admission_policy(name: str) -> AdmissionPolicy:
-    """The policy of a configuration: one of `POLICIES`, or a class by its dotted name, called without arguments.
+    """Return the configured policy: one of `POLICIES`, or a class by its dotted name, created without arguments.
 
     Raises:
-        SettingError: it cannot be loaded, or has not what `AdmissionPolicy` has.
+        SettingError: the class cannot be loaded, or lacks a member of `AdmissionPolicy`.
     """
     allowed = f"one of {', '.join(POLICIES)}, or the dotted name of a class, module.Class"
     if name in POLICIES:
@@ -183,7 +183,7 @@ def admission_policy(name: str) -> AdmissionPolicy:
         raise SettingError(SETTING, name, allowed)
     try:
         policy = getattr(importlib.import_module(module), class_name)()
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module may raise anything
         raise SettingError(SETTING, name, allowed, f"It cannot be loaded: {told(error)}") from error
     has = ("whole_groups", "fixed_batches", "at_hand", "next_prompt", "rank", "next_batch")
     if lacking := [each for each in has if not hasattr(policy, each)]:
@@ -193,17 +193,17 @@ def admission_policy(name: str) -> AdmissionPolicy:
 
 
 def asked(policy: AdmissionPolicy, question: str, *arguments: Any) -> Any:
-    """A policy's answer, which is not checked yet; PolicyError if it raised something."""
+    """Return a policy's unchecked answer; raise PolicyError if the policy raised an exception."""
     try:
         return getattr(policy, question)(*arguments)
     except RecipeError:
         raise
-    except Exception as error:  # whatever a user's policy raises
+    except Exception as error:  # a user's policy may raise anything
         raise PolicyError(f"{_name(policy)}.{question} raised {told(error)}") from error
 
 
 def chosen_prompt(policy: AdmissionPolicy, prompts: Sequence[Prompt]) -> int | None:
-    """The place of the prompt that the policy begins now, None if it begins none yet."""
+    """Return the index of the prompt that the policy starts now, or None if it starts none yet."""
     place = asked(policy, "next_prompt", prompts)
     if place is None or (isinstance(place, int) and 0 <= place < len(prompts)):
         return None if place is None else int(place)
@@ -211,15 +211,15 @@ def chosen_prompt(policy: AdmissionPolicy, prompts: Sequence[Prompt]) -> int | N
 
 
 def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:
-    """The rank that the policy gives a trajectory that waits."""
+    """Return the policy's rank for a trajectory that waits for a slot."""
     rank = asked(policy, "rank", group, index)
     if isinstance(rank, int | float) and not math.isnan(rank):
         return rank
-    raise PolicyError(f"{_name(policy)}.rank gave {rank!r}, which is no number")
+    raise PolicyError(f"{_name(policy)}.rank gave {rank!r}, which is not a number")
 
 
 def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
-    """The groups that the policy would have trained now; those of a `Batch` are looked at by `checked` alone."""
+    """Return the batch that the policy chooses; the groups of a lazy `Batch` are only verified later, by `checked`."""
     found = asked(policy, "next_batch", ready)
     if found is None or isinstance(found, Batch):
         return found
@@ -228,11 +228,13 @@ def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
 
 
 def checked(policy: AdmissionPolicy, chosen: Any, ready: ReadyGroups) -> list[Group]:
-    """The chosen groups as the ledger has them; PolicyError unless they are b different ready ones."""
+    """Return the chosen groups as the ledger has them; raise PolicyError unless they are b different ready groups."""
     try:
         groups = [ready.find(group.id) for group in chosen]
     except (TypeError, AttributeError) as error:
-        raise PolicyError(f"{_name(policy)}.next_batch gave {type(chosen).__name__}, and no list of groups") from error
+        raise PolicyError(
+            f"{_name(policy)}.next_batch gave {type(chosen).__name__}, instead of a list of groups"
+        ) from error
     there = {group.id: group for group in groups if group is not None}
     if not len(groups) == len(there) == ready.batch_groups:
         raise PolicyError(

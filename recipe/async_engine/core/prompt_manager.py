@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which trajectory generates next, in a stream or in turns, between which training has the accelerators.
+"""Decides which trajectory generates next, in a continuous stream or in turns that alternate with training.
 
-Contract. The prompt manager stands on the sample ledger: the ledger knows the groups, this knows the trajectories of
-those that are not complete yet. A trajectory is PENDING, RUNNING or SAMPLED, and
+Contract. The ledger knows the groups; the prompt manager knows the trajectories of those that are not complete yet. A
+trajectory is PENDING, RUNNING or SAMPLED, and
 
-- a trajectory begins only while generation is open, and only in one of `slots` free slots; the ledger's admission
-  policy ranks those that wait, and says whether a group begins only when there are slots for all of it;
+- a trajectory starts only while generation is open, and only in one of `slots` free slots; the ledger's admission
+  policy ranks those that wait, and says whether a group needs slots for all of its trajectories to start;
 - an issued group goes before a new prompt, and a new prompt is issued only if the ledger admits it (its staleness gate,
   its bound on live groups), so the number of groups in flight is bounded;
-- a trajectory that runs keeps its slot until its last token is sampled: over the end of a turn, in which it waits with
-  its tokens, and over a failed attempt, which is followed by the next one.
+- a running trajectory keeps its slot until its last token is sampled: beyond the end of a turn, after which it waits
+  with its tokens, and beyond a failed attempt, which is followed by another one.
 
     PENDING -> RUNNING -> SAMPLED        a failed attempt leads from SAMPLED back to PENDING
 
-A stream is a turn that no batch closes, but it can be drained before a weight sync: nothing begins, what runs goes on.
+A stream is a single turn that no batch closes. It can be drained before a weight sync: then nothing starts, and running
+trajectories finish.
 
 Plain state: no clock, no threads, no events. Its caller holds the ledger's lock. Tests:
 tests/core/test_prompt_manager.py, tests/core/test_policy.py.
@@ -32,7 +33,7 @@ from recipe.async_engine.core.policy import rank_of
 
 
 class TrajectoryState(StrEnum):
-    """The one state of a trajectory whose group is not complete."""
+    """The state of a trajectory whose group is not complete."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -40,10 +41,10 @@ class TrajectoryState(StrEnum):
 
 
 class Why(StrEnum):
-    """Why nothing more begins to generate.
+    """Why no further trajectory starts to generate.
 
-    GENERATING: all slots are taken. LAST_...: trajectories generate, and for this reason no other one begins beside
-    them. The others: none generates.
+    GENERATING: all slots are taken. LAST_...: trajectories generate, and no other one starts for the named reason. In
+    all other cases nothing generates.
     """
 
     GENERATING = "generating"
@@ -67,12 +68,12 @@ LAST_OF = {
     Why.PROMPTS: Why.LAST_OF_PROMPTS,
     Why.END: Why.LAST_OF_END,
 }
-"""While trajectories generate, for each reason that keeps others from beginning."""
+"""The reason to report while trajectories generate, for each reason that keeps others from starting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The `index`-th answer to a group's prompt."""
+    """The ``index``-th answer to a group's prompt."""
 
     group_id: int
     index: int
@@ -80,9 +81,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
-    """Number of groups of which nothing runs and something waits for a slot, and of running trajectories.
+    """Groups without a running trajectory that wait for a slot, and running trajectories.
 
-    Between turns what runs is interrupted: ``interrupted`` are its groups, ``interrupted_trajectories`` are they.
+    Between turns running trajectories are interrupted: ``interrupted`` counts their groups,
+    ``interrupted_trajectories`` the trajectories.
     """
 
     pending: int
@@ -92,15 +94,15 @@ class PromptCounts:
 
 
 class PromptManager:
-    """See the module's contract.
+    """Assigns generation slots to trajectories, as the module's contract describes.
 
-    ledger: shared with whoever takes batches. group_size: trajectories of a group. slots: trajectories that may run at
-    once; it may change. stream: whether generation is one.
+    ledger: shared with the trainer. group_size: trajectories of a group. slots: trajectories that may run at once; it
+    may change. stream: whether generation is a stream instead of turns.
     """
 
     def __init__(self, ledger: SampleLedger, group_size: int, slots: int, stream: bool = False) -> None:
         if group_size < 1 or slots < 1:
-            raise LedgerError(f"{group_size} trajectories a group on {slots} slots: both must be at least 1")
+            raise LedgerError(f"{group_size} trajectories per group on {slots} slots: both must be at least 1")
         self.ledger = ledger
         self.group_size = group_size
         self.slots = slots
@@ -109,7 +111,7 @@ class PromptManager:
         self._states: dict[int, list[TrajectoryState]] = {}
         self._groups_in: Counter[TrajectoryState] = Counter()
         self._trajectories_in: Counter[TrajectoryState] = Counter()
-        # (rank, group id, index) of those that wait; entries whose trajectory no longer does are skipped.
+        # (rank, group id, index) of waiting trajectories; entries that no longer wait are skipped.
         self._waiting: list[tuple[float, int, int]] = []
 
     @property
@@ -123,26 +125,26 @@ class PromptManager:
         return self.running if self.is_open or self.stream else 0
 
     def open_turn(self) -> None:
-        """Begin a generation turn, or let a stream go on."""
+        """Start a generation turn, or let a stream go on."""
         if self.is_open:
             raise LedgerError("a generation turn is open already")
         self.is_open = True
 
     def close_turn(self) -> int:
-        """Interrupt everything that runs; returns how many trajectories that are."""
+        """Interrupt all running trajectories; return their number."""
         if not self.is_open:
             raise LedgerError("no generation turn is open")
         self.is_open = False
         return self.running
 
     def drain(self) -> None:
-        """Give no slots until the stream is opened again; what has one goes on."""
+        """Give out no slots until the stream is opened again; running trajectories continue."""
         self.is_open = False
 
     def next(self) -> Trajectory | None:
-        """Give a free slot to the next trajectory, which runs from now on; None if none may run or none waits.
+        """Give a free slot to the next trajectory and return it; None if no slot may be given or no trajectory waits.
 
-        Where groups begin whole, ask until there is none: the group that began has its slots then.
+        If groups start whole, call this until it returns None: the rest of a started group has its slots reserved.
         """
         if not self.is_open or not self.anything_waits():
             return None
@@ -155,12 +157,12 @@ class PromptManager:
         return trajectory
 
     def picks(self, issue: Callable[[], bool], portion: int | None = None) -> Iterator[Trajectory]:
-        """The trajectories that may generate from now on, those of new prompts once none waits.
+        """Yield the trajectories that may start now, with those of new prompts once none waits.
 
         Args:
-            issue: issues a group for the next prompt; False if there is none now.
-            portion: about so many of them, so that a lock is held for a moment only; None for all. A group is never cut
-                in two, which a drain would leave half begun.
+            issue: issues a group for the next prompt; returns False if there is none now.
+            portion: stop after about this many, so that the caller's lock is held only briefly; None for no limit. A
+                group is never split, since a drain would then leave it half started.
         """
         count, last = 0, None
         while portion is None or count < portion or self.first_waiting() == last:
@@ -172,11 +174,11 @@ class PromptManager:
                 return
 
     def why(self, prompts_left: bool, waits_for_rewards: bool) -> Why:
-        """Why nothing more begins to generate.
+        """Return why no further trajectory starts to generate.
 
         Args:
             prompts_left: whether there is a next prompt, now or later.
-            waits_for_rewards: whether only rewards keep the run from going on while nothing generates.
+            waits_for_rewards: whether nothing generates and the run waits only for rewards.
         """
         if self.generating:
             if self.is_open and (not self.has_room() or self.anything_waits()):
@@ -185,7 +187,7 @@ class PromptManager:
         return Why.REWARD if waits_for_rewards else self._held_by(prompts_left)
 
     def _held_by(self, prompts_left: bool) -> Why:
-        """What keeps a trajectory that would have its slots from beginning."""
+        """Return what prevents a new trajectory from starting even though slots are free."""
         if not self.is_open:
             return Why.DRAIN if self.stream else Why.TURN
         if self.ledger.all_issued or not prompts_left:
@@ -193,15 +195,15 @@ class PromptManager:
         return Why.PROMPTS if self.ledger.can_issue() else Why.GATE
 
     def wants_prompt(self) -> bool:
-        """Whether slots are free for a new prompt; ask when `next` gives nothing."""
+        """Return whether a new prompt may be issued for free slots; call it when `next` returns None."""
         return self.is_open and self.has_room() and not self.anything_waits() and self.ledger.can_issue()
 
     def has_room(self) -> bool:
-        """Whether slots are free for a new prompt."""
+        """Return whether enough slots are free for a new prompt."""
         return self._fits(self.group_size)
 
     def issue(self, prompt: PromptRef) -> Group:
-        """Issue a group for this prompt; its trajectories wait for slots."""
+        """Issue a group for this prompt and queue its trajectories for slots."""
         if not self.is_open:
             raise LedgerError("a prompt is issued in a generation turn only")
         group = self.ledger.issue(prompt)
@@ -209,7 +211,7 @@ class PromptManager:
         return group
 
     def adopt(self, group: Group, states: Sequence[TrajectoryState]) -> None:
-        """Take over a running group, new or of a checkpoint; none of its trajectories runs."""
+        """Take over a running group, new or from a checkpoint, none of whose trajectories runs."""
         if group.state is not GroupState.RUNNING or group.id in self._states:
             raise LedgerError(f"group {group.id} is {group.state} or known already: it cannot be adopted")
         if len(states) != self.group_size or TrajectoryState.RUNNING in states:
@@ -223,20 +225,20 @@ class PromptManager:
             self._wait(Trajectory(group.id, index))
 
     def state(self, trajectory: Trajectory) -> TrajectoryState:
-        """The state of a trajectory of a group that is not complete."""
+        """Return the state of a trajectory whose group is not complete."""
         if trajectory.group_id not in self._states:
             raise LedgerError(f"group {trajectory.group_id} is complete, ended or was never issued")
         return self._states[trajectory.group_id][trajectory.index]
 
     def sampled(self, trajectory: Trajectory) -> None:
-        """The trajectory's last token is sampled: its slot is free."""
+        """Free the trajectory's slot, because its last token is sampled."""
         self._expect(trajectory, TrajectoryState.RUNNING)
         self._set(trajectory, TrajectoryState.SAMPLED)
 
     def begin_again(self, trajectory: Trajectory) -> bool:
-        """The attempt failed and its tokens are lost.
+        """Record that an attempt failed and its tokens are lost.
 
-        Returns whether the trajectory has its slot still and begins again at once; otherwise it waits for one.
+        Returns True if the trajectory still has its slot and starts again at once; otherwise it waits for a slot.
         """
         self._expect(trajectory, TrajectoryState.RUNNING, TrajectoryState.SAMPLED)
         if self.state(trajectory) is TrajectoryState.RUNNING:
@@ -245,7 +247,7 @@ class PromptManager:
         return False
 
     def complete(self, group_id: int, oldest_version: int) -> Group:
-        """All trajectories are sampled and rewarded: the group is ready to be trained."""
+        """Mark a group as ready to be trained, once all of its trajectories are sampled and rewarded."""
         unfinished = [state for state in self._states[group_id] if state is not TrajectoryState.SAMPLED]
         if unfinished:
             raise LedgerError(f"group {group_id} is not complete: {[state.value for state in unfinished]}")
@@ -253,7 +255,7 @@ class PromptManager:
         return self.ledger.mark_ready(group_id, oldest_version)
 
     def forget(self, group_id: int) -> None:
-        """The group is given up; the slots of its trajectories are free. The caller filters or fails it."""
+        """Drop a group that is given up and free its slots; the caller filters or fails it in the ledger."""
         self._leave(group_id)
 
     def counts(self) -> PromptCounts:
@@ -267,11 +269,11 @@ class PromptManager:
         )
 
     def anything_waits(self) -> bool:
-        """Whether a trajectory waits for a slot."""
+        """Return whether any trajectory waits for a slot."""
         return self.first_waiting() is not None
 
     def first_waiting(self) -> int | None:
-        """The group of the trajectory that gets the next slot; None if none waits."""
+        """Return the group of the trajectory that gets the next slot, or None if none waits."""
         while self._waiting:
             _, group_id, index = self._waiting[0]
             states = self._states.get(group_id)
@@ -281,7 +283,7 @@ class PromptManager:
         return None
 
     def _fits(self, waiting: int) -> bool:
-        """Whether slots are free for a group of which so many trajectories wait."""
+        """Return whether enough slots are free for a group with ``waiting`` pending trajectories."""
         return self.slots - self.running >= (waiting if self.ledger.policy.whole_groups else 1)
 
     def _expect(self, trajectory: Trajectory, *states: TrajectoryState) -> None:
@@ -304,7 +306,7 @@ class PromptManager:
         self._trajectories_in.subtract(states)
 
     def _wait(self, trajectory: Trajectory) -> None:
-        """Queue the trajectory if it waits for a slot, by the rank that the policy gives it now."""
+        """Queue the trajectory if it is pending, with the rank that the policy gives it now."""
         group = self.ledger.find(trajectory.group_id)
         if group is not None and self.state(trajectory) is TrajectoryState.PENDING:
             policy = self.ledger.policy
@@ -313,7 +315,7 @@ class PromptManager:
 
 
 def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
-    """RUNNING if one of these trajectories runs, else PENDING if one waits for a slot."""
+    """Return RUNNING if one of these trajectories runs, else PENDING if one waits for a slot, else SAMPLED."""
     for state in (TrajectoryState.RUNNING, TrajectoryState.PENDING):
         if state in states:
             return state
@@ -321,18 +323,17 @@ def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
 
 
 MEMORY = 4
-"""Ended trajectories that count, in multiples of the slots without tools."""
+"""Number of recently ended trajectories that set the slot count, as a multiple of the slots without tools."""
 
 
 class Slots:
-    """How many trajectories may have a generation slot while some of these are at tools.
+    """Computes how many trajectories may have a generation slot while some of them wait for tools.
 
-    A slot's trajectory keeps an engine busy only while it waits for an answer. Where agent loops use tools there are
-    more slots than the engines need at once, in the ratio of the time that ended trajectories had in all to their time
-    at engines, and never more than ``most``; without tools there are ``least``, exactly. What ended longer ago counts
-    for less. Shown by tests/core/test_slots.py.
+    A trajectory keeps an engine busy only while it waits for an answer. If agent loops use tools, the slots are
+    increased by the ratio of the time that ended trajectories spent at tools to their time at engines, up to ``most``;
+    without tools there are exactly ``least``. Older trajectories have less weight. Shown by tests/core/test_slots.py.
 
-    count: of slots, now.
+    count: present number of slots.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -341,7 +342,7 @@ class Slots:
         self._at_engines_s = self._at_tools_s = 0.0
 
     def ended(self, at_engines_s: float, at_tools_s: float) -> int:
-        """A trajectory has ended that waited for answers, and was at tools, for so many seconds; returns `count`."""
+        """Record the seconds that an ended trajectory spent waiting for engines and at tools; return `count`."""
         kept = 1 - 1 / (MEMORY * self._least)
         self._at_engines_s = kept * self._at_engines_s + at_engines_s
         self._at_tools_s = kept * self._at_tools_s + at_tools_s

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rehearsal of a run has found, and the rule by which two computations of log-probs agree.
+"""Results of a run's rehearsal, and the rule for whether two computations of log-probs agree.
 
-Contract: plain values only, which travel as they are into ``summary.json`` and to trackers. Shown by
+Contract: results are plain values, which go unchanged into ``summary.json`` and to trackers. Shown by
 tests/core/test_rehearsed.py.
 """
 
@@ -15,16 +15,16 @@ from typing import Any
 PASSED, FELL_BACK, FAILED, LEFT_OUT = "passed", "fell back", "failed", "left out"
 
 SHARES = {"float32": 0.02, "float16": 0.1}
-"""By the engine's dtype: how far log-probs may be apart, as a share of their spread."""
+"""Allowed difference of log-probs as a share of their spread, by the engine's dtype."""
 USUAL_SHARE = 0.25
-"""For bfloat16 and anything narrower."""
+"""The share for bfloat16 and narrower dtypes."""
 LEAST_SPREAD = 0.2
-"""In nats: log-probs that are nearly all alike are judged as if they were spread so much."""
+"""Smallest spread that is assumed, in nats, for log-probs that are nearly equal."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two computations of the same log-probs, in nats: their mean absolute difference, and how large it may be."""
+    """Mean absolute difference of two computations of the same log-probs, and its limit, in nats."""
 
     difference: float
     allowed: float
@@ -32,7 +32,7 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Whether they agree; NaN agrees with nothing."""
+        """Return whether the two agree; a NaN never does."""
         return self.difference <= self.allowed
 
     def __str__(self) -> str:
@@ -40,14 +40,14 @@ class Agreement:
 
 
 def agreement(pairs: Sequence[tuple[float, float]], dtype: str) -> Agreement:
-    """Compare the log-probs of each token, computed twice.
+    """Compare two computations of each token's log-prob.
 
-    Rounding moves a log-prob by a small share of how far log-probs are spread at all; other weights move it by about
-    the spread itself. So the spread of the second computation is the measure.
+    Rounding changes a log-prob by a small share of the spread of log-probs; other weights change it by about the spread
+    itself. So the difference is measured by the spread of the second computation.
 
     Args:
-        pairs: of one token each, in nats.
-        dtype: in which the engine computed the first of each, as verl names it.
+        pairs: the two log-probs of each token, in nats.
+        dtype: verl's name of the dtype in which the engine computed the first of each pair.
     """
     if not pairs:
         return Agreement(0.0, 0.0, 0)
@@ -60,7 +60,7 @@ def agreement(pairs: Sequence[tuple[float, float]], dtype: str) -> Agreement:
 
 @dataclass
 class Check:
-    """One thing that was tried: how it went, what there is to say of it, and how long it took."""
+    """The outcome of one check of the rehearsal, its explanation, and how long it took."""
 
     name: str
     outcome: str = PASSED
@@ -70,10 +70,10 @@ class Check:
 
 @dataclass
 class Rehearsed:
-    """All that was tried, in order.
+    """All checks of a rehearsal, in order.
 
-    ``fallbacks``: settings, as they are written on a command line, that the run goes on with in place of its own.
-    ``passes``: forward and backward passes of every trainer rank while weights travelled beside them.
+    ``fallbacks``: settings, as on a command line, that replace the run's own. ``passes``: forward and backward passes
+    of all trainer ranks while weights were transferred at the same time.
     """
 
     checks: list[Check] = field(default_factory=list)
@@ -84,15 +84,15 @@ class Rehearsed:
 
     @property
     def has_failed(self) -> bool:
-        """Whether one of the checks has."""
+        """Return whether one of the checks failed."""
         return any(check.outcome == FAILED for check in self.checks)
 
     def summary(self) -> dict[str, Any]:
-        """For ``summary.json``."""
+        """Return the values for ``summary.json``."""
         return asdict(self)
 
     def metrics(self) -> dict[str, float]:
-        """For trackers."""
+        """Return the metrics for trackers."""
         return {
             "rehearsal/seconds": self.seconds,
             "rehearsal/fallbacks": len(self.fallbacks),
@@ -102,7 +102,7 @@ class Rehearsed:
 
 
 def table(summary: dict[str, Any]) -> list[str]:
-    """Lines that show a rehearsal's `Rehearsed.summary` to a person."""
+    """Return lines of text that show a `Rehearsed.summary`."""
     width = max((len(check["name"]) for check in summary["checks"]), default=0)
     lines = [
         f"  {check['name']:<{width}}  {check['outcome']:<9}  {check['seconds']:6.1f} s  {check['said']}".rstrip()

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a log-prob server does next: score a batch, move to newer weights, or wait.
+"""Decides what a log-prob server does next: score a batch, move to newer weights, or wait.
 
 A pure state machine; the clock is passed in. Weights arrive in three steps: `begin_load`, `staged` (complete beside the
-live ones) and `promoted` (they are the live ones now). Contract:
+live weights) and `promoted` (they have become the live weights). Contract:
 
 - A batch is scored by one version, the live one, and nothing is promoted while a batch is being scored.
 - ``anchor: generation``: a request is scored by the version that sampled its tokens. A server moves on only when the
-  requests of its live version have been scored, or ``drain_s`` after the newer weights were complete; what comes too
-  late is scored by the live version and marked. It moves on when somebody asks for the newer version or the next
-  weights come, so that a request which is on its way during a weight sync still finds its version.
-- ``anchor: latest``: a server moves on at once. A request names the oldest version that will do, and waits
-  for it.
-- Requests of the oldest groups go first. A batch has at most ``max_batch_tokens``, a larger request its own batch; no
-  request waits for a fuller batch longer than ``max_delay_s``.
-- A request whose version will not come is handed back, never kept.
-- Weights that turn out to be others than were sent (`refused`) score nothing, and nothing else is scored before the
-  next ones are live.
+  requests of its live version have been scored, or ``drain_s`` after the newer weights were complete; later requests
+  are scored by the live version and marked as late. It moves on only when a request needs the newer version or the next
+  weights arrive, so that a request on its way during a weight sync still finds its version.
+- ``anchor: latest``: a server moves on at once. A request names the oldest version that is acceptable, and waits for
+it.
+- Requests of the oldest groups go first. A batch has at most ``max_batch_tokens``, and a larger request is a batch of
+  its own; no request waits for a fuller batch longer than ``max_delay_s``.
+- A request whose version will not arrive is handed back, never kept.
+- Weights that differ from those that were sent (`refused`) score nothing, and nothing is scored until the next weights
+  are live.
 - With ``holds_for_weights`` nothing is scored from `may_stage` to the end of a load.
 
 Shown by tests/core/test_scoring.py.
@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 STATIC = 0
-"""The version of weights that never change: those of the reference policy."""
+"""Version of weights that never change: those of the reference policy."""
 
 
 class Anchor(StrEnum):
-    """Whose log-probs the proximal ones are."""
+    """Which version computes the proximal log-probs."""
 
     GENERATION = "generation"
     LATEST = "latest"
@@ -51,15 +51,15 @@ class ScoringRequest:
     """One sequence to score."""
 
     id: int  # unique at its server
-    version: int  # that sampled the tokens, or, with ``anchor: latest``, the oldest that will do
+    version: int  # version that sampled the tokens; with ``anchor: latest``, the oldest acceptable version
     tokens: int  # length of the sequence
-    start: int  # of its prompt group; the oldest are trained first
-    arrived: float  # when it came
+    start: int  # start of its prompt group; the oldest are trained first
+    arrived: float  # time of arrival
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringBatch:
-    """Sequences to score together by ``version``; for those in ``late`` that is not the version they should have."""
+    """Sequences to score together by ``version``; requests in ``late`` should have been scored by an older version."""
 
     version: int
     requests: tuple[ScoringRequest, ...]
@@ -72,20 +72,20 @@ class ScoringBatch:
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """Swap the staged weights in."""
+    """The decision to swap in the staged weights."""
 
     version: int
 
 
 class ScoringQueue:
-    """A server's requests and versions. The owner does what `next` says and reports it with `scored` or `promoted`."""
+    """The requests and versions of a server. Its owner carries out `next` and reports `scored` or `promoted`."""
 
     def __init__(self, settings: ScoringSettings, live: int | None = None) -> None:
-        """``live``: the version that the weights have from the start, if they are not only placeholders."""
+        """``live``: version of the initial weights, or None if they are only placeholders."""
         self.live = live
         self.paused = False
         self.joining = False
-        """The ranks join the group of a weight sync, beside which nothing is scored that may not be beside weights."""
+        """True while the ranks join the group of a weight sync, when nothing may be scored beside it."""
         self._settings = settings
         self._loading: int | None = None
         self._staged: int | None = None
@@ -95,19 +95,19 @@ class ScoringQueue:
         self._busy = False
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Return the number of waiting requests."""
         return len(self._waiting)
 
     @property
     def newest(self) -> int | None:
-        """The newest version that is live, staged or on its way."""
+        """The newest version that is live, staged or being loaded."""
         staged = None if self._is_refused else self._staged
         return max((version for version in (self.live, staged, self._loading) if version is not None), default=None)
 
     # Requests
 
     def submit(self, request: ScoringRequest) -> bool:
-        """Take a request; False if its version was never here and is not on its way, so that it must go elsewhere."""
+        """Queue a request; return False if its version never was and will not be here, so that it must go elsewhere."""
         if request.id in self._waiting:
             raise ValueError(f"request {request.id} waits already")
         if not self._comes(request.version):
@@ -116,13 +116,13 @@ class ScoringQueue:
         return True
 
     def withdraw(self, request_id: int) -> bool:
-        """Nobody waits for this one any more; False if it is not waiting (it is being scored, or was)."""
+        """Drop a request that nobody needs any more; return False if it is being scored or has been."""
         return self._waiting.pop(request_id, None) is not None
 
     # Weights
 
     def begin_load(self, version: int) -> None:
-        """Weights are on their way. If others are still staged, `next` promotes those first: see `may_stage`."""
+        """Announce weights that will be loaded. If others are still staged, `next` promotes those first."""
         if self._loading is not None:
             raise ValueError(f"version {self._loading} is on its way already")
         if self.newest is not None and version < self.newest:
@@ -131,41 +131,42 @@ class ScoringQueue:
 
     @property
     def loading(self) -> int | None:
-        """The version that is on its way."""
+        """The version that is being loaded."""
         return self._loading
 
     @property
     def may_stage(self) -> bool:
-        """Whether those on their way may come: their place is free, and nothing is scored that may not be beside it."""
+        """Whether loading may begin: the staging area is free, and no batch is scored that must not run beside it."""
         return self._staged is None and self.may_join
 
     @property
     def may_join(self) -> bool:
-        """Whether nothing is scored that may not be beside a collective of weights."""
+        """Return whether no batch is scored that must not run beside a collective of the weight sync."""
         return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:
-        """The weights on their way are complete on every rank, beside the live ones."""
+        """Mark the weights being loaded as complete on every rank, beside the live ones."""
         if self._loading is None or not self.may_stage:
             raise ValueError("no weights are on their way, or others are staged")
         self._staged, self._loading, self._staged_at = self._loading, None, now
 
     def load_failed(self) -> list[ScoringRequest]:
-        """The weights on their way will not come. Returns the requests that wait for them, which must go elsewhere."""
+        """Give up the weights being loaded. Returns the requests that waited for them, which must go elsewhere."""
         self._loading = None
         return self._lost()
 
     def refused(self) -> list[ScoringRequest]:
-        """The weights that came last, staged or live, are not those that were sent. Returns as `load_failed`.
+        """Mark the weights that arrived last, staged or live, as different from those that were sent.
 
-        What is staged still takes the place of the live weights, so that others can be staged.
+        Returns the requests that waited for them, which must go elsewhere. Refused staged weights are still promoted
+        later, to free the staging area for the next ones.
         """
         self.live = None
         self._is_refused = self._staged is not None
         return self._lost()
 
     def promoted(self) -> None:
-        """The staged weights are the live ones."""
+        """Make the staged weights the live ones."""
         assert self._staged is not None and not self._busy
         self.live, self._staged, self._is_refused = None if self._is_refused else self._staged, None, False
 
@@ -176,7 +177,7 @@ class ScoringQueue:
         return lost
 
     def _comes(self, version: int) -> bool:
-        """Whether a request for ``version`` will be answered here without further weights being announced."""
+        """Return whether a request for ``version`` will be answered here without further announced weights."""
         if self._settings.anchor is Anchor.LATEST:
             return self.newest is not None and version <= self.newest
         staged = None if self._is_refused else self._staged
@@ -185,7 +186,7 @@ class ScoringQueue:
     # Decisions
 
     def next(self, now: float) -> ScoringBatch | Promotion | None:
-        """What to do now; None: wait for the next event, or until `wake_at`. A batch counts as begun."""
+        """Return what to do now, or None to wait for an event or until `wake_at`. A returned batch counts as begun."""
         if self._busy:
             return None
         if self._staged is not None and self._moves_on(now):
@@ -207,12 +208,12 @@ class ScoringQueue:
         return ScoringBatch(self.live, tuple(chosen), late)
 
     def scored(self) -> None:
-        """The batch has been scored, or could not be."""
+        """Record that the batch has been scored, or failed."""
         assert self._busy
         self._busy = False
 
     def wake_at(self) -> float | None:
-        """When `next` may say something else without any other event; None if never."""
+        """Return when `next` may change its answer without another event, or None if it will not."""
         if self._busy:
             return None
         times = [request.arrived + self._settings.max_delay_s for request in self._ready()]
@@ -228,13 +229,13 @@ class ScoringQueue:
 
     @property
     def _is_wanted(self) -> bool:
-        """Whether the staged weights are asked for, or in the way of the next ones."""
+        """Return whether a request needs the staged weights, or the next weights need their place."""
         live = self.live
         assert live is not None
         return self._loading is not None or any(request.version > live for request in self._waiting.values())
 
     def _ready(self) -> list[ScoringRequest]:
-        """What the live version may score now, first things first."""
+        """Return the requests that the live version may score now, oldest group first."""
         live = self.live
         holds = self.joining or (
             self._settings.holds_for_weights and self._loading is not None and self._staged is None

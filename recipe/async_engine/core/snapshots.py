@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run may go on from what an earlier one saved, with the settings that it has now."""
+"""Decides whether a run may resume from a checkpoint with its present settings."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
@@ -8,18 +8,18 @@ from typing import Any
 from recipe.async_engine.core.errors import SnapshotError
 
 STATE_FORMAT = 1
-"""Of the rollout side of a checkpoint, which has a ledger's snapshot in it."""
+"""Format number of the rollout part of a checkpoint, which contains a ledger's snapshot."""
 BATCH = "groups of a batch (ppo_mini_batch_size * require_batches)"
 PER_VERSION = "async_training.trigger_parameter_sync_step"
 WHOLE = "whole batches (async_training.admission_policy)"
 
 
 RESUMED_PARTS = ("model", "optimizer", "extra")
-"""Of verl's checkpoints, what training goes on from: weights, the optimizer's state, learning-rate schedule and RNG."""
+"""Parts of verl's checkpoints from which training resumes: weights, optimizer state, learning-rate schedule and RNG."""
 
 
 def not_carried(contents: Iterable[str], strategy: str) -> list[str]:
-    """Of `RESUMED_PARTS`, those that such contents of a checkpoint leave out.
+    """Return those of `RESUMED_PARTS` that a checkpoint with these contents lacks.
 
     Megatron's engine takes its weights from ``hf_model`` too (utils/checkpoint/megatron_checkpoint_manager.py:256).
     """
@@ -30,13 +30,13 @@ def not_carried(contents: Iterable[str], strategy: str) -> list[str]:
 
 
 class Changed(Enum):
-    """What a change of a setting since the checkpoint means."""
+    """The consequence of changing a setting since the checkpoint."""
 
     NOTED = auto()
     WITHOUT_EFFECT = auto()
-    """Noted: verl goes on with the value that is in the checkpoint."""
+    """The change is noted, but verl continues with the value in the checkpoint."""
     REFUSED_WITH_ANSWERS = auto()
-    """Refused where groups were live: their answers have the shape of the value that they were made with."""
+    """Refused if groups were live, since their answers depend on the saved value."""
     REFUSED = auto()
 
 
@@ -44,27 +44,27 @@ RULES: dict[str, Changed] = {
     "actor_rollout_ref.rollout.n": Changed.REFUSED_WITH_ANSWERS,
     "data.max_prompt_length": Changed.REFUSED_WITH_ANSWERS,
     "data.max_response_length": Changed.REFUSED_WITH_ANSWERS,
-    # Which groups may be trained when depends on these.
+    # These determine which groups may be trained when.
     BATCH: Changed.REFUSED,
     PER_VERSION: Changed.REFUSED,
     WHOLE: Changed.REFUSED,
     "async_training.placement": Changed.REFUSED,
-    # The ledger refuses a bound that its groups don't fit.
+    # The ledger refuses a bound that its live groups do not fit.
     "async_training.max_staleness": Changed.NOTED,
-    # verl's FSDP checkpoints are one file a rank.
+    # verl writes one FSDP checkpoint file per rank.
     "actor_rollout_ref.actor.strategy": Changed.REFUSED,
     "trainer.nnodes * trainer.n_gpus_per_node": Changed.REFUSED,
-    # A prompt is known by its epoch and its row.
+    # A prompt is identified by its epoch and row.
     "data.train_files": Changed.REFUSED,
     "rows of data.train_files": Changed.REFUSED,
     "data.shuffle": Changed.REFUSED,
     "data.seed": Changed.REFUSED,
     "trainer.total_epochs": Changed.NOTED,
-    # Tensors of other shapes; adapters that are scaled otherwise, or are of another base model.
+    # A change alters the shapes of tensors, the scaling of adapters, or their base model.
     "sizes of actor_rollout_ref.model.path": Changed.REFUSED,
     "sizes of critic.model.path": Changed.REFUSED,
     "LoRA": Changed.REFUSED,
-    # The state of one optimizer is nothing to another one.
+    # An optimizer cannot use the state of another one.
     "actor_rollout_ref.actor.optim.optimizer": Changed.REFUSED,
     "critic.optim.optimizer": Changed.REFUSED,
     "critic.strategy": Changed.REFUSED,
@@ -73,13 +73,13 @@ RULES: dict[str, Changed] = {
     "tokenizer": Changed.REFUSED,
     "chat template": Changed.NOTED,
 }
-"""The settings, and what follows from them, that a checkpoint is made with."""
+"""Settings, and values derived from them, that a checkpoint records, with the consequence of a change."""
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> list[str]:
-    """What has changed since a checkpoint with so many live groups was made, one text each.
+    """Return what has changed since a checkpoint with ``live`` live groups was written, one text per change.
 
-    Raises `SnapshotError` where the run cannot go on with the present values; it names each, with the saved one.
+    Raises `SnapshotError` if the run cannot continue with the present values; it names each of them and the saved one.
     """
     known = [name for name in RULES if name in saved and name in present]
     found = {name: f"{saved[name]} -> {present[name]}" for name in known if saved[name] != present[name]}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy versions of tokens, run-length coded.
 
-Contract. A trajectory's tokens carry the version that sampled them; tokens that no policy sampled (tool and
-environment tokens) carry `NOT_SAMPLED`. Runs stay runs: what a complete answer costs here depends on how often its
-version changes, not on its tokens; only one that its agent loop has cut is gone through token by token. Labels that
-cannot be known exactly are never newer than the truth that is recorded, and are marked as inexact. Test:
+Contract. Each token of a trajectory is labelled with the version that sampled it; tokens that no policy sampled (tool
+and environment tokens) are labelled `NOT_SAMPLED`. The cost of handling a complete answer depends on the number of
+version changes in it, not on its tokens; only an answer that its agent loop has cut is read token by token. A label
+that cannot be known exactly is never newer than the recorded truth, and is marked as inexact. Test:
 tests/core/test_versions.py.
 """
 
@@ -24,16 +24,16 @@ Runs = list[tuple[int, int]]
 """(version, token count) of each run of equal versions, in order."""
 
 ALIGNMENT_WORK = 32
-"""Token comparisons an alignment may take, per token; only degenerate answers (one token repeated) need more."""
+"""Limit on token comparisons of an alignment, per token; only degenerate answers (one repeated token) need more."""
 
 
 def run_lengths(versions: Iterable[int]) -> Runs:
-    """The runs of single versions."""
+    """Return the runs of equal consecutive versions."""
     return [(version, len(list(run))) for version, run in groupby(versions)]
 
 
 def last_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """The runs of the last ``count`` tokens of those that ``runs`` are of."""
+    """Return the runs of the last ``count`` tokens that ``runs`` describes."""
     found: list[tuple[int, int]] = []
     for version, length in reversed(runs):
         if count <= 0:
@@ -44,7 +44,7 @@ def last_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, in
 
 
 def joined(runs: Iterable[tuple[int, int]], more: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The runs of tokens of ``runs`` with those of ``more`` after them."""
+    """Return the concatenation of two lists of runs."""
     found: Runs = []
     for version, count in (*runs, *more):
         _append(found, version, count)
@@ -52,39 +52,39 @@ def joined(runs: Iterable[tuple[int, int]], more: Iterable[tuple[int, int]]) -> 
 
 
 class RequestVersions:
-    """Which version sampled which tokens of the requests that a server has.
+    """Records which version sampled which tokens of the requests that a server holds.
 
-    A request is sampled by the version at its submission until a `swap`, which says how many tokens each request had
-    by then; what comes later is the new version's.
+    A request is sampled by the version at its submission until a `swap`, which gives the number of tokens that each
+    request had by then; later tokens belong to the new version.
     """
 
     def __init__(self) -> None:
-        # Of each request the versions that sample it, in order, each with the number of tokens before its first one.
+        # For each request: the versions that sample it, in order, each with the number of tokens before its first one.
         self._begun: dict[str, list[tuple[int | None, int]]] = {}
 
     def submit(self, request_id: str, version: int | None) -> None:
-        """The request may reach the engine, which samples by ``version`` (None: it has never been told one)."""
+        """Record a request before it reaches the engine, with the version that samples (None if it is unknown)."""
         self._begun[request_id] = [(version, 0)]
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Drop a request that has ended."""
         self._begun.pop(request_id, None)
 
     def submitted(self, request_id: str) -> int | None:
-        """The version at its submission; None if it has not been submitted."""
+        """Return the version at the request's submission, or None if it has not been submitted."""
         return self._begun[request_id][0][0] if request_id in self._begun else None
 
     def swap(self, sampled: Mapping[str, int], version: int) -> None:
-        """From now on ``version`` samples; ``sampled``: tokens so far of each request, 0 where it is not named."""
+        """Record that ``version`` samples from now on; ``sampled`` has each request's tokens so far (default 0)."""
         for request_id, begun in self._begun.items():
             begun.append((version, sampled.get(request_id, 0)))
 
     def swapped_under(self, request_id: str) -> bool:
-        """Whether a swap found the request under way."""
+        """Return whether a swap occurred while the request was being answered."""
         return len(self._begun.get(request_id, ())) > 1
 
     def runs(self, request_id: str, tokens: int) -> list[tuple[int, int]] | None:
-        """(version, token count) of each run of the request's first ``tokens`` tokens; None if a version is unknown."""
+        """Return the runs of a request's first ``tokens`` tokens, or None if a version is unknown."""
         begun = self._begun.get(request_id, [(None, 0)])
         ends = [before for _, before in begun[1:]] + [tokens]
         found: list[tuple[int, int]] = []
@@ -100,7 +100,7 @@ class RequestVersions:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The versions of the tokens of a response, as `run_lengths`; of its sampled tokens the oldest and the newest one.
+    """The versions of a response's tokens, and the oldest and newest version of its sampled tokens.
 
     `exact` is False if a token may be of a newer version than its label says.
     """
@@ -124,13 +124,14 @@ def align(
 
     generated: (version, token ids) of every piece that a server returned for the trajectory, in order. response_ids,
     response_mask: what the agent loop made of them, of equal length; mask 0 marks tokens that it did not sample.
-    The loop knows nothing of versions. It may cut its response, drop the end of a turn, or discard whole turns: a
-    reading of the response uses each piece in order, whole, in part from its beginning, or not at all. A token has the
-    oldest version that a reading gives it, and the labels are exact if no two readings differ. Where there is no
-    reading, or finding them all is too much work, every sampled token gets the oldest version recorded. A staleness
-    computed from it is never too small.
 
-    Raises `VersionRecordError` if lengths differ, or tokens are marked as sampled and nothing was recorded.
+    The agent loop does not record versions. It may cut its response, drop the end of a turn, or discard whole turns. So
+    a possible reading of the response uses the pieces in order, each of them whole, only its beginning, or not at all.
+    A token is labelled with the oldest version that any reading gives it, and the labels are exact if all readings
+    agree. If there is no reading, or finding all of them takes too much work, every sampled token gets the oldest
+    recorded version. A staleness computed from the labels is never too small.
+
+    Raises `VersionRecordError` if lengths differ, or if tokens are marked as sampled although nothing was recorded.
     """
     if len(response_ids) != len(response_mask):
         raise VersionRecordError(f"{len(response_ids)} response tokens, but a mask of {len(response_mask)}")
@@ -151,11 +152,12 @@ def align(
 
 
 def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
-    """What readings say of the sampled tokens; None if there is no reading, or it is too much work.
+    """Return the labels from all readings of the sampled tokens; None if there is no reading, or it is too much work.
 
-    A reading uses a beginning (none, a part, or all) of each piece in turn. Forward, the numbers of sampled tokens
-    that the first pieces can explain, each with how far the next piece agrees from there; backward, those from which
-    the end can be reached; a piece labels the tokens that lie on a way through.
+    A reading uses a beginning (none, a part, or all) of each piece in turn. The forward pass computes, piece by piece,
+    which numbers of sampled tokens the pieces so far can explain, and how far the next piece agrees from there. The
+    backward pass keeps those from which the end can be reached; each piece labels the tokens that it covers on such a
+    path.
     """
     end = len(sampled)
     work_left = ALIGNMENT_WORK * (end + sum(len(tokens) for _, tokens in pieces))
@@ -184,9 +186,10 @@ def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Al
 
 
 def _oldest_of(labelled: Iterable[tuple[int, int, int]], end: int) -> Alignment | None:
-    """The oldest label of each of ``end`` tokens, None if one has none.
+    """Return the oldest label of each of ``end`` tokens, or None if a token has no label.
 
-    labelled: (first, end, version) of tokens first..end-1 that a reading gives this version. Exact if no token has two.
+    labelled: (first, end, version) of tokens first..end-1 that a reading gives this version. The result is exact if no
+    token has two labels.
     """
     changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for first, last, version in labelled:
@@ -206,7 +209,7 @@ def _oldest_of(labelled: Iterable[tuple[int, int, int]], end: int) -> Alignment 
 
 
 def _append(runs: Runs, version: int, count: int) -> None:
-    """Put so many tokens of a version behind those of ``runs``, in place."""
+    """Append ``count`` tokens of a version to ``runs``, in place."""
     if runs and runs[-1][0] == version:
         count += runs.pop()[1]
     if count:
@@ -214,7 +217,7 @@ def _append(runs: Runs, version: int, count: int) -> None:
 
 
 def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int:
-    """Length of the longest common beginning of `tokens` and `sampled[start:]`."""
+    """Return the length of the longest common beginning of ``tokens`` and ``sampled[start:]``."""
     longest = min(len(tokens), len(sampled) - start)
     if tokens[:1] == sampled[start : start + 1] and tokens[:longest] == sampled[start : start + longest]:
         return longest
@@ -222,7 +225,7 @@ def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int
 
 
 def _with_unsampled(labels: Iterable[tuple[int, int]], response_mask: Sequence[int]) -> Runs:
-    """The runs of a response, given those of its sampled tokens."""
+    """Return the runs of a whole response, given those of its sampled tokens."""
     found: Runs = []
     left = iter(labels)
     version = count = 0
@@ -241,7 +244,7 @@ def _with_unsampled(labels: Iterable[tuple[int, int]], response_mask: Sequence[i
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One answered request: the version that sampled ``tokens``, which follow ``context``."""
+    """One answered request: the version that sampled ``tokens``, and the ``context`` before them."""
 
     version: int
     context: Sequence[int]
@@ -251,11 +254,11 @@ class Part:
 def place(
     parts: Sequence[Part], prompt: Sequence[int], response: Sequence[int], mask: Sequence[int]
 ) -> list[tuple[int, int]] | None:
-    """Position in the response and number of tokens used, for each part. Shown by tests/core/test_alignment.py.
+    """Return each part's position in the response and the number of its tokens that are used.
 
-    A part's log-probs hold for the response only if its context is what stands before it there. Returns None if for
-    some part it is not, or if a token that is marked as sampled (``mask`` 1) is in no part: the agent loop has then
-    rewritten what was generated.
+    A part's log-probs are valid for the response only if its context is what precedes it there. Returns None if that is
+    wrong for some part, or if a token marked as sampled (``mask`` 1) is in no part: the agent loop has then rewritten
+    what was generated. Shown by tests/core/test_alignment.py.
     """
     sequence = [*prompt, *response]
     places, covered = [], bytearray(len(response))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words in which a rollout server and its client speak of an answer, whatever engine samples it.
+"""The format of an answer between a rollout server and its client, independent of the engine that samples it.
 
-Contract: a client fetches from time to time what an answer under way has come to (:class:`Sampled`), and keeps it in a
-:class:`Flight`. When the server dies, the answer goes on elsewhere from the tokens that the client has; those sampled
-after its last question are sampled again. A checkpoint asks once more, and has them too. Shown by
-tests/integration/test_client.py and, with a real engine that is killed, tests/e2e/test_lost_replica.py.
+Contract: while an answer is generated, its client regularly fetches the new tokens (:class:`Sampled`) and stores them
+in a :class:`Flight`. When the server dies, the answer is continued elsewhere from the tokens that the client has; those
+sampled after its last request for them are sampled again. A checkpoint fetches once more, so that it contains the
+newest tokens. Shown by tests/integration/test_client.py and, with a real engine that is killed,
+tests/e2e/test_lost_replica.py.
 """
 
 from dataclasses import dataclass, field
@@ -20,18 +21,20 @@ ABORTED = ("aborted", "abort")
 """Stop reasons of an answer that is not complete."""
 
 GOES_ON = "recipe_goes_on"
-"""In the extra fields of a cut answer: what cut it, if that was no weight sync. It may go on under its version then."""
+"""Extra field of an interrupted answer: what interrupted it, unless it was a weight sync; its version may then continue
+it.
+"""
 VERSION_RUNS = "recipe_version_runs"
-"""In the extra fields of an answer: (version, token count) of each run of versions that sampled it."""
+"""Extra field of an answer: (version, token count) of each run of versions that sampled it."""
 RECOMPUTED = "recipe_recomputed_tokens"
-"""In the extra fields of an answer: prompt and own tokens that the engine computed again after swaps of weights."""
+"""Extra field of an answer: number of prompt and answer tokens that the engine computed again after weight swaps."""
 SERVER_DIED = "its server died"
 CHECKPOINT = "a checkpoint was taken"
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens of one request, the runs of versions that sampled them and, where asked for, their log-probs."""
+    """Tokens of one request, the runs of versions that sampled them and, if requested, their log-probs."""
 
     token_ids: list[int]
     runs: list[tuple[int, int]]
@@ -40,10 +43,10 @@ class Sampled:
 
 @dataclass(eq=False)
 class Flight:
-    """One request under way at a server, and what is known of its answer.
+    """One request in progress at a server, and the part of its answer that is known.
 
-    asked: the tokens that it sends. avoided: the server that failed it before. told: whether the server said of late
-    that the answer is not complete yet.
+    asked: the tokens sent in the request. avoided: the server that failed this request before. told: whether the server
+    recently reported that the answer is not complete yet.
     """
 
     asked: list[int]
@@ -57,7 +60,7 @@ class Flight:
     log_probs: list[float] | None = None
 
     def add(self, sampled: Sampled, after: int) -> None:
-        """Take in what came after the first ``after`` tokens; another question may have brought some of it already."""
+        """Add tokens that follow the first ``after`` ones, skipping any that another call has already added."""
         new = slice(len(self.token_ids) - after, None)
         self.runs = joined(self.runs, last_runs(sampled.runs, len(sampled.token_ids[new])))
         self.token_ids += sampled.token_ids[new]
@@ -65,7 +68,7 @@ class Flight:
             self.log_probs = [*(self.log_probs or []), *sampled.log_probs[new]]
 
     def cut_answer(self, why: str) -> TokenOutput | None:
-        """What is known, as an answer that was cut; None if that is nothing."""
+        """Return the known tokens as an interrupted answer, or None if there are none."""
         if not self.token_ids:
             return None
         first, last = self.runs[0][0], self.runs[-1][0]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rollout replicas of a run and the load balancer in front of them.
 
-Contract: the load balancer is up before the replicas are, and empty: clients can be made at once, and a replica is
-routed to only when the weight publisher says that it holds a complete version. Nothing takes its place when it dies, so
-verl's is on the node of the process that makes it, the trainer's: no other node's loss ends the run with it.
+Contract: the load balancer starts empty and before the replicas: clients can be made at once, and a replica receives
+requests only after the weight publisher has reported that it holds a complete version. A load balancer that dies is not
+replaced, so this package's is on the trainer's node: the loss of another node then does not end the run.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ END_S = 30.0
 
 
 class ReplicaManager(LLMServerManager):
-    """verl's server manager over the run's rollout engine, in two steps: construct, then :meth:`launch`."""
+    """verl's server manager for the run's rollout engine, used in two steps: construct it, then call :meth:`launch`."""
 
     def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
         engine = engine_class(config.actor_rollout_ref.rollout.name)
@@ -36,9 +36,10 @@ class ReplicaManager(LLMServerManager):
         self.global_load_balancer = self._new_load_balancer()
 
     def _new_load_balancer(self) -> Any:
-        """verl's, or the user's; verl's own takes and gives back servers beside the requests that wait for one.
+        """Create the user's load balancer, or this package's.
 
-        It is on the node of this process; Ray puts verl's on any.
+        This package's adds and removes servers in a concurrency group of its own, beside the calls of requests. It is
+        placed on the node of this process, whereas Ray may place verl's on any node.
         """
         file = getattr(self.rollout_config, "router_config_path", None)
         hashes = getattr(self.rollout_config, "full_determinism", False)
@@ -51,9 +52,9 @@ class ReplicaManager(LLMServerManager):
         )
 
     def start_another(self) -> RolloutReplica:
-        """One more replica, on resources of its own; returns when its server is up, holding no weights.
+        """Start one more replica, on resources of its own; return when its server is up, without weights.
 
-        NothingFree: there are no such resources now.
+        Raises NothingFree if there are no such resources now.
         """
         replica = self._new_replica(next(self._numbers))
         with cleared_on_failure([replica]):
@@ -61,9 +62,9 @@ class ReplicaManager(LLMServerManager):
         return replica
 
     def start_again(self, lost: RolloutReplica, timeout_s: float) -> RolloutReplica:
-        """A replica in the place of ``lost``, beside the same trainer ranks and with the same name.
+        """Start a replica in the place of ``lost``, with the same name and the same trainer ranks.
 
-        Returns when its server is up, holding no weights; TimeoutError if it is not in time, or ``lost`` did not end.
+        Returns when its server is up, without weights. Raises TimeoutError if it is late, or if ``lost`` does not end.
         """
         end_servers(lost, END_S)
         replica = self._new_replica(lost.replica_rank)
@@ -80,11 +81,11 @@ class ReplicaManager(LLMServerManager):
         return self.rollout_replica_class(number, self.rollout_config, self.model_config, per_node)
 
     def launch(self, worker_group: Any = None) -> None:
-        """Start every replica's servers, and its workers or those of ``worker_group``, which it then shares.
+        """Start every replica's servers, with new weight workers or, if given, those of ``worker_group``.
 
-        Returns when all of them are up.
+        Returns when all replicas are up.
         """
         self.worker_group = worker_group
         asyncio.run(self._initialize_llm_servers())
-        # Names of servers and sockets have the number in them: no two replicas of a run have the same.
+        # Server and socket names contain the number, so each replica of a run gets a number of its own.
         self._numbers = itertools.count(self.start_rank + len(self.rollout_replicas))

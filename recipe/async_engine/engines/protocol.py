@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package asks of a rollout engine, and where the engines are.
+"""The interface of a rollout engine.
 
-Contract: whatever is above knows an engine by these protocols alone, so that another one is a folder beside `vllm`,
-and a row of `ENGINES` (`recipe.async_engine.config.verdicts`). An engine is three things: a replica in the trainer's
-process, its servers, and its weight workers, actors both. Shown by tests/integration/test_second_engine.py, whose
-engine of a few dozen lines gets weights, answers and is lost as vLLM's is.
+Contract: the other packages use an engine only through these protocols, so another engine is a package beside `vllm`
+and a row of `ENGINES` (`recipe.async_engine.config.verdicts`). An engine consists of a replica in the trainer's
+process, its servers, and its weight workers; the latter two are actors. tests/integration/test_second_engine.py shows
+it with an engine of a few dozen lines, which receives weights, answers requests and is lost like vLLM's.
 
-The promises that an engine keeps, since nothing above it can:
+An engine itself must guarantee the following, since no caller can:
 
-- A server answers with complete weights only. Until the first ones have come requests wait, and a load or swap that is
-  cut off leaves the server closed.
-- Staged weights change nothing until the swap. What is staged is complete by the model's own parameters, and has the
+- A server answers only with complete weights. Requests wait until the first ones have been loaded, and a load or swap
+  that is cut off leaves the server closed.
+- Staged weights change nothing until the swap. Staged weights cover all of the model's parameters, and have the
   checksum that the weight worker returns.
 - Each answer says which versions sampled which of its tokens.
 """
@@ -29,9 +29,9 @@ from recipe.async_engine.record.events import Activity
 
 
 class RolloutEngine(Protocol):
-    """A replica, in the trainer's process: verl's `RolloutReplica`, and what is asked of all of its servers at once.
+    """A replica, in the trainer's process: verl's `RolloutReplica` with operations on all of its servers at once.
 
-    It is made with ``(replica_rank, config, model_config, gpus_per_node, reservations=)``, and started by verl's
+    It is created with ``(replica_rank, config, model_config, gpus_per_node, reservations=)``, and started by verl's
     ``init_standalone`` or ``init_hybrid``.
     """
 
@@ -39,33 +39,33 @@ class RolloutEngine(Protocol):
     server_address: str
     """Its name in the load balancer."""
     server_handle: Any
-    """The server that requests go to: an actor with the methods of `RolloutServer`."""
+    """The server that receives requests: an actor with the methods of `RolloutServer`."""
     servers: list[Any]
-    """All of its servers, one a node."""
+    """All of its servers, one per node."""
     workers: list[Any]
-    """Actors with the methods of `WeightWorker`, one an accelerator."""
+    """Actors with the methods of `WeightWorker`, one per accelerator."""
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> None:
-        """Pause: end all requests, with the tokens that they have. Later ones wait, or with ``reject_request`` fail."""
+        """Pause, ending all requests with their tokens; later ones wait, or fail with ``reject_request``."""
 
     async def hold_requests(self) -> None:
-        """Pause, with the requests in the engine: they go on when generation resumes, under the weights of then."""
+        """Pause, keeping the requests; they continue with the weights that are live when generation resumes."""
 
     async def resume_generation(self) -> None:
-        """Go on generating."""
+        """Resume generation."""
 
     async def release_kv_cache(self) -> None:
-        """Give the memory of keys and values back, before weights are loaded in place."""
+        """Free the memory of the KV cache, before weights are loaded in place."""
 
     async def resume_kv_cache(self) -> None:
-        """Have that memory again."""
+        """Allocate the memory of the KV cache again."""
 
     async def sleep(self) -> None:
-        """Give all memory back, weights included: the trainer, on the same accelerators, has its turn."""
+        """Free all memory, including the weights, for the trainer on the same accelerators."""
 
 
 class RolloutServer(Protocol):
-    """A server, an actor. Requests are asked with ``generate``; the rest is answered while requests are open."""
+    """A server, as an actor. It answers all other calls while ``generate`` calls are open."""
 
     async def generate(
         self,
@@ -76,46 +76,46 @@ class RolloutServer(Protocol):
         sampled: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Answer, by complete weights; ``sampled`` tokens at the end of the prompt are of the answer already."""
+        """Answer with complete weights; the last ``sampled`` tokens of the prompt already belong to the answer."""
 
     async def drop_request(self, request_id: str) -> None:
         """End a request that nobody waits for any more."""
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
-        """Count: what was sampled for requests under way, after as many tokens as ``known`` says of each."""
+        """Return what was sampled for each request in progress after the token count given in ``known``."""
 
     async def wide_parameters(self) -> list[str]:
-        """Names of the parameters that the engine holds in a wider dtype than the model's."""
+        """Return the names of parameters that the engine holds in a wider dtype than the model's."""
 
     async def swap(self, version: int, checksum: str) -> None:
-        """Make the staged weights the live ones, and commit the version; nothing generates meanwhile."""
+        """Make the staged weights the live ones and commit the version; nothing generates meanwhile."""
 
     async def leave_routing(self) -> None:
         """Answer every waiting and later request as aborted, until the next complete load."""
 
     async def check_engine(self) -> None:
-        """Health: raises `EngineDied` if the engine is gone."""
+        """Raise `EngineDied` if the engine is gone."""
 
     async def activity(self) -> Activity:
-        """What the engine did since this was asked last."""
+        """Return what the engine did since the last call."""
 
     async def describe(self) -> list[str]:
-        """Lines for a run that stalls: whether it answers, and what it waits for."""
+        """Return lines of text for a report on a stalled run: whether the server answers, and what it waits for."""
 
 
 class WeightWorker(Protocol):
-    """The receiving end of a weight sync, an actor: verl's `CheckpointEngineWorker`, which stages as well."""
+    """The receiving end of a weight sync, an actor: verl's `CheckpointEngineWorker` with staging added."""
 
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As verl's: have the checkpoint engine do ``method``."""
+        """Call ``method`` of the checkpoint engine, as in verl."""
 
     async def stage_weights(self, global_steps: int) -> str | None:
-        """Load: receive a version and stage it beside the live weights; returns its checksum, on the leading rank."""
+        """Receive a version and stage it beside the live weights; return its checksum on the leading rank."""
 
     async def update_weights(self, global_steps: int | None = None) -> str | None:
-        """Load a version in place; the server is closed from the first tensor until the last one is there."""
+        """Load a version in place; the server is closed from the first tensor to the last."""
 
 
 def engine_class(name: str) -> Any:
-    """The `RolloutEngine` of ``actor_rollout_ref.rollout.name``."""
+    """Return the `RolloutEngine` class for ``actor_rollout_ref.rollout.name``."""
     return load_class_from_fqn(ENGINES[name])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerators for the parts of a run, reserved before any of them starts.
+"""Reserves accelerators for all parts of a run before any of them starts.
 
-Contract: groups that need more of one node are reserved before smaller ones, the trainer's before others of their size,
-and each group before a later one is asked for. Ray spreads small groups over nodes, so parts that reserve side by side,
-as verl's do, may leave no node whole for a large one, and wait for each other for ever. A group is never split over
-nodes. What is not there in time is named, with what each node has free. Only the reservation has an order: what takes
-long, starting the processes, is done side by side afterwards.
+Contract: groups that need more of one node are reserved before smaller ones, the trainer's before others of the same
+size, and each group before the next is requested. Ray spreads small groups over nodes, so parts that reserve
+concurrently, as verl's do, may leave no node free for a large group and then wait for each other for ever. A group is
+never split over nodes. An error names what was not free in time, and what each node has free. Only reservations are
+sequential: processes, which take long to start, start concurrently afterwards.
 
 Shown by tests/integration/test_reservation.py.
 """
@@ -30,49 +30,49 @@ from recipe.async_engine.config.placement import REPLICA_CPUS, Wanted
 from recipe.async_engine.core.errors import NothingFree
 
 FREE_S, POLL_S = 3.0, 0.05
-"""How long, and how often, a replica that is started in a run looks for accelerators: Ray counts them a bit late."""
+"""How long a replica that starts during a run looks for accelerators, and how often: Ray frees them with some delay."""
 
 
 class Reservations:
-    """See the module's contract. `pool` may be called from any thread."""
+    """The reserved placement groups of a run, by pool name; `pool` may be called from any thread."""
 
     def __init__(self) -> None:
         self._pools: dict[str, RayResourcePool] = {}
 
     def reserve(self, parts: Sequence[Wanted], timeout_s: float) -> None:
-        """Reserve ``parts``, in this order; NothingFree if one is not there within ``timeout_s`` seconds."""
+        """Reserve ``parts`` in this order; raise NothingFree if one is not available within ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         for part in parts:
             pool = _pool(part)
             if not _reserve(pool, part, deadline):
                 raise NothingFree(
-                    f"{_described(part)} were not free within {timeout_s:g} s ({part.setting}, and nine tenths of "
-                    f"async_training.timeouts.startup); free are {_free()}"
+                    f"{_described(part)} were not free within {timeout_s:g} s ({part.setting}; the limit is nine "
+                    f"tenths of async_training.timeouts.startup); available are {_free()}"
                 )
             self._pools[part.pool] = pool
 
     def pool(self, name: str, on_a_node: int = 0, groups: int = 0) -> RayResourcePool:
-        """What was reserved under this name, once; what was not is reserved now, if it is free.
+        """Hand out what was reserved under this name, once; otherwise reserve it now.
 
         Raises:
-            NothingFree: it is not.
+            NothingFree: nothing was reserved under the name, and the accelerators are not free.
         """
         if (reserved := self._pools.pop(name, None)) is not None:
             return reserved
         part = Wanted(name, "a replica", "", on_a_node, groups, REPLICA_CPUS)
         pool = _pool(part)
         if not _reserve(pool, part, time.monotonic() + FREE_S):
-            raise NothingFree(f"{_described(part)} are not free; free are {_free()}")
+            raise NothingFree(f"{_described(part)} are not free; available are {_free()}")
         return pool
 
 
 class ReservedReplica(RolloutReplica):
-    """A replica that takes what is reserved for it; without `reservations` it reserves by itself, as verl's do."""
+    """A replica that uses its reserved accelerators; without `reservations` it reserves them itself, as in verl."""
 
     reservations: Reservations | None = None
 
     async def init_standalone(self) -> None:
-        """As verl's (workers/rollout/replica.py:165), on the reserved accelerators."""
+        """Start on the reserved accelerators; otherwise like verl's method (workers/rollout/replica.py:165)."""
         if self.reservations is None:
             await super().init_standalone()
             return
@@ -99,7 +99,7 @@ def _pool(part: Wanted) -> RayResourcePool:
 
 
 def _reserve(pool: RayResourcePool, part: Wanted, deadline: float) -> bool:
-    """Give ``pool`` its placement groups, as verl's `get_placement_groups` does; False leaves nothing reserved."""
+    """Create the placement groups of ``pool`` like verl's `get_placement_groups`; on False nothing stays reserved."""
     bundle = {"CPU": part.cpus, get_platform().ray_resource_name(): 1}
     groups: list[PlacementGroup] = []
     try:

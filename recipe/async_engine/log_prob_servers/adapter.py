@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a log-prob server: a training engine that only computes forward passes, and takes weights from a stream.
+"""One rank of a log-prob server: a forward-only training engine that loads weights from a stream.
 
 Contract: `ModelEngineServerAdapter.update_weights` stages a version beside the live one and returns when every rank has
-all of it; the live version computes until `swap`. The weights stay where they compute. A stream that one rank cannot
-take is refused on all ranks alike, with the same error; the live version stays as it is, and the next stream works.
-Buffers are allocated once: as much again as the local shards, on their device or in host memory.
+all of it; the live version computes until `swap`. Weights are never moved off their devices. A stream that one rank
+cannot load is refused on all ranks with the same error; the live version does not change, and the next stream works.
+Staging buffers are allocated once and are as large as the local shards, on their device or in host memory.
 
 Shown by tests/integration/test_model_engine_adapter.py and test_staged_shards.py.
 """
@@ -37,7 +37,7 @@ from recipe.async_engine.weights.staged import Intake, NamedTensors, StagedWeigh
 
 
 class Shards(Protocol):
-    """What a rank has of a model, by the names that the stream uses (Hugging Face's)."""
+    """A rank's shards of a model, by the Hugging Face names that the stream uses."""
 
     def accept(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Take a full tensor of the stream, which is valid during this call only.
@@ -50,18 +50,18 @@ class Shards(Protocol):
         """
 
     def missing(self) -> list[str]:
-        """Names that must still come before every local shard has its new value."""
+        """Return the names that must still come before every local shard has its new value."""
 
     def reset(self) -> None:
-        """Forget what was accepted."""
+        """Forget which tensors were accepted."""
 
 
 class StagedShards(StagedWeights):
-    """See the module's contract.
+    """The staging area of one rank.
 
     Args:
         shards: this rank's part of the model.
-        group: all ranks of the model, for agreement on the host (gloo).
+        group: gloo group of all ranks of the model, used to agree on the outcome.
         in_host: keep the staged weights in host memory instead of beside the live ones.
     """
 
@@ -69,7 +69,7 @@ class StagedShards(StagedWeights):
         self._shards = shards
         self._group = group
         self._in_host = in_host
-        # By the address of the live shard: (live, staged).
+        # (live shard, staged copy), by the address of the live shard.
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _begin(self) -> None:
@@ -79,14 +79,14 @@ class StagedShards(StagedWeights):
         for name, tensor in weights:
             for live, new in self._shards.accept(name, tensor):
                 if live.numel() == 0:
-                    # A rank may have nothing of a small parameter; all such shards have the address 0.
+                    # A rank's shard of a small parameter may be empty; all such shards have the address 0.
                     continue
                 if live.data_ptr() not in self._buffers:
                     device = torch.device("cpu") if self._in_host else live.device
                     self._buffers[live.data_ptr()] = live, torch.empty_like(live, device=device)
                 self._buffers[live.data_ptr()][1].copy_(new)
 
-    def _lack(self) -> str | None:
+    def _find_problem(self) -> str | None:
         missing = self._shards.missing()
         return f"{len(missing)} tensors never came, among them {missing[0]}" if missing else None
 
@@ -107,11 +107,11 @@ Stream = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[tuple[
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a rank is told once.
+    """Settings of a rank.
 
     Attributes:
         engine: verl's configuration of the training engine, FSDP2 or Megatron. Its parameters are not offloaded.
-        temperature: logits are divided by it, as in sampling.
+        temperature: divisor of the logits, as in sampling.
         host_staging: keep staged weights in host memory.
         timeout_s: longest wait for weights, for the other ranks and for the server.
     """
@@ -123,7 +123,7 @@ class WorkerSettings:
 
 
 class ModelEngineServerAdapter(BaseRollout):
-    """verl's rollout interface around a :class:`TrainingWorker`; see the module's contract.
+    """verl's rollout interface around a forward-only :class:`TrainingWorker`.
 
     Args:
         config: verl's rollout configuration, for its checkpoint engine.
@@ -145,21 +145,21 @@ class ModelEngineServerAdapter(BaseRollout):
         )
         self.worker.reset()
         keep_frequencies(self.worker.engine)
-        # Of its own: the ranks agree while the engine computes.
+        # A separate group, because the ranks agree on weights while the engine computes.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
         self._staged = StagedShards(_shards_of(self.worker.engine, group), group, settings.host_staging)
 
     async def resume(self, tags: list[str]) -> None:
-        """Nothing is released, so nothing is resumed."""
+        """Do nothing, because `release` does nothing."""
 
     async def release(self) -> None:
-        """The weights stay where they compute."""
+        """Do nothing; the weights stay on their device."""
 
     async def update_weights(self, weights: Stream, global_steps: int, **_: Any) -> str:
-        """Stage every tensor of ``weights``; returns their checksum.
+        """Stage every tensor of ``weights``; return their checksum.
 
         Raises:
-            StagingRefused: one rank could not take them; the same error on all ranks.
+            StagingRefused: at least one rank could not load them; all ranks raise the same error.
         """
         from verl.workers.rollout.utils import ensure_async_iterator
 
@@ -168,7 +168,7 @@ class ModelEngineServerAdapter(BaseRollout):
         try:
             async for named_tensor in ensure_async_iterator(weights):
                 intake.take([named_tensor])
-        except Exception as error:  # whatever broke the stream: the other ranks must learn of it
+        except Exception as error:  # any error of the stream must be reported to the other ranks
             intake.fail(error)
         await asyncio.to_thread(intake.end)
         if intake.problem is not None:
@@ -176,19 +176,19 @@ class ModelEngineServerAdapter(BaseRollout):
         return intake.checksum
 
     def swap(self, version: int) -> None:
-        """Make the staged weights, of ``version``, the live ones on this rank; nothing may be scored meanwhile."""
+        """Make the staged weights of ``version`` the live ones on this rank; nothing may be scored meanwhile."""
         self._staged.swap(version)
 
     def score(self, batch: TensorDict) -> TensorDict | None:
-        """Log-probs and entropies by the live weights; None on ranks that have no output of their own."""
+        """Return log-probs and entropies computed with the live weights; None on ranks without output."""
         return self.worker.infer_batch(batch)
 
 
 def keep_frequencies(engine: Any) -> None:
-    """Give the rotary frequencies of an FSDP2 engine's model back their fp32.
+    """Restore the fp32 rotary frequencies of an FSDP2 engine's model.
 
-    verl casts all of a model to `model_dtype` (fsdp/transformer_impl.py:333), buffers included, while the trainer's
-    model, which is of fp32 weights, keeps them: positions would be rounded, and log-probs differ from the trainer's.
+    verl casts the whole model to `model_dtype` (fsdp/transformer_impl.py:333), including buffers, while the trainer's
+    model has fp32 weights and keeps fp32 buffers. With rounded positions log-probs would differ from the trainer's.
     """
     modules = engine.module.modules() if isinstance(engine.module, torch.nn.Module) else ()
     for module in modules:
@@ -200,7 +200,7 @@ def keep_frequencies(engine: Any) -> None:
 
 
 def _optimizer_config(engine: EngineConfig) -> OptimizerConfig:
-    """verl's engines ask for one; nothing is optimised."""
+    """Return the optimizer configuration that verl's engines require; nothing is optimized."""
     if isinstance(engine, McoreEngineConfig):
         return McoreOptimizerConfig(lr=0.0, total_training_steps=1, lr_warmup_steps=0)
     return FSDPOptimizerConfig(lr=0.0, total_training_steps=1)

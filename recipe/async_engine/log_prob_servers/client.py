@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a trajectory scored by log-prob servers, any number of them, part by part, while it goes on.
+"""Has a trajectory's parts scored by log-prob servers while the trajectory goes on.
 
-Contract: a part is sent off when its request is answered, before weights can change again, so that the version that
-sampled it can score it. It goes to the server with the fewest outstanding tokens of this process, among equals to the
-one that had the fewest in all. If that one does not have the version, or fails, or dies, another is asked, each at most
-once; a server that died is asked no more. Nothing here fails a trajectory: `Unscored` says that none could answer in
-time, and the trainer computes what is left out. Shown by tests/integration/test_scoring_client.py, test_part_scores.py
-and tests/e2e/test_model_engine.py.
+Contract: a part is submitted as soon as its request is answered, before weights can change again, so that the version
+that sampled it can score it. It goes to the server with the fewest outstanding tokens from this process, and among
+equals to the one that has been sent the fewest in all. If that server lacks the version, fails or dies, the others are
+tried, each at most once; a dead server is not used again. Errors here never fail a trajectory: `Unscored` means that no
+server could answer in time, and the trainer then computes the log-probs. Shown by
+tests/integration/test_scoring_client.py, test_part_scores.py and tests/e2e/test_model_engine.py.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class ScoringClient:
-    """See the module's contract.
+    """Sends scoring requests to log-prob servers.
 
-    servers: those that are asked, actor handles with a method ``score``, by name. timeout_s: longest wait for one
-    request, whoever answers it.
+    servers: actor handles with a method ``score``, by name. timeout_s: longest wait for one request over all servers.
     """
 
     def __init__(self, servers: Mapping[str, Any], timeout_s: float) -> None:
@@ -42,7 +41,7 @@ class ScoringClient:
         self._timeout_s = timeout_s
 
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
-        """See :meth:`ScoringService.score`; raises `Unscored`, with what each server said, if none answers in time."""
+        """Score with some server (:meth:`ScoringService.score`); raise `Unscored` with all reasons if none can."""
         said: list[str] = []
         answer = None
         try:
@@ -56,7 +55,7 @@ class ScoringClient:
         return answer
 
     async def _ask(self, said: list[str], sequence: Any, tokens: int, version: int, start: int) -> Answer | None:
-        """One server after the other; what each one said instead of an answer goes to ``said``."""
+        """Ask one server after the other, adding each failure to ``said``."""
         asked: list[str] = []
         while left := [name for name in self.servers if name not in asked]:
             name = min(left, key=lambda name: (self._outstanding[name], self._total[name]))
@@ -66,7 +65,7 @@ class ScoringClient:
             try:
                 return await self.servers[name].score.remote(sequence, tokens, version, start)
             except (RayTaskError, RecipeError) as error:
-                # Before the next one: Ray's error is also an instance of its cause's class.
+                # Handled first, because Ray's task error is also an instance of its cause's class.
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 said.append(f"{name}: {cause}")
             except RayActorError as error:
@@ -83,13 +82,13 @@ UNSCORED = -1
 
 @dataclass(frozen=True)
 class ResponseScores:
-    """What log-prob servers computed of a response of R tokens.
+    """Results of log-prob servers for a response of R tokens.
 
     Attributes:
         log_probs: float32 (R,), 0 where nothing was sampled.
-        entropy: float32 (R,), likewise.
-        versions: int64 (R,), the version that computed each token's, ``UNSCORED`` where nothing was sampled.
-        late_tokens: tokens that another version than the one wanted computed.
+        entropy: float32 (R,), 0 where nothing was sampled.
+        versions: int64 (R,), the version that computed each token's log-prob, ``UNSCORED`` where nothing was sampled.
+        late_tokens: number of tokens that were scored by another version than the requested one.
         queued_s: longest time that one of its requests waited at a server.
     """
 
@@ -104,7 +103,7 @@ class ResponseScores:
         return cls(np.zeros(length, np.float32), np.zeros(length, np.float32), np.full(length, UNSCORED), 0, 0.0)
 
     def with_part(self, answer: Answer, first: int, count: int) -> ResponseScores:
-        """With ``count`` tokens of an answer at position ``first``, in place."""
+        """Write the first ``count`` tokens of an answer at position ``first``, in place; return the updated scores."""
         where = slice(first, first + count)
         self.log_probs[where], self.entropy[where] = answer.scores[:, :count]
         self.versions[where] = answer.version
@@ -113,7 +112,7 @@ class ResponseScores:
 
 
 class PartScorer:
-    """The parts of one trajectory, each being scored."""
+    """The parts of one trajectory that are being scored."""
 
     def __init__(self, client: ScoringClient, start: int) -> None:
         """``start``: version at the issue of the group; the oldest are scored first."""
@@ -123,7 +122,7 @@ class PartScorer:
         self._tasks: list[asyncio.Task[Answer]] = []
 
     def add(self, version: int, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """A request has been answered."""
+        """Submit the tokens of an answered request for scoring."""
         part = Part(version, list(context), list(tokens))
         self._parts.append(part)
         self._tasks.append(asyncio.create_task(score(self._client, part, self._start)))
@@ -131,7 +130,7 @@ class PartScorer:
     async def collect(
         self, prompt: Sequence[int], response: Sequence[int], mask: Sequence[int]
     ) -> ResponseScores | None:
-        """The scores of the response as the agent loop made it; None if they are not those of all sampled tokens."""
+        """Return the scores of the agent loop's response; None unless all of its sampled tokens have been scored."""
         answers = await asyncio.gather(*self._tasks, return_exceptions=True)
         places = place(self._parts, prompt, response, mask)
         if places is None:
@@ -148,16 +147,16 @@ class PartScorer:
         return scores
 
     def cancel(self) -> None:
-        """The trajectory has ended, however it did."""
+        """Cancel outstanding requests, after the trajectory has ended."""
         for task in self._tasks:
             task.cancel()
 
 
 async def score(client: ScoringClient, part: Part, start: int) -> Answer:
-    """Have one part scored.
+    """Score one part.
 
     Raises:
-        Unscored: no server answered in time, or one did with numbers that are none, or not one for each token.
+        Unscored: no server answered in time, or the scores have the wrong shape or are not finite.
     """
     tokens = np.asarray([*part.context, *part.tokens], dtype=np.int32)
     answer = await client.score(Segment(tokens, len(part.context)), len(tokens), part.version, start)

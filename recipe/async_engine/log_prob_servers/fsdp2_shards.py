@@ -2,12 +2,12 @@
 """The local shards of an FSDP2 model, by Hugging Face's names.
 
 Every rank sees every full tensor and cuts its own shard out of it, without a collective. Tensors that share their
-storage (tied embeddings) need to come under one of their names only.
+storage (tied embeddings) have to come under only one of their names.
 
-Transformers 5 packs the experts of a layer into one parameter, and streams have them one by one. Where each of them
-lies in it is asked of what makes the streams: verl's exporter and Transformers' own are run once on a model without
-data. A tensor that comes packed is taken apart by that exporter, so both kinds may follow each other. A model whose
-stream cannot be put together is refused when the server starts. Shown by tests/integration/test_staged_shards.py and
+Transformers 5 packs the experts of a layer into one parameter, while streams contain them one by one. The location of
+each expert is found by running the exporters that create streams, verl's and Transformers', once on a model without
+data. A packed tensor in a stream is taken apart by that exporter, so streams of both forms are accepted. A model whose
+stream cannot be mapped is refused when the server starts. Shown by tests/integration/test_staged_shards.py and
 test_staged_experts.py.
 """
 
@@ -27,12 +27,13 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 
 class _Place(NamedTuple):
-    """Where a tensor of the stream goes.
+    """The destination of a tensor of the stream.
 
     Attributes:
-        shape: the tensor's.
-        local: what this rank has of it, in a live shard; empty if it has nothing.
-        live: the parameter that it is cut like; None if it is an expert's, which a rank has as a whole or not at all.
+        shape: the full tensor's.
+        local: this rank's part of it, a view of a live shard; empty if it has none.
+        live: the parameter whose sharding applies; None for an expert's tensor, which a rank has completely or not at
+            all.
     """
 
     shape: torch.Size
@@ -41,10 +42,10 @@ class _Place(NamedTuple):
 
 
 class FSDP2Shards:
-    """`recipe.async_engine.log_prob_servers.adapter.Shards` of a module under ``fully_shard``.
+    """The `recipe.async_engine.log_prob_servers.adapter.Shards` of a module under ``fully_shard``.
 
     Raises:
-        StagingRefused: the trainer's stream of such a model has tensors that are no part of its parameters.
+        StagingRefused: the trainer's stream for such a model has tensors that are no part of its parameters.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -57,12 +58,12 @@ class FSDP2Shards:
         for name, part in unfuse_moe_params(blank.items(), self._model_type):
             self._places[name] = regions[_region(part)] = _place(name, part, *owners.get(id(_whole(part)), (None, [])))
         self._packed = {name: tensor.shape for name, tensor in live.items() if name not in self._places}
-        # In a checkpoint some have other names, and trainers on Megatron send those.
+        # Some tensors have other names in checkpoints, and trainers on Megatron send those names.
         if isinstance(module, PreTrainedModel):
             for name, part in revert_weight_conversion(module, dict(blank)).items():
                 if name not in live and _region(part) in regions:
                     self._places.setdefault(name, regions[_region(part)])
-        # Each under the first of its names.
+        # A shard with several names is listed under the first one.
         self._held: dict[int, str] = {}
         for name, place in self._places.items():
             if place.local.numel() > 0:
@@ -83,7 +84,7 @@ class FSDP2Shards:
         return [(local, _shard_like(live, tensor))] if local.numel() > 0 else []
 
     def missing(self) -> list[str]:
-        """A rank that has nothing of a tensor misses nothing: another rank does."""
+        """Return the names still missing; a rank without a shard of a tensor does not miss it."""
         return [name for address, name in self._held.items() if address not in self._accepted]
 
     def reset(self) -> None:
@@ -91,7 +92,7 @@ class FSDP2Shards:
 
 
 def _whole(part: torch.Tensor) -> torch.Tensor:
-    """What the tensor is a view of, or itself."""
+    """Return the tensor that this one is a view of, or itself."""
     return part if part._base is None else part._base
 
 
@@ -100,19 +101,19 @@ def _region(part: torch.Tensor) -> Any:
 
 
 def _own_rows(live: torch.Tensor) -> list[int]:
-    """Those of the first dimension, by which verl has FSDP2 shard."""
+    """Return this rank's indices in the first dimension, the one that verl shards with FSDP2."""
     return _shard_like(live, torch.arange(len(live))).tolist() if live.dim() > 0 else []
 
 
 def _place(name: str, part: torch.Tensor, live: torch.Tensor | None, own: list[int]) -> _Place:
-    """Of what an exporter makes of a model without data; ``live`` is the parameter that it was made of, if any."""
+    """Return the destination of a tensor exported from a model without data; ``live``: its source, if known."""
     whole = _whole(part)
     if live is not None and part is whole:
         return _Place(part.shape, _local(live), live)
     last = part.storage_offset() + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
     expert, begin = divmod(part.storage_offset(), whole.stride(0))
     if live is None or last // whole.stride(0) != expert:
-        raise StagingRefused(f"it cannot be told which part of the model is {name}, which trainers send")
+        raise StagingRefused(f"the trainer's tensor {name} cannot be matched to a part of the model")
     local = _local(live)
     if expert not in own:
         return _Place(part.shape, local[:0], None)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The local shards of a Megatron model that mbridge built, by Hugging Face's names.
 
-mbridge knows which tensors make up a parameter (q, k and v; gate and up), how they are merged and how the result is cut
-across tensor-parallel ranks; it has no way to do so for a stream (mbridge 0.15.1 loads from a path). Every rank sees
-every full tensor and keeps what is its own, without a collective: pipeline ranks ignore other stages' tensors. Pieces
-are copied while they wait for their siblings. Shown by tests/integration/test_model_engine_adapter.py.
+mbridge knows which tensors make up a parameter (q, k and v; gate and up), how they are merged and how the result is
+split across tensor-parallel ranks, but cannot apply this to a stream (mbridge 0.15.1 loads from a path). Every rank
+sees every full tensor and keeps its own part, without a collective; pipeline ranks ignore other stages' tensors.
+Tensors are copied while they wait for the others of their parameter. Shown by
+tests/integration/test_model_engine_adapter.py.
 
-One model a process: mbridge notes tied embeddings in a table that all bridges of the process share
-(mbridge/models/qwen2.py:58).
+Only one model per process is possible, because mbridge stores tied embeddings in a table that all bridges of the
+process share (mbridge/models/qwen2.py:58).
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 EXTRA_STATE = "_extra_state"
 EXPERTS = ".mlp.experts.linear_fc"
-# A tied model's head has no parameter of its own, but trainers send it under its name all the same.
+# The head of a model with tied embeddings has no parameter of its own, but trainers send it under this name.
 TIED_HEAD = "lm_head.weight"
 
 
 @dataclass
 class _Parameter:
-    """A local parameter: Megatron's name, the live shard, the names of its parts, and those of them that are here."""
+    """A local parameter: Megatron's name, the live shard, the names of its parts, and the parts that have arrived."""
 
     name: str
     live: torch.Tensor
@@ -40,12 +41,12 @@ class _Parameter:
 
 
 class MegatronShards:
-    """`recipe.async_engine.log_prob_servers.adapter.Shards` of the model chunks of one rank.
+    """The `recipe.async_engine.log_prob_servers.adapter.Shards` of one rank's model chunks.
 
     Args:
         bridge: the mbridge bridge that built them.
         chunks: this rank's model chunks.
-        group: all ranks of the model, to learn which names exist.
+        group: all ranks of the model, used to collect the known names.
         tied: whether the model's head is its embedding.
     """
 
@@ -89,7 +90,7 @@ class MegatronShards:
             parameter.complete = False
 
     def _shard(self, parameter: _Parameter) -> torch.Tensor:
-        """This rank's part of what the parts make up; raises StagingRefused if they do not fit."""
+        """Return this rank's shard of the merged parts; raise StagingRefused if they do not fit."""
         parts = [parameter.here[part] for part in parameter.parts]
         ranks = self._bridge.mpu
         size, rank = (ranks.etp_size, ranks.etp_rank) if EXPERTS in parameter.name else (ranks.tp_size, ranks.tp_rank)

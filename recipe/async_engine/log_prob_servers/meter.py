@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the log-prob servers did since they were last asked, as metrics.
+"""Metrics of the log-prob servers' work since the last call.
 
-A server that does not answer within a moment is left out and counted; nothing here waits for one.
+A server that does not answer quickly is left out of the count of servers; nothing here waits longer for one.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ SUMMED = ("batches", "sequences", "tokens", "answered_tokens", "late", "queued_s
 
 
 class ServerMeter:
-    """Asks the servers after each step; what those that are gone by then have answered stays counted."""
+    """Queries the servers after each step; totals include servers that have since died."""
 
     def __init__(self) -> None:
         self._before: dict[str, dict[str, Any]] = {}
 
     def read(self, servers: Mapping[str, Any], version: int) -> dict[str, float]:
-        """Metrics of the servers' work since the last call, by actor handles; ``version``: the newest published one.
+        """Return metrics of the work since the last call of the servers with these actor handles.
 
-        Means over what was scored: seconds in the queue, share of a full batch, tokens a second of computing. The
-        largest version lag, the difference of computed tokens between the busiest server and the idlest as a share of
-        their mean, and counts of the servers' lives so far.
+        They contain means over what was scored (seconds in the queue, share of a full batch, tokens per second of
+        computation), the largest version lag behind ``version``, the newest published one, the difference in computed
+        tokens between the most and the least loaded server as a share of their mean, and counts since the servers
+        started.
         """
         asked = {name: server.account.remote() for name, server in servers.items()}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-prob servers from settings to running ones: the resources and the life of each.
+"""Creates log-prob servers from their settings and manages the resources of each.
 
-Contract: to the weight publisher it is a replica like those that generate, with workers that receive weights; what a
-sync does to generation (abort, caches, resume) means nothing to it, and it is never routed to. Where its ranks take
-weights by collectives on a device, they compute nothing meanwhile, nor while they join the others: the engine's
-collectives and those of the transfer, which each rank would start in an order of its own, may wait for each other for
-ever. Shown by tests/integration/test_model_engine_server.py, test_sync_order.py and tests/e2e/test_model_engine.py.
+Contract: for the weight publisher a server is a replica like those that generate, with workers that receive weights;
+the generation calls of a sync (abort, caches, resume) do nothing here, and it is never routed to. If its ranks receive
+weights by collectives on a device, they compute nothing at the same time, nor while they join the group: each rank
+could start the engine's and the transfer's collectives in a different order, and they would then wait for each other
+for ever. Shown by tests/integration/test_model_engine_server.py, test_sync_order.py and tests/e2e/test_model_engine.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from recipe.async_engine.log_prob_servers.worker import ModelEngineWorker
 from recipe.async_engine.outside import HOST_BACKEND
 
 HELD = ("score",)
-"""What keeps calls of a server open: weights wait for none of them."""
+"""Methods whose calls stay open for long; weights do not wait for them."""
 CONTROLS = (
     "pause_serving",
     "resume_serving",
@@ -47,18 +47,18 @@ CONTROLS = (
 
 
 class ModelEngineReplica(ReservedReplica):
-    """See the module's contract.
+    """A log-prob server as a replica of verl's.
 
     Args:
         replica_rank: number of the server.
-        config: verl's rollout configuration, for its checkpoint engine; its parallel sizes are not read.
+        config: verl's rollout configuration, for its checkpoint engine; its parallel sizes are not used.
         model_config: the policy's.
-        ranks: processes of the engine.
-        gpus_per_node: accelerators of a node that are for log-prob servers.
-        worker: what each rank is told.
+        ranks: number of processes of the engine.
+        gpus_per_node: accelerators per node that are reserved for log-prob servers.
+        worker: settings of each rank.
         scoring: how the server forms batches and when it moves on.
-        reservations: has its accelerators, or finds free ones.
-        static: it keeps the weights of the model's files, as version `STATIC`, and gets no others.
+        reservations: provides its accelerators, reserved earlier or free now.
+        static: keep the weights of the model's files, as version `STATIC`, and accept no others.
     """
 
     generates = False
@@ -85,7 +85,7 @@ class ModelEngineReplica(ReservedReplica):
         self._scoring = replace(scoring, holds_for_weights=ranks > 1 and on_device)
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
-        """The workers of this replica."""
+        """Return the class of this replica's workers with its arguments."""
         return RayClassWithInitArgs(
             cls=ray.remote(ModelEngineWorker),
             rollout_config=self.config,
@@ -95,7 +95,7 @@ class ModelEngineReplica(ReservedReplica):
         )
 
     async def launch_servers(self) -> None:
-        """Start the server beside its first worker."""
+        """Start the server on the node of its first worker."""
         timeout_s = self._worker.timeout_s
         async with asyncio.timeout(timeout_s):
             node = await self.workers[0].__ray_call__.remote(lambda worker: ray.get_runtime_context().get_node_id())
@@ -115,14 +115,14 @@ class ModelEngineReplica(ReservedReplica):
         self._server_address = f"model_engine_{self.replica_rank}"
 
     async def pause_serving(self) -> None:
-        """Have the server compute nothing until `resume_serving`; requests and weights are taken in."""
+        """Stop computing until `resume_serving`; requests and weights are still accepted."""
         await self._server_handle.pause_serving.remote()
 
     async def resume_serving(self) -> None:
         await self._server_handle.resume_serving.remote()
 
     async def _nothing(self, *_: Any, **__: Any) -> None:
-        """Nothing is generated, and the weights stay where they compute: during a sync the live version answers."""
+        """Ignore a call about generation; during a sync the live version answers."""
 
     abort_all_requests = hold_requests = resume_generation = _nothing
     wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing
@@ -137,19 +137,19 @@ def launch(
     static: bool = False,
     replica_class: type[ModelEngineReplica] = ModelEngineReplica,
 ) -> list[ModelEngineReplica]:
-    """Start servers; returns when all of them are up, holding the weights of the model's files.
+    """Start servers; return when all of them are up with the weights of the model's files.
 
     Args:
         config: the whole configuration.
-        servers: its settings of them.
+        servers: the settings of log-prob servers.
         timeout_s: longest wait of a server for weights and for its ranks.
-        reservations: has their accelerators, or finds free ones.
-        numbers: of the servers, which no other one has had; None: as many as the settings say, from 0.
-        static: they keep these weights.
-        replica_class: of each.
+        reservations: provides their accelerators, reserved earlier or free now.
+        numbers: numbers of the servers, never used before; None for as many as the settings say, from 0.
+        static: the servers keep these weights.
+        replica_class: class of each server.
 
     Raises:
-        NothingFree: of a server that has none among them, no accelerators are free.
+        NothingFree: nothing was reserved for a server, and no accelerators are free.
     """
     actor = config.actor_rollout_ref
     worker = WorkerSettings(
@@ -166,7 +166,7 @@ def launch(
             ranks=servers.ranks,
             gpus_per_node=servers.n_gpus_per_node,
             worker=worker,
-            # Of weights that stay, the newest are the only ones.
+            # With static weights any request is answered by the only version.
             scoring=replace(servers.scoring, anchor=Anchor.LATEST) if static else servers.scoring,
             reservations=reservations,
             static=static,
@@ -183,7 +183,7 @@ def launch(
 
 
 def without_adapters(model: Any) -> Any:
-    """The policy's model as it is sent: LoRA adapters come merged into its weights."""
+    """Return the policy's model configuration without LoRA, because adapters are sent merged into the weights."""
     model = OmegaConf.create(OmegaConf.to_container(model, resolve=True))
     with open_dict(model):
         model.lora_rank, model.lora_adapter_path = 0, None

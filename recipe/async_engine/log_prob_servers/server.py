@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log-prob server, as a Ray actor: the service, and the ranks that compute for it.
+"""A log-prob server as a Ray actor: the scoring service and the ranks that compute for it.
 
-Contract: a batch is dealt to the data-parallel shares of the engine, rows of equal number and tokens about equal; every
-rank of a share gets the same rows. A rank that dies or does not answer ends the server, whose process ends with it, so
-that callers go elsewhere. Shown by tests/integration/test_model_engine_server.py.
+Contract: a batch is divided among the data-parallel shares of the engine, with equal numbers of rows and about equal
+numbers of tokens; every rank of a share gets the same rows. If a rank dies or does not answer, the server's process
+ends, so that callers use other servers. Shown by tests/integration/test_model_engine_server.py.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from recipe.async_engine.record.events import Activity
 
 
 def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
-    """Rows of a batch for each share, equally many each: a row may occur more than once to make up the number.
+    """Return the rows of a batch for each share, equally many each; a row may be repeated to make the numbers equal.
 
-    The longest rows first, to and fro over the shares.
+    Rows are dealt from longest to shortest, in alternating directions over the shares.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     order += [order[-1]] * (-len(order) % shares)
@@ -42,7 +42,7 @@ def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
 
 
 class Ranks:
-    """`recipe.async_engine.log_prob_servers.service.ScoringEngine` over the workers of one server."""
+    """The `recipe.async_engine.log_prob_servers.service.ScoringEngine` that consists of one server's workers."""
 
     def __init__(self, workers: Sequence[ray.actor.ActorHandle], timeout_s: float) -> None:
         self._workers = workers
@@ -50,11 +50,11 @@ class Ranks:
         self._places: list[Place] = []
 
     async def find_places(self) -> None:
-        """Ask the workers once where they stand, before anything is scored."""
+        """Ask each worker once for its place, before anything is scored."""
         self._places = await self._all([worker.place.remote() for worker in self._workers])
 
     async def score(self, sequences: Sequence[Segment]) -> list[np.ndarray]:
-        """Log-probs and entropies of the tokens wanted, float32 (2, tokens) each."""
+        """Return the log-probs and entropies of the wanted tokens, float32 (2, tokens) for each sequence."""
         dealt = deal([len(sequence.token_ids) for sequence in sequences], self._places[0].shares)
         rows = [ray.put([sequences[row].token_ids for row in share]) for share in dealt]
         outputs = await self._all(
@@ -70,7 +70,7 @@ class Ranks:
         await self._all([worker.promote.remote(version) for worker in self._workers])
 
     async def _all(self, answers: list[Any]) -> list[Any]:
-        # Every rank's outcome: when one dies, others may fail for it first, in what they computed together.
+        # Collect every rank's outcome, because the death of one rank may first show as errors of the others.
         try:
             async with asyncio.timeout(self._timeout_s):
                 outcomes = await asyncio.gather(*answers, return_exceptions=True)
@@ -86,7 +86,7 @@ class Ranks:
 
 
 class ModelEngineServer(ScoringService):
-    """The service as an actor. What it is asked besides scores comes from the ranks and the publisher."""
+    """The scoring service as an actor; its other methods are called by the ranks and the publisher."""
 
     def __init__(
         self,
@@ -95,34 +95,34 @@ class ModelEngineServer(ScoringService):
         timeout_s: float,
         live: int | None = None,
     ) -> None:
-        """``live``: the version of the weights that the workers have from the start; None: they wait for some."""
+        """``live``: version of the weights that the workers start with; None if they wait for weights."""
         self._ranks = Ranks(workers, timeout_s)
         super().__init__(settings, self._ranks, _end_process, live=live, ranks=len(workers))
         self._answered_tokens = 0
         self._life = uuid4().hex
 
     async def start(self) -> None:
-        """Begin to serve."""
+        """Start to serve."""
         await self._ranks.find_places()
         self.run()
 
     async def score(self, segment: Segment, tokens: int, version: int, start: int) -> Answer:
-        """As the service's; scores are float32 (2, tokens wanted): log-probs and entropies."""
+        """Score like the service; scores are float32 (2, wanted tokens): log-probs and entropies."""
         answer = await super().score(segment, tokens, version, start)
         self._answered_tokens += answer.scores.shape[1]
         return answer
 
     def describe(self) -> list[str]:
-        """Lines: its account, and where the coroutines wait."""
+        """Return lines of text with the server's counts, and where its coroutines wait."""
         return [str(self.account()), *(f"tasks: {line}" for line in waits())]
 
     def activity(self) -> Activity:
-        """What it did since this was asked last."""
+        """Return what the server did since the last call."""
         spans = self.lane.take()
         return Activity(time.monotonic(), self._life, spans)
 
     def account(self) -> dict[str, Any]:
-        """Counts of the server's life so far, its live version and how many requests wait."""
+        """Return counts since the server started, its live version and the number of waiting requests."""
         return {
             **asdict(self.counts),
             "answered_tokens": self._answered_tokens,

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving loop of a log-prob server: requests in, batches to the engine, answers out, versions in their order.
+"""The serving loop of a log-prob server: it takes requests, sends batches to the engine, and promotes versions.
 
-Decisions are :class:`~recipe.async_engine.core.scoring.ScoringQueue` 's; this does what it says. Contract:
+:class:`~recipe.async_engine.core.scoring.ScoringQueue` makes the decisions, and this module carries them out. Contract:
 
-- Every request ends: with its scores, with `Unscored` if its version will not come to this server or its batch
-  could not be computed, or with the server's process. A caller that goes away takes its
-  request along.
-- The engine is asked for one thing at a time: a batch, or a promotion. Weights are promoted when every rank has them.
-- A batch that fails costs that batch only. A promotion that fails ends the process, since ranks may disagree then, and
-  so do the loss of the engine and an error of the loop itself: nobody waits at a service that does nothing.
+- Every request ends with its scores, with `Unscored` if its version will not come to this server or its batch could not
+  be computed, or with the death of the server's process. The request of a caller that goes away is dropped.
+- The engine does one thing at a time: a batch, or a promotion. Weights are promoted once every rank has them.
+- A batch that fails affects only itself. A failed promotion ends the process, because the ranks may then have different
+  versions, and so does the loss of the engine or an error of the loop itself, so that no caller waits in vain.
 
 Shown by tests/integration/test_scoring_service.py.
 """
@@ -33,12 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class Unscored(RecipeError):
-    """A request has no scores: its version is not here nor on its way, its batch could not be computed, or no server
-    answered in time."""
+    """A request was not scored: its version is not available, its batch failed, or no server answered in time."""
 
 
 class EngineLost(RecipeError):
-    """The engine will compute nothing any more."""
+    """The engine will not compute anything any more."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Segment:
     """Some tokens of a sequence, and what came before them.
 
     Attributes:
-        token_ids: int32 (L,), of the sequence up to the last token wanted.
+        token_ids: int32 (L,), the sequence up to the last token wanted.
         first: position of the first token wanted.
     """
 
@@ -55,23 +53,23 @@ class Segment:
 
 
 class ScoringEngine(Protocol):
-    """The ranks behind a server."""
+    """The interface of the ranks behind a server."""
 
     async def score(self, sequences: Sequence[Any]) -> Sequence[Any]:
-        """Scores of the sequences by the live weights, in their order; any error but EngineLost is this batch's."""
+        """Return the sequences' scores by the live weights, in order; errors except EngineLost fail only this batch."""
 
     async def promote(self, version: int) -> None:
-        """Make the staged weights, of this version, the live ones on every rank."""
+        """Make the staged weights of this version the live ones on every rank."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request is answered with.
+    """The answer to a request.
 
     Attributes:
         scores: what the engine computed.
         version: the version that computed it.
-        late: it is not the version that the request should have had.
+        late: whether another version than the requested one computed it.
         queued_s: seconds from the request's arrival to the start of its batch.
     """
 
@@ -83,7 +81,7 @@ class Answer:
 
 @dataclass
 class ServiceCounts:
-    """Of the service's life so far."""
+    """Totals since the service started."""
 
     batches: int = 0
     sequences: int = 0
@@ -96,7 +94,7 @@ class ServiceCounts:
 
 
 class ScoringService:
-    """See the module's contract. All calls come from one event loop."""
+    """The serving loop and its interface; all calls must come from one event loop."""
 
     def __init__(
         self,
@@ -106,7 +104,7 @@ class ScoringService:
         live: int | None = None,
         ranks: int = 1,
     ) -> None:
-        """``lost``: told the reason when nothing will be computed any more; it ends the process."""
+        """``lost``: called with the reason when nothing will be computed any more; it must end the process."""
         self.counts = ServiceCounts()
         self._settings = settings
         self._queue = ScoringQueue(settings, live)
@@ -127,7 +125,7 @@ class ScoringService:
 
     @property
     def waiting(self) -> int:
-        """Requests that have no answer yet and are not being computed."""
+        """Number of requests that have no answer yet and are not being computed."""
         return len(self._queue)
 
     @property
@@ -135,21 +133,21 @@ class ScoringService:
         return Class.START_UP if self._queue.live is None else Class.WAIT_REQUESTS
 
     def run(self) -> None:
-        """Begin to serve; on the event loop that all calls come from."""
+        """Start to serve, on the event loop from which all calls come."""
         self._loop = asyncio.create_task(self._run(), name="scoring service")
 
     # Requests
 
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
-        """Score one sequence, which the engine takes as it is; see :class:`ScoringRequest` for what goes with it.
+        """Score one sequence, which the engine gets unchanged; other arguments are those of `ScoringRequest`.
 
         Raises:
-            Unscored: see the module's contract.
+            Unscored: the request's version will not come to this server, or its batch failed.
         """
         self._numbers += 1
         request = ScoringRequest(self._numbers, version, tokens, start, time.monotonic())
         if not self._queue.submit(request):
-            raise Unscored(f"version {version} is not here and not on its way; the newest is {self._queue.newest}")
+            raise Unscored(f"version {version} is neither loaded nor on its way; the newest is {self._queue.newest}")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = sequence, answer
         self._wake.set()
@@ -160,7 +158,7 @@ class ScoringService:
             self._answers.pop(request.id, None)
 
     def pause_serving(self) -> None:
-        """Compute nothing until `resume_serving`; requests are taken in, and versions still move on."""
+        """Compute nothing until `resume_serving`; requests are still accepted, and versions still move on."""
         self._queue.paused = True
 
     def resume_serving(self) -> None:
@@ -170,10 +168,10 @@ class ScoringService:
     # Weights
 
     async def begin_join(self) -> None:
-        """A rank is about to join the group of a weight sync, by a collective; returns when it may.
+        """Return when a rank may join the group of a weight sync, which is a collective.
 
-        Where nothing may be scored beside one, nothing is until every rank has said `joined`: ranks that are not asked
-        for their part of a collective in the same order wait for each other for ever.
+        If nothing may be scored beside a collective, scoring stops until every rank has called `joined`: ranks that
+        start collectives in different orders wait for each other for ever.
         """
         self._queue.joining = self._settings.holds_for_weights
         while not self._queue.may_join:
@@ -181,17 +179,17 @@ class ScoringService:
             await self._may_stage.wait()
 
     def joined(self) -> None:
-        """One rank has asked its device for its part of the collective, or could not."""
+        """Record that one rank has started its part of the collective, or failed to."""
         self._ranks_joined = (self._ranks_joined + 1) % self._rank_count
         if not self._ranks_joined:
             self._queue.joining = False
             self._wake.set()
 
     async def begin_load(self, version: int, timeout_s: float) -> None:
-        """A rank is about to receive weights; returns when it may, which is at the same moment for all of them.
+        """Return when a rank may receive weights, at the same moment for all ranks.
 
-        The first call announces the version. Those staged before move in first. The load is taken back with a
-        TimeoutError if that takes too long.
+        The first call announces the version. Weights staged earlier are promoted first. If this takes too long, the
+        load is cancelled and TimeoutError is raised.
         """
         if self._queue.loading != version:
             self._queue.begin_load(version)
@@ -207,7 +205,7 @@ class ScoringService:
             raise
 
     def staged(self) -> None:
-        """One rank has the announced weights complete, beside its live ones."""
+        """Record that one rank has staged the announced weights completely."""
         self._ranks_staged += 1
         if self._ranks_staged == self._rank_count:
             self._queue.staged(time.monotonic())
@@ -215,7 +213,7 @@ class ScoringService:
             self._wake.set()
 
     def load_failed(self, reason: str) -> None:
-        """The announced weights will not come: a rank could not take them."""
+        """Give up the announced weights, because a rank could not load them."""
         self._drop_load(reason)
 
     def _drop_load(self, reason: str) -> None:
@@ -224,7 +222,7 @@ class ScoringService:
         self._wake.set()
 
     def refuse(self, version: int, reason: str) -> None:
-        """The weights that came as ``version`` are not those that were sent: score nothing before others are live."""
+        """Mark the weights that arrived as ``version`` as wrong; nothing is scored until other weights are live."""
         self._refused = version
         for request in self._queue.refused():
             self._end(request.id, Unscored(f"version {request.version} is not here: {reason}"))
@@ -254,12 +252,12 @@ class ScoringService:
                 else:
                     self.lane.turn_to(self._waits_for)
                     await self._sleep()
-        except Exception as error:  # of the engine, of a promotion that some ranks may have made, or a defect
+        except Exception as error:  # from the engine, from a promotion that may be incomplete, or a defect
             logger.exception("the serving loop of the log-prob server failed")
             self._lost(error)
 
     async def _sleep(self) -> None:
-        """Until something happens or the queue wants to be asked again."""
+        """Wait until something happens or the queue has to be asked again."""
         wake_at = self._queue.wake_at()
         timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
         with contextlib.suppress(TimeoutError):

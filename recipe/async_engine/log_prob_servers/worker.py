@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a log-prob server, as a Ray actor: takes weights in the broadcast that the rollout replicas get.
+"""One rank of a log-prob server as a Ray actor, which receives weights in the same broadcast as rollout replicas.
 
-Contract: the event loop is never blocked. The engine is used by one thread of its own; weights are received and staged
-on another one. When a rank may begin to receive is the server's word, which every rank waits for and tells how it went:
-so the server makes no weights live before all ranks have them, and has none computed beside a transfer that must not
-be (`recipe.async_engine.log_prob_servers.replica`). Weights that the model does not take are a `WeightLoadError`, by
-which the publisher knows whose fault it is.
+Contract: the event loop is never blocked. The engine runs on a thread of its own; weights are received and staged on
+another one. The server says when a rank may receive, and every rank reports the outcome. So the server promotes weights
+only when all ranks have them, and computes nothing beside a transfer if that is not allowed
+(`recipe.async_engine.log_prob_servers.replica`). Weights that the model cannot load raise `WeightLoadError`, from which
+the publisher knows that this rank is the cause.
 
-Position ``t`` of what comes back is the log-probability of token ``t`` given those before it, and the entropy of the
-distribution that it was drawn from; position 0 has neither and is 0. verl's engines give position ``t`` those of the
-token after it.
+In results, position ``t`` has the log-probability of token ``t`` given those before it, and the entropy of the
+distribution from which it was drawn; position 0 has neither and is 0. In verl's engines position ``t`` has those of the
+next token.
 
 Shown by tests/integration/test_model_engine_server.py and test_model_engine_adapter.py.
 """
@@ -40,10 +40,10 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 
 def to_batch(sequences: Sequence[torch.Tensor], temperature: float) -> TensorDict:
-    """Sequences of token ids, int64 (L,) each, without padding; logits are divided by ``temperature``."""
+    """Return a batch of unpadded token-id sequences, int64 (L,) each; logits will be divided by ``temperature``."""
     rows = len(sequences)
     positions = [torch.arange(len(sequence)) for sequence in sequences]
-    # verl's engines look for the masks of a loss, which is not computed here.
+    # verl's engines require the masks of a loss, although none is computed here.
     mask = torch.ones(rows, 1, dtype=torch.int64)
     return tu.get_tensordict(
         tensor_dict={
@@ -63,19 +63,19 @@ def to_batch(sequences: Sequence[torch.Tensor], temperature: float) -> TensorDic
 
 
 def from_batch(output: TensorDict) -> list[np.ndarray]:
-    """Log-probs and entropies of each sequence of a batch that an engine computed, in their order: float32 (2, L)."""
+    """Return the log-probs and entropies of each sequence of an engine's output, in order: float32 (2, L)."""
     columns = (output["log_probs"].unbind(), output["entropy"].unbind())
     return [torch.stack([_shifted(column) for column in row]).numpy() for row in zip(*columns, strict=True)]
 
 
 def _shifted(of_next_token: torch.Tensor) -> torch.Tensor:
-    """By one position; the engine's last value has no token that it belongs to."""
+    """Shift values by one position, dropping the last, which belongs to no token."""
     return torch.cat([torch.zeros(1), of_next_token[:-1].float().cpu()])
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands: which share of a batch it computes, of how many, and whether it has the results."""
+    """The position of a rank: its share of a batch, the number of shares, and whether it returns the results."""
 
     share: int
     shares: int
@@ -83,7 +83,7 @@ class Place:
 
 
 class ModelEngineWorker(CheckpointEngineWorker):
-    """See the module's contract."""
+    """A rank's actor, as the module's contract describes."""
 
     checkpoint_engine: Any
 
@@ -102,12 +102,12 @@ class ModelEngineWorker(CheckpointEngineWorker):
         )
 
     def attach(self, server: ray.actor.ActorHandle) -> None:
-        """The server that this rank belongs to."""
+        """Set the server that this rank belongs to."""
         self._server = server
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     async def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As verl's; a group is joined when the server says so."""
+        """Call the checkpoint engine like verl, but join a group only when the server allows it."""
         does = partial(super().execute_checkpoint_engine, method, *args, **kwargs)
         if method != "init_process_group":
             return does()
@@ -119,15 +119,15 @@ class ModelEngineWorker(CheckpointEngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int) -> str:
-        """Receive and stage version ``global_steps``; returns the checksum of what was staged.
+        """Receive and stage version ``global_steps``; return the checksum of what was staged.
 
         Raises:
-            WeightLoadError: the weights did not arrive whole, or the model has other ones; the live version stays.
+            WeightLoadError: the weights were incomplete or do not fit the model; the live version is unchanged.
         """
         await self._tell("begin_load", global_steps, self._settings.timeout_s)
         try:
             checksum = await asyncio.to_thread(self._receive, global_steps)
-        except Exception as error:  # however the transfer broke: whoever waits for this version must learn of it
+        except Exception as error:  # any failure must be reported to requests that wait for this version
             await self._tell("load_failed", f"{type(error).__name__}: {error}")
             if isinstance(error, StagingRefused):
                 raise WeightLoadError(f"log-prob server {self.server_adapter.replica_rank}: {error}") from error
@@ -143,14 +143,14 @@ class ModelEngineWorker(CheckpointEngineWorker):
         return asyncio.run(self.server_adapter.update_weights(weights, global_steps=version))
 
     async def promote(self, version: int) -> None:
-        """Make the staged weights, of ``version``, the live ones on this rank."""
+        """Make the staged weights of ``version`` the live ones on this rank."""
         await self._on_engine(lambda: self.server_adapter.swap(version))
 
     async def score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
-        """Score sequences of token ids, int32 (L,) each, by the live weights, with the ranks of the same share.
+        """Score token-id sequences, int32 (L,) each, with the live weights, together with the share's other ranks.
 
         Returns:
-            For each one its log-probs and entropies, float32 (2, L), with 0 at position 0; None where there is no
+            For each sequence its log-probs and entropies, float32 (2, L), with 0 at position 0; None on a rank without
             output.
         """
         return await self._on_engine(lambda: self._score(rows))
@@ -159,7 +159,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
         return await asyncio.get_running_loop().run_in_executor(self._engine, self._compute, work)
 
     def _compute(self, work: Callable[[], Any]) -> Any:
-        """On the engine's thread; if it hangs, the stacks of all threads are in the log before the server gives up."""
+        """Run ``work`` on the engine's thread; if it hangs, log all threads' stacks before the server gives up."""
         faulthandler.dump_traceback_later(self._settings.timeout_s / 2, file=sys.__stderr__ or sys.stderr)
         try:
             return work()
@@ -177,5 +177,5 @@ class ModelEngineWorker(CheckpointEngineWorker):
             await answer
 
     def _use_device(self) -> None:
-        """A thread starts on the first device, whichever one the process uses."""
+        """Select the process's device on a new thread, which otherwise uses the first device."""
         get_platform().set_device(self._device)

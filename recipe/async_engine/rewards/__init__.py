@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scores answers: reward workers with a process pool, and the sandbox of programming tasks."""
+"""Reward workers, their process pool, and the transport of answers to them."""

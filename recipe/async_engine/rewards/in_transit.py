@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an answer travels to the reward worker that scores it: as arrays, which cost a quarter of verl's own way.
+"""Transport of an answer to its reward worker as arrays, at a quarter of the cost of verl's own transport.
 
-Contract: what arrives is what was sent, and may be written to. Shown by tests/integration/test_reward_dispatch.py.
+Contract: what arrives equals what was sent, and is writable. Shown by tests/integration/test_reward_dispatch.py.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ ARRAY_TYPES = frozenset(
 
 
 class InTransit:
-    """A DataProto that is pickled as its arrays, and is a DataProto again where it is unpickled.
+    """A DataProto that is pickled as its arrays and unpickled as a DataProto again.
 
-    verl's own way, a consolidated TensorDict through ``torch.save``, costs several times the rest of a reward call. It
-    is left to what arrays cannot say: a subclass, no tensors at all, nested or sparse tensors, bfloat16.
+    verl's own transport, a consolidated TensorDict through ``torch.save``, costs several times as much as the rest of a
+    reward call. It is only used for what arrays cannot represent: subclasses, batches without tensors, nested or sparse
+    tensors, bfloat16.
     """
 
     def __init__(self, data: DataProto) -> None:
@@ -41,22 +42,22 @@ class InTransit:
     def __reduce__(self) -> tuple[Any, ...]:
         data = self.data
         if type(data) is not DataProto or data.batch is None or not all(map(_is_array, data.batch.values())):
-            return _as_it_is, (data,)
+            return _unchanged, (data,)
         arrays = {name: value.numpy(force=True) for name, value in data.batch.items()}
-        return _arrived, (arrays, len(data), data.non_tensor_batch, data.meta_info)
+        return _rebuilt, (arrays, len(data), data.non_tensor_batch, data.meta_info)
 
 
 def _is_array(value: Any) -> bool:
-    """Whether numpy has a value like this one."""
+    """Return whether numpy can represent this value."""
     plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
     return plain and value.dtype in ARRAY_TYPES
 
 
-def _as_it_is(data: Any) -> Any:
+def _unchanged(data: Any) -> Any:
     return data
 
 
-def _arrived(arrays: dict[str, np.ndarray], rows: int, non_tensors: dict[str, Any], meta: dict[str, Any]) -> DataProto:
-    # Copies: what Ray hands over may not be written to, and a reward manager may do so.
+def _rebuilt(arrays: dict[str, np.ndarray], rows: int, non_tensors: dict[str, Any], meta: dict[str, Any]) -> DataProto:
+    # Copy, because Ray's memory is read-only and a reward manager may write to the batch.
     tensors = {name: torch.tensor(value) for name, value in arrays.items()}
     return DataProto(batch=TensorDict(tensors, batch_size=rows), non_tensor_batch=non_tensors, meta_info=meta)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous reward functions in processes of their own, each call with a time limit.
+"""Synchronous reward functions in separate processes, each call with a time limit.
 
-Contract. `ScoringPool.score` gives what the function returns, as plain values, or raises `RewardFailed` with the words
-of what it raised. A call that does not return in time, or whose process dies (memory, a crash in native code) or gives
-something else than an answer, fails with words that say so; the process is ended with everything that it has started,
-and replaced. Each process has a socket of its own: no call is affected by another one's process, and the event loop
-never waits for one.
+Contract. `ScoringPool.score` returns the function's result as plain values, or raises `RewardFailed` with the text of
+the function's error. A call fails with an explanation if it does not return in time, or if its process dies (out of
+memory, a crash in native code) or writes anything but an answer; the process is then killed with everything that it has
+started, and replaced. Each process has its own socket: no call is affected by another call's process, and the event
+loop never blocks on one.
 
-The processes are forks of one that has loaded the function already (`PRELOAD`), if its loading succeeds there. This
-module imports nothing of verl, torch or vLLM, so that a process which was ended is replaced in a moment. A process
-leads a session of its own, so that what it has started ends with it, and what it prints goes nowhere: an endless print
-would fill a disk. Of what the function gives or raises, only text and plain values leave the process (`core.plain`),
-one line of JSON for each call. Shown by tests/integration/test_reward_pool.py and test_odd_rewards.py.
+The processes are forks of one that has already loaded the function (`PRELOAD`), if it can be loaded there. This module
+imports nothing of verl, torch or vLLM, so that a process is quickly replaced. A process leads its own session, so
+everything that it has started is killed with it; its output is discarded, because endless output would fill a disk.
+Only text and plain values (`core.plain`) of what the function returns or raises leave the process, as one line of JSON
+per call. Shown by tests/integration/test_reward_pool.py and test_odd_rewards.py.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from recipe.async_engine.core.plain import MOST, NotPlain, plain, told, traced
 
 
 class RewardFailed(RecipeError):
-    """There is no reward: its function raised, gave what is none, or ran out of time; a note has the traceback."""
+    """There is no reward: the function raised, returned something invalid, or timed out; a note has the traceback."""
 
 
 class RewardProcessDied(RewardFailed):
@@ -48,20 +48,22 @@ class RewardProcessDied(RewardFailed):
 
 
 COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
-"""Of one pool: calls under way, what became of the others, and their seconds, the wait for a process included."""
+"""Statistics of a pool: calls in progress, outcomes of the others, and total seconds including the wait for a
+process.
+"""
 LINE_BYTES = 16 * MOST
-"""Of an answer: JSON says a character in 12 bytes at most, and a float in 25."""
+"""Longest line of an answer: JSON needs at most 12 bytes for a character and 25 for a float."""
 NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
 ATTEMPTS = 4
-"""To start a process."""
+"""Attempts to start a process."""
 SPOILT = 2
-"""Calls that fail in a row in one process, before something in it is taken to be spoilt."""
+"""After this many failed calls in a row a process is replaced, since its state may be broken."""
 LAST_WORD_S = 1.0
-"""For the end of a process whose socket is closed, or an answer of one that has ended, to be seen."""
+"""Time to wait for a process to end after its socket has closed, or for an answer after the process has ended."""
 
 
 class _Process:
-    """A scoring process and the socket to it, on one event loop. ``failures``: of its calls, in a row."""
+    """A scoring process and its socket, on one event loop. ``failures``: number of consecutive failed calls."""
 
     def __init__(self, process: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.failures = 0
@@ -73,7 +75,7 @@ class _Process:
     def _notice(self) -> None:
         self._loop.remove_reader(self._process.sentinel)
         self._ended.set()
-        # What it has started may hold the socket open.
+        # A child of the process may hold the socket open.
         self._loop.call_later(LAST_WORD_S, self._reader.feed_eof)
 
     @property
@@ -81,7 +83,7 @@ class _Process:
         return not self._ended.is_set() and not self._reader.at_eof()
 
     async def line(self, call: bytes | None = None) -> dict[str, Any]:
-        """Its answer to a call, or its greeting; RewardProcessDied if there is none."""
+        """Send a call, if given, and return the answer or the greeting; raise RewardProcessDied if there is none."""
         if call is not None:
             self._writer.write(len(call).to_bytes(HEADER, "big") + call)
         try:
@@ -108,7 +110,7 @@ class _Process:
         return f"ended, exit status {status}: {NO_MEMORY}, or a crash in native code"
 
     def end(self) -> None:
-        """End it with everything that it has started: it leads a session of its own."""
+        """Kill the process and everything that it has started; it leads a session of its own."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
@@ -118,14 +120,14 @@ class _Process:
 
 
 class ScoringPool:
-    """Processes that call one reward function. All calls are of one event loop.
+    """Processes that call one reward function, all on one event loop.
 
     Args:
-        path, name: of the function: its file, or ``pkg://module``.
-        settings: further keyword arguments of every call; they win over the call's own, as in verl.
-        processes: how many calls run at the same time.
-        timeout_s: for one call, its wait for a process included: who asked has given it up then.
-        memory_bytes: of address space for each process; None for no limit.
+        path, name: file of the function, or ``pkg://module``, and its name.
+        settings: further keyword arguments of every call; they override the call's own, as in verl.
+        processes: number of calls that run at the same time.
+        timeout_s: limit for one call, including its wait for a process; the caller has given up by then.
+        memory_bytes: limit on the address space of each process; None for no limit.
     """
 
     def __init__(
@@ -144,16 +146,16 @@ class ScoringPool:
         self._places = asyncio.Semaphore(processes)
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
-        # Else multiprocessing runs the main script again in every child, which under Ray is Ray's worker.
+        # Otherwise multiprocessing runs the main script again in every child; under Ray, that is Ray's worker.
         sys.modules["__main__"].__dict__.pop("__file__", None)
         os.environ[PRELOAD] = json.dumps([path, name])
-        # In a local run what a process spawns would be a fork of the whole stack (`prefork`): too large for a limit of
-        # memory, and past the import at which the function is loaded for all.
+        # In a local run the default executable would fork the whole stack (`prefork`), which is too large for the
+        # memory limit and has passed the import that preloads the function.
         multiprocessing.set_executable(sys.executable)
-        # Here, since the processes import this module, and need no Ray.
+        # Imported here, because the scoring processes import this module and do not need Ray.
         from recipe.async_engine.actors.sockets import sockets_folder
 
-        # As its `get_temp_dir` would (multiprocessing/util.py:142).
+        # Create the folder that multiprocessing's `get_temp_dir` would create (multiprocessing/util.py:142).
         temporary = tempfile.mkdtemp(prefix="pymp-", dir=sockets_folder())
         multiprocessing.current_process()._config["tempdir"] = temporary  # type: ignore[attr-defined]
         self._context = multiprocessing.get_context("forkserver")
@@ -163,14 +165,14 @@ class ScoringPool:
         atexit.register(self.close)
 
     async def start(self) -> None:
-        """Start all processes, so that no call waits for that; RewardFailed if the function cannot be loaded."""
+        """Start all processes, so that no call waits for one; raise RewardFailed if the function cannot be loaded."""
         self._idle += await asyncio.gather(*(self._start() for _ in range(self._count - len(self._idle))))
 
     async def score(self, **arguments: Any) -> Any:
-        """What the reward function gives for verl's arguments, as plain values.
+        """Return the reward function's result for verl's arguments, as plain values.
 
         Raises:
-            RewardFailed: there is none; RewardProcessDied where its process ended without an answer.
+            RewardFailed: there is no result; RewardProcessDied if the function's process ended without an answer.
         """
         began = time.monotonic()
         self.stats["pending"] += 1
@@ -196,7 +198,7 @@ class ScoringPool:
         return result
 
     def close(self) -> None:
-        """End every process."""
+        """Kill every process."""
         atexit.unregister(self.close)
         for process in (*self._idle, *self._busy):
             process.end()
@@ -208,7 +210,7 @@ class ScoringPool:
             self._busy.add(process)
             try:
                 answer = await process.line(call)
-            except BaseException:  # it died, or the call was given up
+            except BaseException:  # the process died, or the call was cancelled
                 process.end()
                 raise
             finally:
@@ -221,13 +223,13 @@ class ScoringPool:
         return _result(answer)
 
     async def _free(self) -> _Process:
-        """A process without a call: of those whose last one did not fail, the one that waits longest; or a new one."""
+        """Return an idle process, preferably one that last succeeded and has been idle longest, or start one."""
         self._idle.sort(key=lambda process: process.failures)
         while self._idle:
             process = self._idle.pop(0)
             if process.is_alive:
                 return process
-            # It died after its last call: what that has left, or a signal.
+            # It died after its last call, because of what the call left behind or a signal.
             process.end()
         return await self._start()
 
@@ -248,9 +250,10 @@ class ScoringPool:
 
 
 def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.socket]:
-    """A scoring process, and this end of the socket to it."""
+    """Start a scoring process; return it and this end of its socket."""
     for left in reversed(range(ATTEMPTS)):
-        # Another pair each time: the process of an attempt that failed may be there all the same, and would answer too.
+        # Each attempt has a socket pair of its own: the process of a failed attempt may exist after all, and would
+        # answer too.
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -258,7 +261,7 @@ def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.sock
                 process.start()
                 break
             except (OSError, EOFError):
-                # The process that these are forked from, which a reward function can end, is replaced when it is gone.
+                # The fork server, which a reward function can kill, is replaced by multiprocessing when it has died.
                 ours.close()
                 if not left:
                     raise
@@ -289,21 +292,24 @@ def _result(answer: dict[str, Any]) -> Any:
     raise raised
 
 
-# Inside a scoring process.
+# The rest of this module runs inside the scoring processes.
 
 PRELOAD = "RECIPE_REWARD_FUNCTION"
-"""Environment variable: a function's [module path, name] in JSON, loaded when this module is imported."""
+"""Environment variable with the function's [module path, name] as JSON, which is loaded when this module is
+imported.
+"""
 
 HEADER = 8
-"""Bytes before a call's pickled arguments: how many bytes these are."""
+"""Size of the header before a call's pickled arguments, which holds their length in bytes."""
 RESULT, RAISED, FULL = "result", "raised", "full"
-"""Of a line: the function's result; the error's words, with `TRACE` its traceback; those of a MemoryError, which ends
-the process."""
+"""Keys of an answer: the function's result; the text of an error, with its traceback in `TRACE`; the text of a
+MemoryError, which ends the process.
+"""
 TRACE = "trace"
 OUT_OF_MEMORY = 112
-"""Exit status of a process that had no memory left to say so."""
+"""Exit status of a process that had too little memory left to report it."""
 
-# A reward function may put others in their places.
+# Keep the originals, since a reward function may replace them in their modules.
 _exit, _getpid, _setitimer, _sendall = os._exit, os.getpid, signal.setitimer, socket.socket.sendall
 _dumps, _loads = json.dumps, pickle.loads
 
@@ -311,14 +317,14 @@ _loaded: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def load(path: str, name: str) -> Callable[..., Any]:
-    """A function of a Python file, or of a module named ``pkg://...``, loaded once in a process."""
+    """Load a function from a Python file, or from a module named ``pkg://...``, once per process."""
     if (path, name) not in _loaded:
         if path.startswith("pkg://"):
             module = importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
         else:
             spec = importlib.util.spec_from_file_location("reward_function", path.removeprefix("file://"))
             if spec is None or spec.loader is None:
-                raise ImportError(f"{path} is no Python file")
+                raise ImportError(f"{path} is not a Python file")
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         _loaded[path, name] = getattr(module, name)
@@ -328,14 +334,14 @@ def load(path: str, name: str) -> Callable[..., Any]:
 def serve(
     channel: socket.socket, alive: Any, path: str, name: str, settings: dict[str, Any], memory_bytes: int | None
 ) -> None:
-    """Make this process one that scores: greet with a line, None as its result, then answer each call with one.
+    """Turn this process into a scoring process: greet with a result of None, then answer each call with a line.
 
     Args:
-        channel: to the reward worker; calls are `HEADER` bytes and pickled keyword arguments.
-        alive: the reading end of a pipe whose writing end closes with the reward worker.
-        path, name: of the reward function, see `load`.
-        settings: further arguments of each call, which win over the call's own.
-        memory_bytes: of address space.
+        channel: socket to the reward worker; a call is `HEADER` bytes followed by pickled keyword arguments.
+        alive: the reading end of a pipe whose writing end closes when the reward worker ends.
+        path, name: location of the reward function, as for `load`.
+        settings: further arguments of each call, which override the call's own.
+        memory_bytes: limit on the address space.
     """
     with contextlib.suppress(PermissionError):
         os.setsid()
@@ -353,22 +359,22 @@ def serve(
 
 
 def end_with(pipe: int) -> None:
-    """SIGKILL, which ends a process whatever it is doing, when the last writing end of this pipe is closed."""
-    # Opened anew: the owner of the signal belongs to the open file, which other processes share.
+    """Arrange for SIGKILL, which ends this process in any state, when the last writing end of the pipe closes."""
+    # Opened again, because the signal's recipient is a property of the open file, which other processes share.
     own = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
-    # Closed before there was anyone to tell.
+    # The pipe may have closed before the signal was set up.
     if select.select([own], [], [], 0)[0]:
         _exit(1)
 
 
 def checked(result: Any) -> Any:
-    """A reward function's result as plain values, if it is one that verl takes.
+    """Return a reward function's result as plain values, if verl accepts it.
 
     Raises:
-        NotPlain: it is none; the message names the place in it.
+        NotPlain: verl does not accept it; the message names the place in the value.
     """
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
@@ -384,25 +390,25 @@ def checked(result: Any) -> Any:
 
 
 def number_of(value: Any, given: Any) -> Any:
-    """A score as a plain value, ``given`` by `plain`; an array or tensor of one number is that number, as for verl."""
+    """Return a score as the plain value ``given``; as in verl, an array or tensor of one number becomes the number."""
     while hasattr(value, "tolist") and isinstance(given, list) and len(given) == 1:
         given = given[0]
     return given
 
 
 def _answer(channel: socket.socket, call: Callable[[], Any]) -> None:
-    """Send what the call gives or raises; a fork of this process that comes back from it ends here."""
+    """Send the call's result or error; a fork of this process that returns from the call ends here."""
     own, answer = _getpid(), {}
     try:
         answer[RESULT] = call()
     except MemoryError as error:
-        # What fills the memory may stay, as a leak does: the next call gets a process without it.
+        # The memory may stay in use, for example after a leak, so the process ends and the next call gets a new one.
         _tell_and_end(channel, own, error.with_traceback(None))
-    except BaseException as error:  # whatever a user's function raises costs its call alone
+    except BaseException as error:  # any error of a user's function fails only its call
         answer = {RAISED: told(error), TRACE: traced(error)}
     if _getpid() != own:
         _exit(0)
-    # An alarm that the call has left would end a later one.
+    # A timer that the call left behind would interrupt a later one.
     _setitimer(signal.ITIMER_REAL, 0)
     _sendall(channel, _dumps(answer).encode() + b"\n")
 
@@ -416,6 +422,6 @@ def _tell_and_end(channel: socket.socket, own: int, error: MemoryError) -> None:
 
 
 if PRELOAD in os.environ:
-    # Its error is the scoring process's to raise, where someone can see it.
+    # The scoring process loads it again and raises the error where it is reported.
     with contextlib.suppress(BaseException):
         load(*json.loads(os.environ[PRELOAD]))

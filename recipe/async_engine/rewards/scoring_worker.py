@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's reward workers, with synchronous reward functions in a process pool.
 
-Contract: every reward manager of verl works as it does; only its call of a synchronous function goes to the pool
-(`reward_processes` of them for each reward worker). Asynchronous functions and reward models are left to verl. Whatever
-fails, the function or the manager around it, fails the call with text (`RewardFailed`), and what they give leaves the
-worker as plain values: nothing of the user's has to be unpickled elsewhere. A manager of verl's that makes a score of 0
-of a failed call does not get to see it. A worker that died is started again by Ray, up to `max_replica_restarts` times
-each; which worker scores an answer is `least_busy_worker`'s to say. Shown by tests/integration/test_reward_pool.py,
-test_odd_rewards.py and test_reward_dispatch.py.
+Contract: every reward manager of verl works as in verl; only calls of a synchronous function go to the pool of
+`reward_processes` processes per reward worker. Asynchronous functions and reward models are left to verl. Any failure
+of the function or the manager fails the call with text (`RewardFailed`), and results leave the worker as plain values,
+so no user's class has to be unpickled elsewhere. Such errors bypass managers of verl that would turn a failed call into
+a score of 0. Ray restarts a worker that died, up to `max_replica_restarts` times each; `least_busy_worker` chooses the
+worker for an answer. Shown by tests/integration/test_reward_pool.py, test_odd_rewards.py and test_reward_dispatch.py.
 """
 
 import asyncio
@@ -37,11 +36,11 @@ from recipe.async_engine.rewards.in_transit import InTransit
 from recipe.async_engine.rewards.pool import COUNTS, RewardFailed, RewardProcessDied, ScoringPool, checked, number_of
 
 HELD = ("compute_score", "compute_score_batch", "compute_score_disrm")
-"""What keeps calls of a reward worker open."""
+"""Methods of a reward worker whose calls stay open for long."""
 ANSWER_S = 30.0
-"""How long a worker may take to say that it is there; half as much again at most, by chance, so that of several that
-ask it only one ends it."""
-# Where verl's own rules are; each call looks at its row's data source.
+"""How long a worker may take to give a sign of life. A random addition of up to half of it ensures that of several
+callers that ask the worker only one kills it."""
+# Location of verl's own rules, which depend on the row's data source.
 DEFAULT_RULES = "pkg://verl.utils.reward_score", "default_compute_score"
 
 
@@ -49,29 +48,30 @@ TOLD = (RewardFailed, RewardProcessDied, NotPlain)
 """Errors that are text already."""
 
 
-class _Failed(BaseException):
-    """The error of a failed call, for `ScoringWorker.compute_score`: past an ``except Exception`` on its way."""
+class _PastManager(BaseException):
+    """Carries a failed call's error to `ScoringWorker.compute_score`, past any ``except Exception`` on the way."""
 
 
 class ScoringWorker(RewardLoopWorker):
-    """A reward worker with a pool beside it."""
+    """A reward worker with a process pool."""
 
     def _init_reward_fn(self) -> None:
         training, reward = self.config.async_training, self.config.reward
         manager = reward.reward_manager
         if manager.source == "register" and manager.name == "remote" and training.reward_processes > 0:
-            # The pool is what it is for: `naive` with the function in other processes, actors that nobody replaces.
+            # The pool replaces verl's `remote` manager, which is `naive` with the function in actors that are never
+            # restarted.
             with open_dict(self.config):
                 manager.name = "naive"
         try:
             super()._init_reward_fn()
-        except BaseException as error:  # a user's file may raise anything, and end an interpreter
+        except BaseException as error:  # a user's file may raise anything, even SystemExit
             raise _as_text(error, "the reward cannot be loaded: ") from None
         self.pool: ScoringPool | None = None
         self._call_reward()
 
     def _call_reward(self) -> None:
-        """Have the manager call the reward function by way of the pool, or so that an error of its is text."""
+        """Redirect the manager's calls of the reward function to the pool, or wrap them so that errors become text."""
         training, reward, manager = self.config.async_training, self.config.reward, self.reward_manager
         if not hasattr(manager, "is_async_reward_score"):
             return
@@ -81,47 +81,47 @@ class ScoringWorker(RewardLoopWorker):
             self.pool = _pool(training, reward.custom_reward_function)
             call = self.pool.score
         elif not type(manager).__module__.startswith("verl."):
-            # The user's, which calls the function in this process and may know what it gives and raises.
+            # A user's own manager calls the function in this process and may depend on its results and exceptions.
             return
         else:
             call = partial(_checked_call, manager.compute_score, manager.is_async_reward_score)
         if isinstance(manager, RateLimitedRewardManager):
-            # It would give 0 for what failed or took too long.
-            call = partial(_past_the_manager, call, manager.timeout)
+            # This manager would give a score of 0 for a call that failed or took too long.
+            call = partial(_bypassing_manager, call, manager.timeout)
             manager.timeout = None
         manager.compute_score = call
         manager.is_async_reward_score = True
 
     async def be_ready(self) -> None:
-        """Return once no call will wait for a process to start; RewardFailed if one cannot."""
+        """Return once no call has to wait for a process to start; raise RewardFailed if one cannot start."""
         if self.pool is not None:
             await self.pool.start()
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
-        """As verl's, but of plain values; RewardFailed, or another error of `pool`, if there is no reward."""
+        """Score like verl, with plain values; raise RewardFailed, or another error of `pool`, if there is no reward."""
         try:
             return _plain_answer(await super().compute_score(data))
-        except _Failed as failed:
+        except _PastManager as failed:
             raise failed.args[0] from None
         except BaseException as error:  # a user's function or manager may raise anything
             raise _as_text(error) from None
 
     async def describe(self) -> list[str]:
-        """Lines: the pool's counts, and where the coroutines wait."""
+        """Return lines of text with the pool's counts, and where the coroutines wait."""
         return [str(self.pool.stats if self.pool is not None else "no pool"), *(f"tasks: {line}" for line in waits())]
 
     async def pool_stats(self) -> tuple[int, dict[str, float]]:
-        """The worker's process, and its pool's counts so far."""
+        """Return the worker's process id and its pool's counts so far."""
         return os.getpid(), self.pool.stats if self.pool is not None else dict.fromkeys(COUNTS, 0)
 
 
 def _has_sandbox(reward: Any) -> bool:
-    """verl's sandbox service comes with a semaphore that only its own threads share."""
+    """Return whether verl's sandbox service is used; its semaphore is shared only by the threads of one process."""
     return bool((reward.get("sandbox_fusion") or {}).get("url"))
 
 
 def _pool(training: Any, custom: Any) -> ScoringPool:
-    """The pool of the configured reward function, or of verl's own rules."""
+    """Create the pool for the configured reward function, or for verl's own rules."""
     path, name = (custom.path, custom.name) if custom.path else DEFAULT_RULES
     gib = training.reward_memory_gib
     return ScoringPool(
@@ -135,7 +135,7 @@ def _pool(training: Any, custom: Any) -> ScoringPool:
 
 
 async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments: Any) -> Any:
-    """What a function gives, called here or in a thread; only exceptions leave it that a task or a future can have."""
+    """Call a function, in a thread unless it is async, and raise only exceptions that tasks and futures can hold."""
 
     def call() -> Any:
         try:
@@ -151,20 +151,20 @@ async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments:
         raise _as_text(error) from None
 
 
-async def _past_the_manager(call: Callable[..., Awaitable[Any]], timeout_s: float | None, **arguments: Any) -> Any:
-    """The call within the manager's own time; its error is none that the manager could catch."""
+async def _bypassing_manager(call: Callable[..., Awaitable[Any]], timeout_s: float | None, **arguments: Any) -> Any:
+    """Make the call within the manager's own time limit, and raise its errors past the manager."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await call(**arguments)
     except TimeoutError as error:
         took = f"the reward function gave nothing within {timeout_s:g} s (reward.timeout)" if limit.expired() else ""
-        raise _Failed(RewardFailed(took or told(error))) from None
+        raise _PastManager(RewardFailed(took or told(error))) from None
     except Exception as error:
-        raise _Failed(error) from None
+        raise _PastManager(error) from None
 
 
 def _as_text(error: BaseException, words: str = "") -> BaseException:
-    """The error to raise in the place of this one, which other processes may not know."""
+    """Return the error to raise in place of this one, whose class other processes may not have."""
     if type(error) in TOLD or (issubclass(type(error), asyncio.CancelledError) and _is_cancelled()):
         return error
     failed = RewardFailed(f"{words}{told(error)}")
@@ -174,7 +174,7 @@ def _as_text(error: BaseException, words: str = "") -> BaseException:
 
 
 def _is_cancelled() -> bool:
-    """Whether the task of now was cancelled, and no user's code raised CancelledError by itself."""
+    """Return whether the current task was cancelled, as opposed to user code raising CancelledError itself."""
     with suppress(RuntimeError):  # no event loop in this thread
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
@@ -182,20 +182,20 @@ def _is_cancelled() -> bool:
 
 
 def _plain_answer(answer: Any) -> dict[str, Any]:
-    """What a reward manager gave, as verl's agent loops take it, of plain values.
+    """Return a reward manager's result in plain values, in the form that verl's agent loops expect.
 
     Raises:
-        NotPlain: it is not; the message names the place in it.
+        NotPlain: the result has another form; the message names the place in it.
     """
     if not isinstance(answer, dict) or "reward_score" not in answer:
         raise NotPlain(f"the reward manager gave {type(answer).__name__} without reward_score")
     given = plain(answer, "what the reward manager gave")
-    # verl's agent loops want a report, which its own path for a reward model does not have.
+    # verl's agent loops expect reward_extra_info, which its code for reward models does not provide.
     return {"reward_extra_info": {}, **given, "reward_score": number_of(answer["reward_score"], given["reward_score"])}
 
 
 class ScoringManager(RewardLoopManager):
-    """verl's manager over :class:`ScoringWorker` s; the servers of a reward model are like those of the rollout."""
+    """verl's manager over :class:`ScoringWorker` actors; a reward model runs on the rollout's engine class."""
 
     def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
         if config.reward.reward_model.enable:
@@ -205,29 +205,29 @@ class ScoringManager(RewardLoopManager):
         super().__init__(config)
 
     def _init_reward_loop_workers(self) -> None:
-        # verl's constructor has just set its own class.
+        # This overrides the class that verl's constructor has just set.
         restarts = int(self.config.async_training.max_replica_restarts)
         self.reward_loop_workers_class = Restartable(ScoringWorker, restarts, HELD)
         super()._init_reward_loop_workers()
         self._asked: list[Any] = []
-        # By worker and process, those that have died since included.
+        # Keyed by worker and process id, including processes that have died.
         self._counts: dict[tuple[int, int], dict[str, float]] = {}
 
     def until_ready(self, timeout_s: float) -> None:
-        """Return once every worker is made and its processes are; raises what has failed there."""
+        """Return once every worker and its processes have started; raise any error that occurred there."""
         ray.get([worker.be_ready.remote() for worker in self.reward_loop_workers], timeout=timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """The pools' counts, as of the call before this one: nothing waits for a busy worker.
+        """Return the pools' counts as of the previous call, so that nothing waits for a busy worker.
 
-        ``worker_restarts``: workers that were found in another process than before.
+        ``worker_restarts``: number of times that a worker was found in a new process.
         """
         if not self._asked or not ray.wait(self._asked, num_returns=len(self._asked), timeout=0)[1]:
             for worker, answer in enumerate(self._asked):
                 try:
                     process, counts = ray.get(answer, timeout=1)
                 except RayActorError:
-                    continue  # dead, or being started again: whoever has calls there says so
+                    continue  # dead or being restarted; its open calls report that
                 for (other, _), past in self._counts.items():
                     past["pending"] *= other != worker
                 self._counts[worker, process] = counts
@@ -238,18 +238,18 @@ class ScoringManager(RewardLoopManager):
 
 
 def least_busy_worker(actors: Sequence[Any]) -> Any:
-    """Stands in for a handle of verl's reward workers, of which it asks the one with the fewest calls of this process.
+    """Stand in for a handle of verl's reward workers, sending each call to the worker with the fewest calls from here.
 
-    verl takes one at random. What a call raises, its caller gets; a further attempt goes to another worker than one
-    that died or does not answer, if there is another (`actors/worker_set.py`), and one whose calls fail is not
-    preferred for being idle. A worker is asked whether it answers when a call of it was given up. Where none can be
-    asked a call waits for one; the caller has the deadline. Used on one event loop.
+    verl chooses a worker at random. A caller gets any error of its call. A further attempt avoids a worker that died or
+    does not answer, if there is another one (`actors/worker_set.py`), and a worker whose calls fail is not preferred
+    for being idle. When a call is given up, its worker is asked for a sign of life. If no worker is available, a call
+    waits for one; the caller has the deadline. To be used on one event loop.
     """
     workers = WorkerSet("reward", actors, ANSWER_S * random.uniform(1.0, 1.5))
     last: list[WorkerDied] = []
 
     async def score(data: Any) -> dict[str, Any]:
-        """verl's ``RewardLoopWorker.compute_score``; RewardFailed if all have died, WorkerDied if the worker did."""
+        """Call verl's ``compute_score``; raise WorkerDied if the worker died, RewardFailed if all have."""
         while (name := workers.choose()) in workers.silent:
             await workers.news()
         try:
@@ -260,7 +260,7 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
                 return answer
         except WorkerDied as error:
             last[:] = [error]
-            # It may have been waited for in vain, and have been the last one.
+            # The call may have waited in vain for the last worker.
             if not workers.lost:
                 raise
         except Exception:
@@ -268,7 +268,7 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
                 workers.note(name, failed=True)
             raise
         except asyncio.CancelledError:
-            # Past its deadline, usually.
+            # The call is usually past its deadline.
             workers.doubt(name)
             raise
         raise RewardFailed(

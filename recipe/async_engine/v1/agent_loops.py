@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's v1 agent loops, with log-prob servers beside them.
+"""verl's v1 agent loops with log-prob servers.
 
-Contract: a finished answer is scored, whole, by the version that ended it, while its reward is computed and other
-answers are generated; a prompt is complete once all of its answers have been. An answer that no server scored in time
-has values that are not a number: the trainer computes those log-probs. Without servers nothing differs from verl.
+Contract: a finished answer is scored as a whole, by the version that ended it, while its reward is computed and other
+answers are generated; a prompt is complete once all of its answers have been scored. If no server scores an answer in
+time, its values are NaN, and the trainer computes those log-probs. Without servers nothing differs from verl.
 
 Shown by tests/e2e/test_v1_trainers.py.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """See the module's contract. ``llm_client.log_prob_servers`` is a :class:`ScoringClient`, or None."""
+    """verl's agent-loop worker with scoring; ``llm_client.log_prob_servers`` is a :class:`ScoringClient` or None."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +49,8 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             super()._agent_loop_postprocess(output, validate, **kwargs),
         )
         if columns:
-            # Under the keys that verl has just put the answers with; the prompt is not complete before this.
+            # These are the keys under which verl has just stored the answers; the prompt is complete only after this
+            # call.
             await tq.async_kv_batch_put(
                 keys=[f"{kwargs['uid']}_{kwargs['session_id']}_{number}" for number in range(len(outputs))],
                 fields=list_of_dict_to_tensordict(columns),
@@ -57,7 +58,7 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             )
 
     async def _columns(self, scoring: ScoringClient, output: AgentLoopOutput) -> dict[str, torch.Tensor]:
-        """Log-probs and entropies of an answer of R tokens, float32 (R,) each."""
+        """Return log-probs and entropies of an answer of R tokens, float32 (R,) each."""
         response, versions = output.response_ids, output.extra_fields
         if output.multi_modal_data or versions.get("max_global_steps") is None:
             return _unscored(len(response))
@@ -76,7 +77,7 @@ def _unscored(length: int) -> dict[str, torch.Tensor]:
 
 
 class ScoringAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager over :class:`ScoringAgentLoopWorker` s."""
+    """verl's manager over :class:`ScoringAgentLoopWorker` actors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

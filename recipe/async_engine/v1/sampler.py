@@ -5,16 +5,16 @@
     trainer.v1.sampler.custom_sampler.name=BoundedReplayBuffer
     trainer.v1.sampler.max_off_policy_threshold=2
 
-Contract: no group is trained whose oldest token may be more than ``max_off_policy_threshold - 1`` versions old, and
-none is evicted for its age. verl's own strategies bound the age at sampling alone, by which time it is too late:
-whatever was issued too early can only be trained late (`wait`) or evicted (`drop`). Here `StalenessGate` decides when
-prompts are issued, those of ``num_warmup_batches`` included, and which batch may be taken. Prompts that may not be
-issued yet are owed; nothing is taken from the data for them. A group's start is the version at its issue, so its oldest
-token is at least as new.
+Contract: no group is trained whose oldest token may be more than ``max_off_policy_threshold - 1`` versions old, and no
+group is evicted for its age. verl's own strategies only limit the age at sampling, when it is too late: a group that
+was issued too early can only be trained late (`wait`) or evicted (`drop`). Here `StalenessGate` decides when prompts
+are issued, including those of ``num_warmup_batches``, and which batch may be taken. Requested prompts that may not be
+issued yet are counted as owed, without reading data for them. A group's start is the version at its issue, and its
+oldest token is at least as new.
 
-verl's step G trains version G - 1 and a prompt's tag is the step of its issue. The trainer is known by ``refill_fn``,
-which is its method; its two methods that issue prompts are replaced, on the instance. Failed groups and those that
-``algorithm.filter_groups`` takes out are replaced as verl does it. Shown by tests/integration/test_v1_sampler.py and,
+verl's step G trains version G - 1, and a prompt's tag is the step of its issue. ``refill_fn`` is a method of the
+trainer and so leads to it; the trainer's two methods that issue prompts are replaced on the instance. Failed groups and
+those removed by ``algorithm.filter_groups`` are replaced as in verl. Shown by tests/integration/test_v1_sampler.py and,
 in stock trainers, tests/e2e/test_v1_trainers.py.
 """
 
@@ -35,16 +35,16 @@ SETTING = "trainer.v1.sampler.max_off_policy_threshold"
 
 
 class SamplerError(RecipeError):
-    """The sampler cannot hold the bound in this configuration."""
+    """The sampler cannot keep the bound in this configuration."""
 
 
 class BoundedReplayBuffer(ReplayBufferAsync):
-    """See the module's contract.
+    """A replay buffer that issues prompts and takes batches as the staleness gate allows.
 
     Args:
         trainer_config: the mode's section of ``trainer.v1``.
-        max_off_policy_threshold: verl's, the versions that a trajectory may span: the bound in versions and 1.
-        sampler_kwargs: ``poll_interval``, seconds between two looks at what is complete (default 0.1).
+        max_off_policy_threshold: verl's number of versions that a trajectory may span, which is the bound plus 1.
+        sampler_kwargs: ``poll_interval``, seconds between two checks for complete groups (default 0.1).
         refill_fn: the trainer's method that issues prompts.
 
     Raises:
@@ -73,7 +73,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             trainer_mode=trainer_mode,
             trainer_config=trainer_config,
             max_off_policy_threshold=max_off_policy_threshold,
-            # Nothing is dropped for its age.
+            # No group is dropped for its age.
             max_off_policy_strategy="wait",
             sampler_kwargs=sampler_kwargs,
             poll_interval=float(sampler_kwargs.get("poll_interval", POLL_S)),
@@ -93,13 +93,13 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         trainer._add_batch_to_generate = lambda: self.ask(data.train_batch_size)
 
     def ask(self, prompts: int) -> int:
-        """Issue so many prompts more, as soon as each may be. Returns how many were."""
+        """Issue ``prompts`` more prompts, each as soon as it may be; return how many were issued now."""
         self._owed += prompts
         self._sync_metadata_from_transfer_queue()
         return self._issue_owed(self._trainer.global_steps)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
-        """As verl's; the batch is counted against the places of its version."""
+        """Sample like verl, and count the batch against the places of its version."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         if partition_id == TRAIN:
             self._taken = (global_steps, self._batches_taken(global_steps) + 1)
@@ -109,7 +109,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
     def _has_enough_samples(
         self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: set[str]
     ) -> bool:
-        """Whether the oldest complete groups may be taken: it leaves every other one a place before its deadline."""
+        """Return whether taking the oldest complete groups leaves every other group a place before its deadline."""
         if partition_id != TRAIN:
             return super()._has_enough_samples(global_steps, partition_id, batch_size, sampleable_keys)
         self._issue_owed(global_steps)
@@ -119,14 +119,14 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             return self._gate(global_steps).can_take(starts[: self._gate_settings.batch_groups])
         if not self.pending_keys[TRAIN] and not self.running_keys[TRAIN]:
             raise SamplerError(
-                f"{len(sampleable_keys)} groups are complete, none is under way, and the bound has no room for "
-                f"data.gen_batch_size={self._chunk} prompts more, of which a batch of {batch_size} needs "
+                f"{len(sampleable_keys)} groups are complete, none is in progress, and the bound does not admit "
+                f"data.gen_batch_size={self._chunk} more prompts, although a batch of {batch_size} only needs "
                 f"{batch_size - len(sampleable_keys)}: set data.gen_batch_size=1"
             )
         return False
 
     def _gate(self, global_steps: int) -> StalenessGate:
-        """The gate of this moment: every group that is in the queue and not taken is live."""
+        """Build the gate for the present state: every group in the queue that is not taken is live."""
         starts = [self._start(step) for step in self.prompt_global_steps[TRAIN].values()]
         try:
             return StalenessGate(
@@ -143,7 +143,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
 
     @staticmethod
     def _start(step: int) -> int:
-        """The version whose weights the rollout has at the beginning of a step; the first is step 1."""
+        """Return the version of the rollout's weights at the beginning of a step; the first step is 1."""
         return max(0, step - 1)
 
     def _batches_taken(self, global_steps: int) -> int:
@@ -151,7 +151,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return taken if step == global_steps else 0
 
     def _issue_owed(self, global_steps: int) -> int:
-        """Issue owed prompts while the gate has room, in the amounts in which the data are read."""
+        """Issue owed prompts while the gate has room, in the batch sizes in which data are read."""
         issued = 0
         while self._owed > 0:
             gate = self._gate(global_steps)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stock verl's v1 trainers `separate_async` and `colocate_async`, with this package's parts beside them.
+"""Stock verl's v1 trainers `separate_async` and `colocate_async` with this package's extensions.
 
 Contract: training is verl's own. Rollout servers have the first-weights gate: with dummy weights they answer nothing
 before the first complete version, nor while weights are loaded over the old ones. With log-prob servers
-(``model_engine_server``) the old log-probs of a batch are there when it is sampled, computed by the version that ended
-each answer; the trainer computes those of a batch with an answer that no server scored. The bound is
-`recipe.async_engine.v1.sampler`'s.
+(``model_engine_server``) the old log-probs of a batch are available when it is sampled, computed by the version that
+ended each answer; if no server scored some answer of a batch, the trainer computes the log-probs of that batch.
+`recipe.async_engine.v1.sampler` keeps the staleness bound.
 
-The configuration groups ``recipe=separate_async`` and ``recipe=colocate_async`` choose them (docs/flags.md). Shown by
+The configuration groups ``recipe=separate_async`` and ``recipe=colocate_async`` select them (docs/flags.md). Shown by
 tests/e2e/test_v1_trainers.py.
 """
 
@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 
 
 class BoundedTrainer(PPOTrainer):
-    """Mixed into a trainer of verl's; see the module's contract.
+    """Mixed into a trainer of verl's, to add what the module's contract says.
 
     Attributes:
-        name: what ``trainer.v1.trainer_mode`` is.
-        of_verl: verl's trainer, whose section of ``trainer.v1`` is used.
+        name: value of ``trainer.v1.trainer_mode`` that selects it.
+        of_verl: name of verl's trainer, whose section of ``trainer.v1`` is used.
 
     Raises:
         ConfigError: the configuration cannot run.
@@ -78,7 +78,7 @@ class BoundedTrainer(PPOTrainer):
         super()._init_resource_pool_mgr()
         for role in (Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
-                # What hands weights to the engine beside it closes that engine's gate and opens it again.
+                # This worker passes weights to the engine beside it, and so must close and reopen that engine's gate.
                 self.role_worker_mapping[role] = ray.remote(HybridActorWorker)
 
     def _setup(self) -> None:
@@ -93,12 +93,13 @@ class BoundedTrainer(PPOTrainer):
             self._server_sync = self._give_weights_to(replicas)
 
     def _give_weights_to(self, servers: list[RolloutReplica]) -> CheckpointEngineManager | None:
-        """Have log-prob servers take part in the weight syncs, before the first answer of the version.
+        """Include the log-prob servers in weight syncs, before the first answer of a version.
 
         Returns:
-            A manager of theirs; None if one of verl's has them: the trainer's checkpoint engine serves one manager.
+            A manager for the servers, or None if verl's manager includes them, since a checkpoint engine serves one
+            manager.
         """
-        # verl hands weights to the rollout without that engine.
+        # In this trainer verl passes weights to the rollout without the checkpoint engine.
         return CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
@@ -106,23 +107,23 @@ class BoundedTrainer(PPOTrainer):
         )
 
     def get_llm_client(self) -> LLMServerClient:
-        """verl's, which takes the log-prob servers to the agent loops."""
+        """Return verl's client with the log-prob servers attached, which brings them to the agent loops."""
         client = super().get_llm_client()
         client.log_prob_servers = self._scoring
         return client
 
     @property
     def has_servers(self) -> bool:
-        """Whether log-prob servers score answers."""
+        """Return whether log-prob servers score answers."""
         return self._scoring is not None
 
     def on_init_end(self) -> None:
-        """Publish the first weights, to the log-prob servers and to the rollout."""
+        """Publish the first weights to the log-prob servers and the rollout."""
         self._publish_to_servers()
         super().on_init_end()
 
     def on_step_end(self) -> None:
-        """Publish the step's weights, likewise."""
+        """Publish the step's weights to the log-prob servers and the rollout."""
         with marked_timer("update_server_weights", self.timing_raw, color="red"):
             self._publish_to_servers()
         super().on_step_end()
@@ -132,7 +133,7 @@ class BoundedTrainer(PPOTrainer):
             self._server_sync.update_weights(self.global_steps)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Take the log-prob servers', or compute them where one is missing."""
+        """Use the log-prob servers' results, or compute all log-probs if a result is missing."""
         if self._scoring is None:
             return super()._compute_old_log_prob(batch, metrics)
         scored = self._scored(batch)
@@ -148,10 +149,10 @@ class BoundedTrainer(PPOTrainer):
         return batch
 
     def _scored(self, batch: KVBatchMeta) -> DataProto:
-        """What the servers computed of a batch, and what it is compared with, padded: (rows, R) each."""
+        """Return the servers' results for a batch and the columns to compare with, padded: (rows, R) each."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
         if padding:
-            # verl's rows without meaning are copies of an answer, cut to one token but for these columns.
+            # verl's padding rows are copies of an answer cut to one token, except for these columns.
             nothing = [{name: torch.zeros(1) for name in (OLD_LOG_PROBS, ENTROPY)} for _ in padding]
             tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(nothing))
         fields = [OLD_LOG_PROBS, ENTROPY, "response_mask"]
@@ -168,13 +169,13 @@ class SeparateAsync(BoundedTrainer, PPOTrainerSeparateAsync):
     of_verl = "separate_async"
 
     def _give_weights_to(self, servers: list[RolloutReplica]) -> None:
-        # All of them get a version before any replica goes on. The list is the server manager's too.
+        # All replicas get a version before any continues. The list is copied because the server manager has it too.
         manager = self.standalone_checkpoint_manager
         manager.replicas = [*manager.replicas, *servers]
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         if self.has_servers and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
-            # verl computes later batches of a version with these; it may have to.
+            # verl computes the log-probs of later batches of a version with this copy, if servers leave some out.
             self.actor_rollout_wg.save_model_to_cpu(0)
         return super()._compute_old_log_prob(batch, metrics)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a version gets from the trainer to every replica: sent, loaded beside the engine, checked, announced."""
+"""How a weights version gets from the trainer to all replicas: sending, staging, checking and swapping."""

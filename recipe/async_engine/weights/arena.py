@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors in one piece of host memory, of exactly their size.
+"""Tensors in one contiguous piece of host memory of exactly their size.
 
 torch's own pinned memory rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h:305): 7B
-parameters in 339 tensors, 14.2 GiB, would take 27.0. Here plain memory is registered with the driver once.
+parameters in 339 tensors, 14.2 GiB, would take 27.0 GiB. Here ordinary memory is registered with the driver once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Form = tuple[torch.Size, torch.dtype]
 
 
 def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
-    """Tensors of these shapes and dtypes, uninitialized, one behind the other.
+    """Return uninitialized tensors of these shapes and dtypes, one after the other in memory.
 
-    ``pinned``: an accelerator can copy from and to them while the host does something else.
+    ``pinned``: an accelerator can copy from and to them asynchronously.
     """
     begins, end = [], 0
     for shape, dtype in forms:
@@ -31,7 +31,7 @@ def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
     memory = torch.empty(end, dtype=torch.uint8)
     if pinned and end:
         pin_memory(memory.data_ptr(), end)
-        # Before the memory goes, which the storage of all of its tensors holds.
+        # Unregister before the memory is freed, which the storage shared by all tensors keeps alive.
         weakref.finalize(memory.untyped_storage(), unpin_memory, memory.data_ptr())
     return [
         memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -40,9 +40,9 @@ def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
 
 
 def settle() -> None:
-    """Wait for what this thread has asked its accelerator for: copies to host memory may be on their way.
+    """Wait for the work that this thread has queued on its accelerator, such as copies to host memory.
 
-    Not for the whole device, on which a version may be travelling.
+    It does not wait for the whole device, on which another version may be in transfer.
     """
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()

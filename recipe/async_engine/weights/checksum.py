@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checksum of weights, taken where they are sent and where an engine takes them, on whatever device they are.
+"""A checksum of weights, computed by the sender and by the receiving engine, on any device.
 
-Contract: the same for the same names, shapes, types and bits, in whatever order the tensors come; another one if a bit
-differs, or if blocks of `BLOCK_WORDS` words, or whole tensors, changed places. Tensors without elements do not count,
-since not every checkpoint engine carries them. It reads each tensor once, asks a device for about one operation a
-tensor, needs a hundredth of its memory, and waits for the device once, at the end. It finds accidents, not forgeries.
-Shown by tests/integration/test_checksum.py.
+Contract: it is the same for the same names, shapes, dtypes and bits, in whatever order the tensors come; it differs if
+a bit differs, or if blocks of `BLOCK_WORDS` words, or whole tensors, changed places. Tensors without elements do not
+count, since not every checkpoint engine transfers them. Each tensor is read once, with about one device operation per
+tensor and a hundredth of its memory; the only wait for the device is at the end. The checksum detects accidents, not
+forgeries. Shown by tests/integration/test_checksum.py.
 
-`torch.hash_tensor` would be the library for it, but its exclusive or takes ones, twice, for zeros.
+`torch.hash_tensor` was considered, but its exclusive or cannot tell two ones from two zeros.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ WORD_BYTES = 8
 BLOCK_WORDS = 512
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
 LARGEST = 1 << 17
-"""Of blocks whose sums lie in one piece of memory, a mebibyte."""
+"""Largest number of block sums in one piece of memory, which is then a mebibyte."""
 CHECKSUM, VERSION = "sent checksum", "sent version"
-"""What a sender reports beside its metrics."""
+"""Keys under which a sender reports these besides its metrics."""
 
 
 class Rows:
-    """Rows of numbers on one device, handed out in order."""
+    """Rows of numbers on one device, allocated in order."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows, self.used = rows, 0
@@ -44,24 +44,24 @@ class Rows:
 
 @dataclass
 class Tensor:
-    """What is known of one: ``runs`` are the sums of its whole blocks, as (of which rows, from where, how many)."""
+    """State of one tensor's checksum; ``runs`` locates the sums of its whole blocks: (index of Rows, first, count)."""
 
     what: str
     blocks: int = 0
     runs: list[tuple[int, int, int]] = field(default_factory=list)
     last: int | None = None
-    """Which of the incomplete blocks is its last."""
+    """Index of its last block among the incomplete ones."""
 
 
 class StreamChecksum:
-    """See the module's contract.
+    """Computes the checksum of a stream of tensors.
 
-    A tensor's number is the sum of its blocks, each the sum of its bits as integers, weighted by their places. A
-    processor sums integers of 8 bytes as fast as it reads them, and smaller ones thirty times slower. Weights are odd,
-    so that the highest bit of a word counts in every block.
+    The checksum of a tensor is the sum of its blocks, each of which is the sum of its bits as integers, weighted by its
+    position. A CPU sums 8-byte integers as fast as it reads them, and smaller ones thirty times slower. Weights are
+    odd, so that the highest bit of a word counts in every block.
 
-    A device is asked to sum the whole blocks of a tensor, and to put its last one aside where it is incomplete: once a
-    tensor in all but odd sizes. What puts these sums together comes at the end, for many tensors at once.
+    For each tensor the device sums the whole blocks, and copies the last block aside if it is incomplete, as for most
+    tensors of odd sizes. These sums are combined at the end, for many tensors at once.
     """
 
     def __init__(self) -> None:
@@ -77,8 +77,8 @@ class StreamChecksum:
             self._add(tensor.detach().flatten().view(torch.uint8))
 
     def add_chunk(self, meta: Any, data: torch.Tensor) -> None:
-        """The bytes of a tensor from ``meta.chunk_offset`` on, a multiple of `BLOCK_BYTES`, as verl splits them."""
-        assert meta.chunk_offset % BLOCK_BYTES == 0, "blocks are whole but for a tensor's last"
+        """Add a tensor's bytes from ``meta.chunk_offset`` on, a multiple of `BLOCK_BYTES`, as verl splits tensors."""
+        assert meta.chunk_offset % BLOCK_BYTES == 0, "only a tensor's last block may be incomplete"
         if not meta.chunk_offset:
             self._begin(meta.name, meta)
         self._add(data)
@@ -102,7 +102,7 @@ class StreamChecksum:
             tensor.last, self._incomplete = self._incomplete, self._incomplete + 1
 
     def _room(self, among: list[Rows], count: int, device: torch.device, shape: tuple[int, ...]) -> Rows:
-        """Where so many rows have room; each is twice as large as the one before it, up to `LARGEST`."""
+        """Return the Rows with space for ``count`` more rows; each new one is twice as large, up to `LARGEST`."""
         if not among or not among[-1].has(count, device):
             rows = min(2 * len(among[-1].rows), LARGEST >> 8 if shape else LARGEST) if among else 2 if shape else 512
             make = torch.zeros if shape else torch.empty
@@ -110,7 +110,7 @@ class StreamChecksum:
         return among[-1]
 
     async def watching(self, weights: Any) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """The weights, an iterator of (name, tensor) of either kind, added as they pass."""
+        """Yield the weights, a sync or async iterator of (name, tensor), adding each before it is passed on."""
         from verl.workers.rollout.utils import ensure_async_iterator
 
         async for name, tensor in ensure_async_iterator(weights):
@@ -118,13 +118,13 @@ class StreamChecksum:
             yield name, tensor
 
     def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `watching`, of a plain iterable. A tensor is added when it has passed: who waits for it comes first."""
+        """Yield the weights, adding each tensor only after it was consumed, so that the consumer does not wait."""
         for name, tensor in weights:
             yield name, tensor
             self.add(name, tensor)
 
     def value(self) -> str:
-        """16 hexadecimal digits."""
+        """Return the checksum as 16 hexadecimal digits."""
         if self._value is None:
             numbers = self._numbers() if self._tensors else []
             total = sum(
@@ -135,7 +135,7 @@ class StreamChecksum:
         return self._value
 
     def _numbers(self) -> list[int]:
-        """Of each tensor, as an integer of 8 bytes with its sign."""
+        """Return each tensor's checksum as a signed 8-byte integer."""
         ends: list[list[int]] = [[] for _ in self._sums]
         for tensor in self._tensors:
             for rows, begin, count in tensor.runs:
@@ -146,7 +146,7 @@ class StreamChecksum:
             weighted = sums * (2 * torch.arange(len(sums), device=sums.device) - 1)
             at = torch.tensor(places, device="cpu").to(sums.device, non_blocking=True)
             read += [sums.cumsum(0)[at], weighted.cumsum(0)[at]]
-        # Read from a device together: each reading waits for it.
+        # All values of a device are read together, because each read waits for the device.
         values = iter(torch.cat([part.to(read[0].device) for part in read]).tolist())
         last = [next(values) for _ in range(self._incomplete)]
         plain_and_weighted = [([next(values) for _ in places], [next(values) for _ in places]) for places in ends]
@@ -158,7 +158,10 @@ class StreamChecksum:
 
 
 def _number(tensor: Tensor, differences: list[Iterator[tuple[int, int]]], last: list[int]) -> int:
-    """``differences``: of the runs of each rows, in order: of their sums, and of these weighted by 2 * row + 1."""
+    """Return one tensor's checksum.
+
+    ``differences``: for each Rows, in order, the sums of each run, plain and weighted by 2 * row + 1.
+    """
     total = place = 0
     for rows, begin, count in tensor.runs:
         plain, weighted = next(differences[rows])
@@ -169,10 +172,10 @@ def _number(tensor: Tensor, differences: list[Iterator[tuple[int, int]]], last: 
 
 
 class SummedSender:
-    """The checkpoint engine of the trainer rank that sends, which also reports what it has sent.
+    """Wraps the checkpoint engine of the sending trainer rank to report what it has sent.
 
-    It is `engine` in all else. To the metrics of `send_weights` it adds `CHECKSUM` and `VERSION`, by which the
-    publisher knows what every receiver must have.
+    Everything else is delegated to `engine`. `CHECKSUM` and `VERSION` are added to the metrics of `send_weights`; the
+    publisher compares every receiver with them.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -184,7 +187,7 @@ class SummedSender:
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """As the engine's."""
+        """Send like the engine, and add the checksum and version to its metrics."""
         checksum = StreamChecksum()
         if getattr(self.engine, "sums_what_it_sends", False):
             metrics = await self.engine.send_weights(weights, global_steps=global_steps)

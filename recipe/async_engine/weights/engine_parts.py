@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our checkpoint engines have in common."""
+"""Common parts of this package's checkpoint engines."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -13,21 +13,21 @@ T = TypeVar("T")
 
 
 def deadlines(backend: str, timeout_s: float, connect_timeout_s: float) -> tuple[float, float]:
-    """Seconds for a sync and for connecting, which is a part of it; SettingError if one is not above 0."""
+    """Return the time limits in seconds for a sync and for connecting, which is part of it; both must be above 0."""
     for setting, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
         if not value > 0:
             raise SettingError(f"checkpoint_engine.engine_kwargs.{backend}.{setting}", value, "above 0 (seconds)")
     return float(timeout_s), min(float(connect_timeout_s), float(timeout_s))
 
 
-def go_through(weights: Iterable[Any]) -> None:
-    """Take them to the end, sent or not: a collective of all trainer ranks may gather each, and all must call it."""
+def consume(weights: Iterable[Any]) -> None:
+    """Consume the iterator to its end, because gathering a tensor may be a collective of all trainer ranks."""
     for _ in weights:
         continue
 
 
 def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
-    """``call`` for another thread, with the accelerator that is this one's; without accelerators, as it is."""
+    """Wrap ``call`` to run on another thread with this thread's current accelerator, if there are accelerators."""
     if not torch.accelerator.is_available():
         return call
     device = torch.accelerator.current_device_index()
@@ -39,21 +39,21 @@ def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
     return run
 
 
-class Remains:
-    """What failed syncs leave in this process: an error and who waited for it hold each other, and the buckets too.
+class CycleCollector:
+    """Frees the memory that failed syncs leave behind in reference cycles of an error, its waiters and the buckets.
 
-    They would stay until Python looks for cycles by itself, which an idle process does not.
+    Otherwise it would stay in use until Python's collector runs, which it does not do in an idle process.
     """
 
     def __init__(self) -> None:
         self._looks = 0
 
     def add(self) -> None:
-        """A sync has failed. Who uses the engine may have its error a while longer than the sync lasts."""
+        """Record a failed sync; its error may be referenced for a while, so two collections follow."""
         self._looks = 2
 
     def clear(self) -> None:
-        """A sync has ended, here and elsewhere."""
+        """Collect garbage at the end of a sync if a recent one has failed."""
         if self._looks:
             self._looks -= 1
             gc.collect()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the objects of a model hold, whether they are modules or not: routers, attention backends, kernels, closures.
+"""Finds the values that a model's objects hold, modules or not: routers, attention backends, kernels, closures.
 
-Contract: :func:`pairs` goes through all that can be reached from one model by attributes, items and closures, each
-object once, beside the same places of another model of the same making. It never leaves what the two have apart: where
-both hold the very same object, or objects of different kinds, it looks no further. So it ends, and neither
-configuration nor process groups nor registers of the process are walked into.
+Contract: :func:`pairs` walks all that can be reached from one model through attributes, items and closures, each object
+once, together with the same places of another model built in the same way. It stops where both hold the very same
+object, or objects of different types. So it terminates, and does not enter configurations, process groups or registries
+of the process.
 
-An object that frees something when it goes (`__del__`) is a thing as a whole, like one that Python cannot see into.
+An object that frees something when it is deleted (`__del__`) is treated as opaque, like one of an extension type.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ Put = Callable[[Any, Any], None] | None
 
 
 class Pair(NamedTuple):
-    """A value that the one model holds, and what the other one has in the same place, or `ABSENT`."""
+    """A value that one model holds, and what the other holds in the same place, or `ABSENT`."""
 
     path: str
     mine: Any
     theirs: Any
     has_parts: bool
-    """It is looked into, where both are alike; a tensor has none."""
+    """Whether the walk enters the value if both are alike; a tensor has no parts."""
     put_mine: Callable[[Any], None] | None
-    """Put another value in this place, where that can be done."""
+    """Assigns another value in this place, or None if that is impossible."""
     put_theirs: Callable[[Any], None] | None
 
     @property
     def is_shared(self) -> bool:
-        """Both have the very same object."""
+        """Return whether both are the very same object."""
         return self.mine is self.theirs
 
     @property
     def are_alike(self) -> bool:
-        """They are of one kind; two functions have the same code."""
+        """Return whether both have the same type or, for functions, the same code."""
         if isinstance(self.mine, FunctionType) and isinstance(self.theirs, FunctionType):
             return self.mine.__code__ is self.theirs.__code__
         return type(self.mine) is type(self.theirs)
 
 
 def pairs(mine: nn.Module, theirs: nn.Module) -> Iterator[Pair]:
-    """All that ``mine`` holds, with what ``theirs`` holds in the same places; a module's place is its name."""
+    """Yield every value that ``mine`` holds, with that of ``theirs`` in the same place; modules are matched by name."""
     modules = dict(theirs.named_modules(remove_duplicate=False))
     waiting: list[tuple[str, Any, Any]] = [(name, module, modules[name]) for name, module in mine.named_modules()]
     known = {id(module) for _, module, _ in waiting}
@@ -80,7 +80,7 @@ def _held(holder: Any) -> tuple[dict[Any, Any], Put]:
 
 
 def _parts(holder: Any) -> tuple[dict[Any, Any], Put] | None:
-    """What an object holds by name or place, and how another value is put there; None if it has no parts."""
+    """Return an object's parts by name or index, and a setter if they can be replaced; None if it has no parts."""
     if isinstance(holder, dict):
         return holder, holder.__setitem__
     if isinstance(holder, list):

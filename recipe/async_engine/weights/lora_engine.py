@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the FSDP2 engine of a model with LoRA adapters gives to a weight sync: merged weights, or the adapters.
+"""Weights that the FSDP2 engine of a model with LoRA adapters sends in a weight sync: merged weights, or the adapters.
 
-Contract: merged weights are computed beside the model's own, which stay as they are; in fp32, and then in the type of
+Contract: merged weights are computed in fp32 beside the model's own, which do not change, and converted to the dtype of
 the base weight. verl merges in place and restores afterwards (verl/workers/engine/fsdp/transformer_impl.py:1063), so
-that a transfer that breaks leaves merged weights in training until the stream's generator is collected, and rounds what
-it sends to bfloat16. Without merging (``model.lora.merge=false``) the stream is the adapters, whoever asks: where
-trainer and rollout are apart verl asks for the frozen base instead (verl/workers/engine_workers.py:772, verl #7495).
+after a broken transfer training has merged weights until the stream's generator is collected; it also rounds what it
+sends to bfloat16. Without merging (``model.lora.merge=false``) the adapters are always what is sent, whereas verl sends
+the frozen base if trainer and rollout are separate (verl/workers/engine_workers.py:772, verl #7495).
 
 Shown by tests/integration/test_lora_engine.py and tests/e2e/test_lora.py.
 """
@@ -30,14 +30,14 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
-    """The whole tensors of a PEFT model under ``fully_shard``, by the base model's names, with its adapters merged.
+    """Yield the full tensors of a PEFT model under ``fully_shard``, adapters merged, by the base model's names.
 
-    A collective of all ranks, which must take the tensors in step. Where nothing is merged, on one rank, a tensor is
-    the model's own.
+    This is a collective of all ranks, which must consume the tensors in step. On a single rank a tensor without an
+    adapter is the model's own, not a copy.
 
     Raises:
-        WeightsError: an adapter is of a kind whose product is not just added to a weight (DoRA, say), or its weight is
-            another layer's too, which has no such adapter.
+        WeightsError: an adapter's product cannot simply be added to a weight (DoRA, for example), or its weight is
+            shared with a layer that has no such adapter.
     """
     adapted = {
         f"{prefix}.base_layer.weight": layer for prefix, layer in module.named_modules() if isinstance(layer, LoraLayer)
@@ -48,7 +48,7 @@ def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
         tied = [other for other, parameter in parameters.items() if parameter is parameters[name] and other != name]
         if tied:
             raise WeightsError(
-                f"{name} has an adapter and shares its weight with {tied[0]}, so that merged weights cannot be both: "
+                f"{name} has an adapter and shares its weight with {tied[0]}, so the merged weights cannot serve both: "
                 "leave it out with actor_rollout_ref.model.exclude_modules"
             )
     tensors = {name: (tensor, adapted.get(name)) for name, tensor in module.state_dict().items()}
@@ -88,12 +88,12 @@ def _merged(base: torch.Tensor, layer: LoraLayer, device: Any) -> torch.Tensor:
 
 
 class LoraSending(FSDPEngine):
-    """Mixed into an FSDP engine of verl's; see the module's contract. FSDP1 merges as in verl."""
+    """Mixed into an FSDP engine of verl's, to send what the module's contract says; FSDP1 merges as in verl."""
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
     ) -> tuple[Any, dict[str, Any] | None]:
-        """As verl's; where adapters are sent alone, they are what is sent, with their configuration."""
+        """Return verl's tensors, or the adapters with their configuration if adapters are not merged."""
         alone = self._is_lora and not self.model_config.lora.get("merge", False)
         return super().get_per_tensor_param(layered_summon, base_sync_done=base_sync_done or alone, **kwargs)
 
@@ -109,14 +109,14 @@ class LoraSending(FSDPEngine):
 
 
 class LoraFSDPEngineWithLMHead(LoraSending, FSDPEngineWithLMHead):
-    """verl's engine on an accelerator."""
+    """verl's FSDP engine for an accelerator, with LoRA weights sent as the module's contract says."""
 
 
 def register(device: str, vendor: str) -> None:
-    """Have this process build its language models on a vendor's accelerator with `LoraFSDPEngineWithLMHead`.
+    """Make this process use `LoraFSDPEngineWithLMHead` for language models on a vendor's accelerator.
 
-    verl looks for an engine of the vendor first, and has none of its own for FSDP. The engines for the CPU
-    (`recipe.laptop.platform.engines`) are of this kind already.
+    verl first looks for an engine of the vendor, and has none for FSDP. The engines for the CPU
+    (`recipe.laptop.platform.engines`) already derive from `LoraSending`.
     """
     for backend in ("fsdp", "fsdp2"):
         if device != "cpu" and (device, vendor) not in EngineRegistry._engines["language_model"][backend]:

@@ -1,34 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's checkpoint engine ``nccl``, with deadlines, whose members may come, go and die.
+"""verl's checkpoint engine ``nccl`` with deadlines, whose members may join, leave and die.
 
-How weights travel is verl's. Under verl's name, switched on by settings alone::
+Weights travel as in verl. It replaces verl's engine by settings alone::
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=nccl
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipe.async_engine.weights.nccl_engine
 
 Contract:
 
-- The group is kept between syncs as long as every member reports the same one, in the same places; otherwise one of
-  another name is made. verl's own can be made again after each sync or never, and always under the same name.
+- The group is kept between syncs as long as every member reports the same group and the same ranks; otherwise a group
+  with a new name is created. verl creates one after each sync or never, and always with the same name.
 - Nothing waits for ever: a sync has ``timeout_s`` on each side, joining a group ``connect_timeout_s``. NCCL itself
-  notices neither a member that died nor one that stands still: work on the device goes on until the communicator is
-  aborted. `reset` does that at once, from another thread, and has to be called on every member, as
-  `recipe.async_engine.weights.publisher` does when one of them has failed.
-- What an abort leaves in a buffer is never taken for weights: from then on the transfer yields nothing, and fails.
-- A sender that failed still goes through its weights to the end, since the other trainer ranks gather them with it.
-- Sending blocks no event loop.
-- A sender without relays, which may send beside training, neither waits for what training has queued on its device nor
-  has training wait: it fills buckets on one stream of its own and sends them on another, neither of which CUDA orders
-  with the default stream, and waits for events of these. verl's waits for the whole device for each bucket, and Ray's
-  stream for the default one and the reverse. Weights in pinned memory are copied into a bucket straight from there.
-- A bucket is not filled again before it has been sent. verl starts a broadcast on a thread and waits for the device
-  (nccl_checkpoint_engine.py:353) before it knows that this thread has come to it: one that is late has the bucket
-  after the next one sent in its place, to all receivers alike. Here the broadcast starts where it is asked for.
-- What was sent is summed in the buckets, as `recipe.async_engine.weights.checksum` does; ``send_weights`` returns it.
+  detects neither a dead nor a hanging member: the device keeps waiting until the communicator is aborted. `reset` does
+  that at once, from another thread, and has to be called on every member, as `recipe.async_engine.weights.publisher`
+  does when one of them has failed.
+- What an abort leaves in a buffer is never used as weights: from then on the transfer yields nothing, and fails.
+- A sender that failed still iterates over its weights to the end, since the other trainer ranks gather them with it.
+- Sending does not block an event loop.
+- A sender without relays, which may send while training goes on, neither waits for work that training has queued on its
+  device nor delays it: it fills buckets on one stream of its own and sends them on another, which CUDA does not order
+  with the default stream, and waits only for events of these. verl waits for the whole device for each bucket, and
+  Ray's stream and the default stream wait for each other. Weights in pinned memory are copied directly into a bucket.
+- A bucket is not refilled before it has been sent. verl starts a broadcast on a thread and waits for the device
+  (nccl_checkpoint_engine.py:353) without knowing whether the thread has issued it: a late thread sends the bucket after
+  the next one in its place, to all receivers alike. Here the broadcast is issued synchronously.
+- The checksum is computed from the buckets, as `recipe.async_engine.weights.checksum` does; ``send_weights`` returns
+  it.
 
-With relays sending is verl's. As verl's own: tensors have to be contiguous, one without elements does not arrive, and a
-sender returns when the last bucket has left it. A member that never joins a group leaves a waiting thread behind at
-those that did. Shown by tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator yet.
+With relays, sending is verl's. As in verl, tensors have to be contiguous, one without elements does not arrive, and a
+sender returns when the last bucket has left it. If a member never joins a group, a waiting thread stays behind in those
+that did. Shown by tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator yet.
 """
 
 from __future__ import annotations
@@ -56,27 +57,27 @@ from verl.checkpoint_engine.nccl_checkpoint_engine import (
 
 from recipe.async_engine.core.errors import WeightStreamError
 from recipe.async_engine.weights.checksum import CHECKSUM, StreamChecksum
-from recipe.async_engine.weights.engine_parts import Remains, deadlines, go_through, on_this_device
-from recipe.async_engine.weights.nccl_parts import AtOnce, Bucket, within
+from recipe.async_engine.weights.engine_parts import CycleCollector, consume, deadlines, on_this_device
+from recipe.async_engine.weights.nccl_parts import Bucket, InlineExecutor, within
 
 LOOK_MS = 100
-"""How long a receiver waits for a bucket's description before it looks whether its group has been left."""
+"""How long a receiver waits for a bucket's description before it checks whether its group has been left."""
 
 
 @dataclass
 class Member(WorkerMetadata):
-    """What a process reports of itself; ``place``: name of its group, rank, world size."""
+    """The metadata that a process reports; ``place``: its group's name, its rank, and the world size."""
 
     place: tuple[str, int, int] | None = None
 
 
 class Group:
-    """A group that this process joins, until it leaves it, once, from whatever thread."""
+    """A group that this process joins and can leave once, from any thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.left: str | None = None
-        """Why it was left."""
+        """The reason why it was left, or None."""
         self._lock = threading.Lock()
 
     def leave(self, reason: str) -> None:
@@ -85,20 +86,20 @@ class Group:
             if self.left is not None:
                 return
             self.left = reason
-        # NCCL may wait in it until all members on this node have come as far.
+        # On a thread, because NCCL may wait in the abort until all members on this node have reached it.
         threading.Thread(target=self._abort, name="leave-nccl-group", daemon=True).start()
 
     def join(self, world_size: int, rank: int, stream: Any) -> None:
-        """Have its collectives on ``stream``, not on Ray's own, which the default stream waits for and the reverse."""
+        """Join, with collectives on ``stream``; Ray's own stream and the default stream would wait for each other."""
         collective.init_collective_group(world_size, rank, "nccl", self.name)
         rays, device = collective.get_group_handle(self.name), torch.cuda.current_device()
         rays._get_nccl_collective_communicator(str(device), [device])
         rays._dev_streams_map[str(device)] = [cp.cuda.ExternalStream(stream.cuda_stream)]
 
     def end_rendezvous(self) -> None:
-        """End the actor by which the members have found each other: it is detached, and would outlive the run."""
+        """Kill the detached actor through which the members found each other; it would outlive the run."""
         rays = collective.get_group_handle(self.name)
-        # A communicator that could not be made has one too.
+        # A communicator that could not be created has such an actor too.
         for key in {*rays._dev_comm_map, ",".join(map(str, rays._used_gpu_indices))}:
             with suppress(ValueError):
                 rays._destroy_store(rays._generate_group_key(key))
@@ -120,7 +121,7 @@ class Group:
 
 
 class BucketDescriptions:
-    """The receiving end of verl's socket, which waits no longer than its group lasts."""
+    """The receiving end of verl's socket, which stops waiting when its group is left."""
 
     def __init__(self, socket: zmq.Socket[bytes], group: Group) -> None:
         self._socket = socket
@@ -132,26 +133,27 @@ class BucketDescriptions:
         return self._socket.recv_string()
 
     def recv_pyobj(self) -> Any:
-        # The second part of a message, which comes with the first.
+        # The second part of a message arrives together with the first.
         return self._socket.recv_pyobj()
 
     def close(self) -> None:
-        """Nothing more is received.
+        """Close the socket.
 
-        A socket that is garbage itself may have Python's collector, which ends the context first, wait for it for ever.
+        If an unclosed socket is garbage, Python's collector may end the context first, and then wait for the socket for
+        ever.
         """
         self._socket.close(linger=0)
 
 
 @CheckpointEngineRegistry.register("nccl")
 class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
-    """One member of a weight sync; see the module's contract.
+    """One member of a weight sync, under the module's contract.
 
     Args:
-        bucket_size: as verl's.
+        bucket_size: verl's setting.
         timeout_s: longest time of one sync.
         connect_timeout_s: longest time to join a group; at most ``timeout_s``.
-        settings: verl's own, of which ``rebuild_group`` has a new group made for every sync.
+        settings: verl's other settings, of which ``rebuild_group`` causes a new group for every sync.
     """
 
     rebuild_group: bool
@@ -161,7 +163,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     rank: int
     num_senders = 0
     from_host = sums_what_it_sends = True
-    """Weights may lie in host memory; their checksum is among what `send_weights` returns."""
+    """Weights may be in host memory; `send_weights` returns their checksum."""
 
     def __init__(
         self, bucket_size: int, timeout_s: float = 600.0, connect_timeout_s: float = 180.0, **settings: Any
@@ -171,19 +173,19 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         self._keeps_group, self.rebuild_group = not self.rebuild_group, False
         self._group: Group | None = None
         self._under_way = threading.Lock()
-        self._remains = Remains()
+        self._cycles = CycleCollector()
         self._streams: tuple[Any, Any] | None = None
 
     @property
     def _own_streams(self) -> tuple[Any, Any]:
-        """On which buckets are filled, and on which they travel. torch's streams do not wait for the default one."""
+        """The streams on which buckets are filled and sent; torch's streams do not wait for the default stream."""
         if self._streams is None:
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()
         return self._streams
 
     @contextmanager
     def _filling(self) -> Iterator[Any]:
-        """What torch and cupy are asked for within it is done on the stream on which buckets are filled."""
+        """Run the operations of torch and cupy within this context on the stream that fills buckets."""
         stream, _ = self._own_streams
         with torch.cuda.stream(stream), cp.cuda.ExternalStream(stream.cuda_stream):
             yield stream
@@ -192,7 +194,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     def prepare(self) -> Member:
         """Allocate the buckets, and report the group that this process is in."""
-        # What is written to them first, zeros, is ordered with what is sent.
+        # The stream orders the initial zeroing of the buckets before they are filled.
         with self._filling() if self.is_master else nullcontext():
             reported = super().prepare()
         group = self._group
@@ -203,7 +205,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """verl's places; the members keep their group if all of them report it with these, else a new one is named."""
+        """Return verl's topology, keeping the group's name if all members report it with these ranks."""
         topology = super().build_topology(actor_wg_world_size, rollout_world_size, metadata)
         ranks = [rank for side in topology for rank in side["rank"]]
         world_size = topology[0]["world_size"][0]
@@ -239,7 +241,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         self._under_way.release()
         joined = self._group = Group(group)
         self.rank, self.world_size = rank, world_size
-        # Descriptions of buckets go to those of this group only.
+        # Descriptions of buckets are published only to members of this group.
         self.group_name = self.topic = group
         try:
             join = partial(super().init_process_group, rank, world_size, master_metadata, num_senders)
@@ -249,19 +251,19 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         except Exception as error:
             joined.leave(f"not joined: {error}")
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, TimeoutError | RuntimeError):
-                raise  # its own; the others are late, or their connections break
+                raise  # errors of this process's own; timeouts and broken connections come from other members
             raise WeightStreamError(
                 f"rank {rank} of {world_size} could not join the other members of the weight sync within "
                 f"connect_timeout_s={self._connect_timeout_s:g}: {type(error).__name__}: {error}"
             ) from error
 
     def _join(self, group: Group, master: MasterMetadata, verls: Callable[[], None]) -> None:
-        # Relays need the order of Ray's stream: their broadcasts come between collectives of training.
+        # Relays need the order of Ray's stream, because their broadcasts come between collectives of training.
         if self.num_senders > 1:
             verls()
             return
         if self.rank:
-            # Before all members meet: what is published before a subscription has come does not arrive.
+            # Subscribe before the members meet, because a subscriber misses what was published earlier.
             self._connect_zmq_client(master)
         group.join(self.world_size, self.rank, self._own_streams[1])
         with self._filling():
@@ -278,19 +280,19 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         self.socket = BucketDescriptions(self.socket, self._group)
 
     def finalize(self) -> None:
-        """Give the buckets back. The group is kept, unless ``rebuild_group`` is set."""
+        """Free the buckets. The group is kept, unless ``rebuild_group`` is set."""
         self.send_buf = self.recv_buf = None
-        self._remains.clear()
-        # verl's gives what torch has cached back to the device, which waits for all that training has queued there.
+        self._cycles.clear()
+        # verl's finalize empties torch's cache, which waits for all work that training has queued on the device.
         if 0 < self.num_senders <= self.rank:
             super().finalize()
         if not self._keeps_group:
             self.reset("rebuild_group is set")
 
     def reset(self, reason: str = "it was told to") -> None:
-        """Leave the group: a transfer under way fails here with ``reason``, and the next sync makes a new group."""
+        """Leave the group: a transfer in progress fails here with ``reason``, and the next sync creates a new group."""
         if self._group is not None:
-            self._remains.add()
+            self._cycles.add()
             self._group.leave(reason)
 
     # Transfer
@@ -298,10 +300,10 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float] | None:
-        """As verl's; ``weights`` are iterated on a thread, where gathering one is a collective, and blocks.
+        """Send like verl, iterating over ``weights`` on a thread, because gathering a tensor is a blocking collective.
 
         Returns:
-            `CHECKSUM` of what was sent, at the rank that sends.
+            `CHECKSUM` of what was sent, on the sending rank.
 
         Raises:
             WeightStreamError: the group was left, or the deadline has passed.
@@ -319,13 +321,14 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
                 try:
                     watched = nullcontext() if self._group is None else self._watched(what)
                     with watched, asyncio.Runner() as runner:
-                        runner.get_loop().set_default_executor(AtOnce(1))
+                        runner.get_loop().set_default_executor(InlineExecutor(1))
                         runner.run(sending())
                         return {CHECKSUM: sums.value()} if self.rank == 0 else None
                 finally:
-                    go_through(iterator)
+                    consume(iterator)
                     if self.rank == 0 and self.num_senders == 1:
-                        # After a failure too: the memory is used again. What does not arrive ends with the group.
+                        # Also after a failure, because the memory is reused. Operations that cannot complete end when
+                        # the group is left.
                         for stream in self._own_streams:
                             stream.synchronize()
 
@@ -348,7 +351,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             with self._filling():
                 sums.add_chunk(meta, bucket.fill(meta, chunk))
             if not chunk.is_cpu:
-                # Its memory may be another's as soon as the next one is asked for.
+                # The chunk's memory may be reused as soon as the next chunk is requested.
                 gathering.wait_stream(filling)
         await self._broadcast(bucket, is_last=True)
         for sent in (other, bucket):
@@ -358,7 +361,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     async def _broadcast(self, bucket: Bucket, is_last: bool) -> None:
         meta = {"bucket_meta": bucket.holds, "is_last": is_last, "length": bucket.length}
-        # The stream on which it travels waits for cupy's current one, and for no other.
+        # The stream on which the bucket is sent waits only for cupy's current stream.
         with self._filling():
             sending = BroadcastOperation(self.rank, self.group_name, bucket.filled, meta, self.socket, self.topic)
         await sending.wait_for_complete()
@@ -366,7 +369,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         bucket.left.record(self._own_streams[1])
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """As verl's: a tensor is a view of a reused buffer, valid until the next one is asked for.
+        """Receive like verl: a tensor is a view of a reused buffer, valid until the next one is requested.
 
         Raises:
             WeightStreamError: the group was left, or the deadline has passed.
@@ -388,7 +391,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[Group]:
-        """Leave the group at the deadline and on any failure, an early end included: it is out of step then."""
+        """Leave the group at the deadline and on any failure or early end, since it is then out of step."""
         group = self._group
         if group is None:
             raise WeightStreamError(f"{what}: there is no group; call prepare and init_process_group first")
@@ -399,7 +402,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         try:
             yield group
         except BaseException as error:
-            self._remains.add()
+            self._cycles.add()
             was_left = group.left is not None
             group.leave(f"{type(error).__name__}: {error}")
             if was_left and isinstance(error, Exception):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `recipe.async_engine.weights.nccl_engine` is made of that knows nothing of a group."""
+"""Parts of `recipe.async_engine.weights.nccl_engine` that are independent of a group."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from verl.checkpoint_engine.base import TensorMeta
 
 ALIGNMENT = 16
-"""Of tensors in a bucket, in bytes: verl's own lie one behind the other, and are views of another type there."""
+"""Alignment of tensors in a bucket, in bytes, which allows views of any dtype; verl packs tensors without gaps."""
 
 
 class Bucket:
-    """One of the two that a sender fills in turn."""
+    """One of the two buckets that a sender fills in turn."""
 
     def __init__(self, memory: Any) -> None:
         self._memory = memory
@@ -24,22 +24,22 @@ class Bucket:
         self.holds: dict[str, TensorMeta] = {}
         self.length = 0
         self.left: Any = None
-        """The event with which what it held has been sent."""
+        """CUDA event that is recorded when the bucket's contents have been sent."""
 
     def place(self, size: int) -> int | None:
-        """Where so many bytes would begin; None if they have no room."""
+        """Return the offset at which ``size`` bytes would begin, or None if they do not fit."""
         begin = self.length + -self.length % ALIGNMENT
         return begin if begin + size <= len(self._bytes) else None
 
     def fill(self, meta: TensorMeta, chunk: torch.Tensor) -> torch.Tensor:
-        """Copy a chunk to ``meta.offset``, on the current stream; returns where it lies."""
+        """Copy a chunk to ``meta.offset``, on the current stream; return the filled part of the bucket."""
         assert meta.name not in self.holds, f"{meta.name} comes twice"
         self.holds[meta.name], self.length = meta, meta.offset + meta.chunk_size
         room = self._bytes[meta.offset : self.length]
         return room.copy_(chunk, non_blocking=True)
 
     def empty(self) -> None:
-        """Have it empty, as soon as what it held has been sent. An abort of the communicator ends the wait."""
+        """Empty the bucket once its contents have been sent; an abort of the communicator ends the wait."""
         if self.left is not None:
             self.left.synchronize()
         self.holds, self.length, self.left = {}, 0, None
@@ -49,20 +49,20 @@ class Bucket:
         return self._memory[: self.length]
 
 
-class AtOnce(ThreadPoolExecutor):
-    """An event loop's executor that does what it is given before it returns."""
+class InlineExecutor(ThreadPoolExecutor):
+    """An event loop's executor that runs each call before `submit` returns."""
 
     def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         outcome: Future[Any] = Future()
         try:
             outcome.set_result(call(*arguments, **named))
-        except Exception as error:  # whoever waits for it gets it
+        except Exception as error:  # the future carries it
             outcome.set_exception(error)
         return outcome
 
 
 def within(timeout_s: float, call: Callable[[], Any]) -> None:
-    """Do ``call`` on a thread that is left behind if it is late, with TimeoutError."""
+    """Run ``call`` on a thread; raise TimeoutError, and abandon the thread, if it takes too long."""
     outcome: Future[None] = Future()
 
     def run() -> None:

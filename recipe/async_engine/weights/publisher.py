@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight publisher: brings one version of the weights to rollout replicas and log-prob servers alike.
+"""The weight publisher: transfers each weights version to the rollout replicas and the log-prob servers.
 
 Contract:
 
-* The trainer waits for the whole (``async_training.weights.publish=inline``), or for :meth:`WeightPublisher.snapshot`
-  alone: what is sent then is a copy of its weights.
-* A version is staged beside the weights that generate. Generation pauses only when every live replica has it whole, for
-  the swap; until then, and if the transfer fails, the old version answers. It is announced when the live replicas have
-  swapped; generation resumes after that, and only on replicas that hold it.
-* A replica that died, or did not take the version, is out of routing until a later one succeeds; the others go on
-  without it. Where weights are loaded in place (``async_training.weights.staging=none``), generation pauses for the
-  whole transfer, and after a broken one, which may have left torn weights everywhere, all load again.
+* The trainer waits for the whole publication (``async_training.weights.publish=inline``), or only for
+  :meth:`WeightPublisher.snapshot`, and a copy of its weights is sent while it trains on.
+* A version is staged beside the live weights. Generation pauses for the swap only when every live replica has staged
+  the complete version; until then, and if the transfer fails, the old version answers. It is announced when the live
+  replicas have swapped; then generation resumes, and only on replicas that hold it.
+* A replica that died, or did not load the version, is out of routing until a later version succeeds; the others
+  continue without it. If weights are loaded in place (``async_training.weights.staging=none``), generation pauses for
+  the whole transfer. After a broken transfer all replicas load again, because any of them may have incomplete weights.
 * Every step has a deadline (``async_training.timeouts.weight_sync``); stock verl waits for ever when a receiver dies
   (checkpoint_engine/base.py:553). As soon as one member fails, engines that can leave their group (``reset``) are told
-  to, since a collective waits for every member; all are finalized after each transfer, failed ones too.
-* Who loaded other weights than the trainer sent, by their checksums, has failed to load. A log-prob server that has
-  failed is told so and scores nothing before a later load; it never ends the run.
-* One that fails again and again costs the others nothing: after the second attempt they load without it.
-* What a publication finds dead is replaced from then on, beside the run and as far as the budget goes; the newcomer
-  takes part in the next publication. Agent-loop workers are told which log-prob servers there are.
-* If no replica is left, :class:`NoReplicaLeft` ends the job with the cause.
+  to, since a collective waits for every member; all are finalized after each transfer, including failed ones.
+* A receiver whose checksum differs from the trainer's has failed to load. A log-prob server that has failed is told to
+  refuse its weights and scores nothing before a later load; it never ends the run.
+* A member that fails repeatedly does not block the others: after the second attempt they load without it.
+* Members that a publication finds dead are replaced while the run goes on, within the restart budget; a replacement
+  takes part in the next publication. Agent-loop workers are told the present log-prob servers.
+* If no replica is left, :class:`NoReplicaLeft` ends the run with the cause.
 
 Shown by tests/integration/test_publisher.py and, with replicas killed in real syncs, by test_nccl_engine.py there and
 tests/e2e/test_faults.py and test_replacement.py.
@@ -54,8 +54,8 @@ from recipe.async_engine.weights.snapshot import Wire, last_parts
 from recipe.async_engine.weights.transfer_group import (
     ChecksumMismatch,
     TransferGroup,
+    evaluated,
     failed_by_itself,
-    judged,
     outcomes,
 )
 
@@ -65,7 +65,7 @@ Handles = dict[str, Any]
 Start = Callable[[], RolloutReplica]
 
 ATTEMPTS = 3
-"""Of which the last is made only where one member's fault has kept the others from their weights twice."""
+"""Attempts of a transfer; the last is made only if one member's failure has failed the others twice."""
 
 
 class NoReplicaLeft(RecipeError):
@@ -73,26 +73,26 @@ class NoReplicaLeft(RecipeError):
 
 
 class PublishFailed(RecipeError):
-    """The trainer's side of a weight sync failed, on every attempt."""
+    """The trainer's side of a weight sync failed in every attempt."""
 
 
 @dataclass
 class StagedVersion:
-    """A version on its way to the replicas, from :meth:`WeightPublisher.stage` to :meth:`WeightPublisher.resume`."""
+    """A version in transfer to the replicas, from :meth:`WeightPublisher.stage` to :meth:`WeightPublisher.resume`."""
 
     version: int
     seconds: float = 0.0
-    """What the calls have taken so far."""
+    """Total time of the calls so far."""
     paused_at: float | None = None
-    """When generation paused (monotonic clock); None where it does not go on with the version."""
+    """Time on the monotonic clock at which generation paused, or None before that."""
     holders: list[ReplicaRecord] = field(default_factory=list)
-    """Replicas that have the version, beside their live weights or in their place."""
+    """Replicas that hold the version, staged or live."""
     sender: dict[str, float] = field(default_factory=dict)
     """Metrics of the sender."""
 
 
 class WeightPublisher(CheckpointEngineManager):
-    """verl's checkpoint-engine manager with deadlines and a notion of which replica holds what."""
+    """verl's checkpoint-engine manager with deadlines, which tracks what each replica holds."""
 
     def __init__(
         self,
@@ -104,23 +104,23 @@ class WeightPublisher(CheckpointEngineManager):
         weights: Weights,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """``dtype``: the narrowest for floating-point weights in which no receiver loses anything."""
+        """``dtype``: the narrowest dtype for floating-point weights in which no receiver loses precision."""
         super().__init__(config, actor_wg, replicas)
         self.weights = weights
-        """How the next version gets into the replicas; nothing in it is null."""
+        """Settings for how a version gets into the replicas; none of them is null."""
         self._dtype = dtype
         self._wire: Wire | None = None
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
         self.seconds = 0.0
         self.checksum: str | None = None
         self.attempts = ATTEMPTS
-        """Of a transfer."""
+        """Number of attempts of a transfer."""
         self._replacements: Replacements | None = None
         self._start_replica: Start | None = None
         self._start_server: Start | None = None
         self._tell: Callable[[Handles], None] | None = None
         self.told: Handles = {}
-        """The log-prob servers that agent-loop workers were told of last: actor handles by name."""
+        """The log-prob servers that agent-loop workers were last told of: actor handles by name."""
 
     @property
     def _beside(self) -> bool:
@@ -131,20 +131,20 @@ class WeightPublisher(CheckpointEngineManager):
         return self.weights.staging == "none"
 
     def add_replicas(self, replicas: list[RolloutReplica]) -> None:
-        """Replicas that take part from the next sync on; see verl's method of this name."""
+        """Include these replicas from the next sync on, as in verl."""
         super().add_replicas(replicas)
         self.known.records += [ReplicaRecord(replica) for replica in replicas]
 
     def replace_lost(self, replacements: Replacements, start_replica: Start) -> None:
-        """Have ``replacements`` start another replica, up and without weights, for each that is lost from now on."""
+        """Use ``replacements`` to start another replica, without weights, for each one that is lost from now on."""
         self._replacements, self._start_replica = replacements, start_replica
 
     def use_servers(
         self, servers: list[RolloutReplica], tell: Callable[[Handles], None], start: Start | None = None
     ) -> None:
-        """Give log-prob servers weights from now on; ``start`` starts another one.
+        """Send weights to log-prob servers from now on; ``start`` starts another one.
 
-        ``tell`` hands agent-loop workers the servers to ask, now and whenever these are others.
+        ``tell`` passes the present servers to the agent-loop workers, now and whenever they change.
         """
         self._tell, self._start_server = tell, start
         self.add_replicas(servers)
@@ -152,16 +152,16 @@ class WeightPublisher(CheckpointEngineManager):
 
     @property
     def servers(self) -> list[RolloutReplica]:
-        """The log-prob servers that get weights."""
+        """The log-prob servers that receive weights."""
         return [record.replica for record in self.known.records if not record.generates]
 
     @property
     def restarts(self) -> int:
-        """Replacements begun so far."""
+        """Number of replacements started so far."""
         return 0 if self._replacements is None else self._replacements.begun
 
     def take_lost(self) -> list[RolloutReplica]:
-        """Those that died; they are forgotten here, so each is given once."""
+        """Remove and return the replicas and servers that died."""
         lost = [record.replica for record in self.known.records if record.dead]
         self.known.records = [record for record in self.known.records if not record.dead]
         self.remove_replicas(lost)
@@ -169,21 +169,21 @@ class WeightPublisher(CheckpointEngineManager):
 
     @property
     def live_replicas(self) -> int:
-        """Replicas in routing: each holds the version that was announced last."""
+        """Number of replicas in routing, each of which holds the version that was announced last."""
         return sum(record.routed for record in self.known.records)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Snapshot, stage, swap and resume; see the four."""
+        """Perform a whole publication: snapshot, stage, swap and resume; return metrics."""
         self.snapshot(version)
         staged = self.stage(version)
         self.swap(staged)
         return self.resume(staged)
 
     def snapshot(self, version: int) -> None:
-        """Have the trainer copy its weights, if it is not to wait until they are sent.
+        """Make the trainer copy its weights, unless it waits until they are sent.
 
         Raises:
-            PublishFailed: it could not.
+            PublishFailed: the copy failed.
         """
         if not self._beside:
             return
@@ -195,12 +195,12 @@ class WeightPublisher(CheckpointEngineManager):
             raise PublishFailed(f"the trainer could not copy version {version}: {plain_cause(error)}") from error
 
     def stage(self, version: int) -> StagedVersion:
-        """Bring the trainer's weights beside those that the replicas generate with, which they go on doing.
+        """Stage the trainer's weights beside the live ones of the replicas, which continue to generate.
 
         Replicas that have started since the last publication take part.
 
         Raises:
-            NoReplicaLeft: no replica has taken the version.
+            NoReplicaLeft: no replica has loaded the version.
             PublishFailed: the trainer could not send.
         """
         if self._replacements is not None:
@@ -211,7 +211,7 @@ class WeightPublisher(CheckpointEngineManager):
         return staged
 
     def swap(self, staged: StagedVersion) -> None:
-        """Pause generation and make the staged weights the live ones; none generates from here to `resume`.
+        """Pause generation until `resume`, and make the staged weights the live ones.
 
         Raises:
             NoReplicaLeft: no replica holds the version.
@@ -220,10 +220,10 @@ class WeightPublisher(CheckpointEngineManager):
         self._timed(staged, self._swap(staged))
 
     def resume(self, staged: StagedVersion) -> dict[str, float]:
-        """Have the replicas that hold the version generate, and lost ones replaced; returns metrics of the sync.
+        """Resume generation on the replicas that hold the version, and replace lost ones; return metrics of the sync.
 
         Raises:
-            NoReplicaLeft: none of them does.
+            NoReplicaLeft: none of them resumed.
         """
         self._timed(staged, self._resume(staged))
         self.seconds += staged.seconds
@@ -254,7 +254,7 @@ class WeightPublisher(CheckpointEngineManager):
 
     async def _agree_on_dtypes(self) -> Wire:
         if self._in_place:
-            # What an engine holds in a wider dtype is known to the extension that stages.
+            # Only the staging extension can report the parameters that an engine holds in a wider dtype.
             return Wire()
         servers = [record.replica.server_handle for record in self.known.present if record.generates]
         answers = await self._all([server.wide_parameters.remote() for server in servers])
@@ -269,9 +269,9 @@ class WeightPublisher(CheckpointEngineManager):
             staged.seconds += time.monotonic() - began
 
     async def _transfer(self, staged: StagedVersion) -> None:
-        """Bring the version to the replicas and note in ``staged`` which have it; the others leave routing."""
+        """Transfer the version to the replicas and record in ``staged`` which of them have it."""
         version = staged.version
-        # One that is gone would be missed in the middle of the transfer, by everyone.
+        # A dead member would only be noticed in the middle of the transfer, which would then fail for all.
         living = [record for record in self.known.records if not record.dead]
         servers = [record for record in living if not record.generates]
         await asyncio.gather(
@@ -307,7 +307,7 @@ class WeightPublisher(CheckpointEngineManager):
             raise self._no_replica(f"no rollout replica holds version {staged.version}", self.known.records)
 
     async def _load_with_retries(self, staged: StagedVersion) -> list[ReplicaRecord]:
-        """Those that committed in the last attempt; PublishFailed if the trainer could not send in any."""
+        """Return the replicas that committed in the last attempt; raise PublishFailed if the trainer never sent."""
         version = staged.version
         committed: list[ReplicaRecord] = []
         refused: list[ReplicaRecord] = []
@@ -323,7 +323,7 @@ class WeightPublisher(CheckpointEngineManager):
             await self.known.each("answer", self.known.present, ping, PING_TIMEOUT_S)
             if attempt > 1 and self.known.present and self._is_the_cause(trainer_error):
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
-            # In a collective transfer one member that fails fails it for all: the others go on without it.
+            # In a collective transfer one failing member fails it for all, so the next attempt leaves that member out.
             failed = [record for record in candidates if record not in committed and not record.dead]
             own = [record for record in failed if failed_by_itself(record, trainer_error)]
             if attempt > 1 and (own == failed or len(own) == len(candidates)):
@@ -339,7 +339,7 @@ class WeightPublisher(CheckpointEngineManager):
         return error
 
     def _is_the_cause(self, trainer_error: BaseException | None) -> bool:
-        """Whether the trainer failed on its own: it fails too when a receiver leaves in the middle of a transfer."""
+        """Return whether the trainer itself failed, as opposed to failing because a receiver left in mid-transfer."""
         if trainer_error is None or any(failed_by_itself(record, trainer_error) for record in self.known.present):
             return False
         its_own = not isinstance(plain_cause(trainer_error), WeightStreamError)
@@ -356,7 +356,7 @@ class WeightPublisher(CheckpointEngineManager):
     async def _load(
         self, records: list[ReplicaRecord], version: int
     ) -> tuple[list[ReplicaRecord], dict[str, float], BaseException | None]:
-        """One transfer to all ``records``. Returns those that committed, the sender's metrics and its error."""
+        """Make one transfer to all ``records``; return those that committed, the sender's metrics and its error."""
         handles = [worker for record in records for worker in record.replica.workers]
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
         group = TransferGroup(self.actor_wg, rollout, self.backend_cls, self._answer_s)
@@ -370,24 +370,24 @@ class WeightPublisher(CheckpointEngineManager):
                 how = "update_weights" if self._in_place else "stage_weights"
                 received = [getattr(worker, how).remote(version) for worker in handles]
                 results = await group.transferred([*sent, *received])
-        except Exception as error:  # whoever is dead is found by asking each replica
+        except Exception as error:  # the replicas are asked later which of them are dead
             for record in records:
                 record.error = error
             return [], {}, error
         finally:
             await group.tell("finalize")
-        committed, metrics, checksum, trainer_error = judged(records, version, results, self.actor_wg.world_size)
+        committed, metrics, checksum, trainer_error = evaluated(records, version, results, self.actor_wg.world_size)
         if committed:
             self.checksum = checksum
         return committed, metrics, trainer_error
 
     @property
     def _answer_s(self) -> float:
-        # The transfer has a deadline of its own; this one is behind it, so that its error is the one reported.
+        # Longer than the transfer's own deadline, so that the transfer's error is the one that is reported.
         return self.known.timeout_s + PING_TIMEOUT_S
 
     async def outcomes(self, references: list[Any]) -> list[Any]:
-        """Each reference's value, or the exception it ended with; one that is late ends with TimeoutError."""
+        """Return each reference's value or exception; a late one gives TimeoutError."""
         return await outcomes(references, self._answer_s)
 
     async def _all(self, references: list[Any]) -> list[Any]:
@@ -398,10 +398,10 @@ class WeightPublisher(CheckpointEngineManager):
         return found
 
     async def _unroute(self, records: list[ReplicaRecord]) -> None:
-        """Take replicas out of routing, then send away the requests that wait at their servers.
+        """Take replicas out of routing, then abort the requests that wait at their servers.
 
-        Of a replica whose weight worker died the server still lives, paused, with requests that wait at it. A server
-        that is dead itself has failed them already.
+        If only a weight worker died, its server is alive and paused, with waiting requests. A dead server has failed
+        them.
         """
         leaving = await self.known.unroute(records)
         await self.known.each(

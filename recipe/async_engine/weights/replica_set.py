@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replicas that get weights, what is known of each, and which of them the load balancer has.
+"""The replicas that receive weights, the state of each, and which of them the load balancer has.
 
-Contract: whatever is asked of them has a deadline, and one that fails or is late counts as dead from then on. Shown by
-tests/integration/test_publisher.py and test_turn_publisher.py.
+Contract: every call of a replica has a deadline, and a replica that fails or is late counts as dead from then on. Shown
+by tests/integration/test_publisher.py and test_turn_publisher.py.
 """
 
 import asyncio
@@ -22,21 +22,21 @@ PING_TIMEOUT_S = 10.0
 
 
 def plain_cause(error: BaseException) -> BaseException:
-    """What a remote call failed with, without Ray's wrapping: that adds the remote traceback, which is in the log."""
+    """Return the error inside Ray's wrapper, which adds the remote traceback; that is in the log anyway."""
     return getattr(error, "cause", None) or error
 
 
 def generates(replica: RolloutReplica) -> bool:
-    """Whether it is a rollout replica, and no log-prob server."""
+    """Return whether this is a rollout replica as opposed to a log-prob server."""
     return getattr(replica, "generates", True)
 
 
 @dataclass
 class ReplicaRecord:
-    """A replica and what the publisher knows of it.
+    """A replica and its state as the publisher knows it.
 
-    Those that do not generate (log-prob servers) get weights, are never routed to, and a sync goes on without one that
-    does not answer: it is ``absent`` until the next sync.
+    Log-prob servers receive weights but are never routed to. A sync continues without a server that does not answer,
+    which is ``absent`` until the next sync.
     """
 
     replica: RolloutReplica
@@ -71,12 +71,12 @@ Action = Callable[[ReplicaRecord], Awaitable[Any]]
 
 
 class ReplicaSet:
-    """See the module's contract.
+    """All replicas and servers that receive weights.
 
     Args:
-        replicas: at first.
-        load_balancer: verl's, of those that generate.
-        timeout_s: deadline of whatever has none of its own.
+        replicas: the initial ones.
+        load_balancer: verl's load balancer of the replicas that generate.
+        timeout_s: deadline for calls without one of their own.
     """
 
     def __init__(self, replicas: list[RolloutReplica], load_balancer: ray.actor.ActorHandle, timeout_s: float) -> None:
@@ -101,9 +101,9 @@ class ReplicaSet:
         timeout_s: float | None = None,
         or_absent: bool = False,
     ) -> None:
-        """Do ``action`` on all replicas at once.
+        """Run ``action`` on all replicas concurrently.
 
-        One that fails or does not answer in time counts as dead, with ``or_absent`` as absent if it is only late.
+        A replica that fails or is late is marked dead; with ``or_absent`` a late one is only marked absent.
         """
         timeout_s = timeout_s or self.timeout_s
 
@@ -127,7 +127,7 @@ class ReplicaSet:
         await asyncio.gather(*[guarded(record) for record in records])
 
     async def route(self, records: Iterable[ReplicaRecord]) -> None:
-        """Take replicas that generate into routing, if they are not in it."""
+        """Add replicas that generate to the load balancer, unless they are in it."""
         fresh = [record for record in records if record.generates and not record.routed]
         if fresh:
             servers = {record.server_id: record.replica.server_handle for record in fresh}
@@ -136,7 +136,7 @@ class ReplicaSet:
             record.routed = True
 
     async def unroute(self, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
-        """Take replicas that generate out of routing; returns those that were in it."""
+        """Remove replicas that generate from the load balancer; return those that were in it."""
         records = [record for record in records if record.generates]
         leaving = [record for record in records if record.routed]
         for record in records:
@@ -147,7 +147,7 @@ class ReplicaSet:
         return leaving
 
     async def _balanced(self, answer: Any) -> None:
-        # Not in a moment: at the first sync its process may still be importing.
+        # A short deadline would not do: at the first sync the load balancer's process may still be importing.
         try:
             async with asyncio.timeout(self.timeout_s):
                 await answer

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of the trainer's weights as they are at one version, to be sent while training goes on.
+"""A copy of the trainer's weights at one version, to be sent while training goes on.
 
 Contract: after :meth:`WeightSnapshot.take` nothing that training does changes what is sent, however often. The copy is
-in host memory of trainer rank 0, in the dtype in which rollout engines hold the weights; parameters that they hold in a
-wider one keep theirs. That memory is one piece of exactly its size, pinned where there is an accelerator, and used
-again for the next version; training waits for all copies to it together. Other ranks, which gather each parameter with
-rank 0 and may have to go through an equal stream while it is sent, keep names, shapes and dtypes only.
+in host memory of trainer rank 0, in the dtype in which rollout engines hold the weights; parameters that engines hold
+in a wider dtype keep theirs. That memory is one piece of exactly its size, pinned if there is an accelerator, and
+reused for the next version; training waits once for all copies to it. The other ranks gather each parameter together
+with rank 0, and may have to iterate over an equal stream during sending, so they keep only names, shapes and dtypes.
 
 Shown by tests/integration/test_snapshot.py and, in runs, tests/e2e/test_fully_async.py.
 """
@@ -27,28 +27,28 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 class WeightsError(RecipeError):
-    """The trainer's weights cannot be copied, sent or merged as they are."""
+    """The trainer's weights cannot be copied, sent or merged in their present form."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """In what dtypes weights travel: the narrowest that lose nothing that a receiver would keep.
+    """The dtypes in which weights are sent: the narrowest that lose nothing that a receiver would keep.
 
-    ``dtype``: of floating-point parameters that training holds in a wider one. ``wide``: the last two parts of the
-    names of those that engines hold in a wider one as well, and which travel as they are.
+    ``dtype``: dtype for floating-point parameters that training holds in a wider one. ``wide``: last two parts of the
+    names of parameters that engines also hold in a wider dtype, which are sent unconverted.
     """
 
     dtype: torch.dtype = torch.float64
     wide: frozenset[str] = frozenset()
 
     def dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """In which a parameter travels."""
+        """Return the dtype in which a parameter is sent."""
         narrows = tensor.is_floating_point() and tensor.dtype.itemsize > self.dtype.itemsize
         return self.dtype if narrows and last_parts(name) not in self.wide else tensor.dtype
 
 
 def widest(*names: str) -> torch.dtype:
-    """The dtype of these names, as verl has them, that keeps what any of them does; float64 for one that is unknown."""
+    """Return the widest of the dtypes with these names in verl; float64 if a name is unknown."""
     try:
         return max((PrecisionType.to_dtype(name) for name in names), key=lambda dtype: dtype.itemsize)
     except RuntimeError:
@@ -56,11 +56,11 @@ def widest(*names: str) -> torch.dtype:
 
 
 class WeightSnapshot:
-    """See the module's contract.
+    """The copy of the weights on one trainer rank.
 
     Args:
         is_sender: whether this is trainer rank 0.
-        device: to which each tensor is brought as it is sent; None where the checkpoint engine takes it from the host.
+        device: where each tensor is moved as it is sent; None if the checkpoint engine sends from host memory.
     """
 
     def __init__(self, is_sender: bool, device: torch.device | None = None) -> None:
@@ -73,13 +73,13 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def take(self, export: Callable[[], Iterable[NamedTensor]], version: int, wire: Wire) -> None:
-        """Copy the weights that ``export`` yields as ``version``, in the dtypes that ``wire`` says.
+        """Copy the weights that ``export`` yields as ``version``, in the dtypes of ``wire``.
 
-        The first time, and after their shapes have changed, it is gone through twice, on every rank: how much memory
-        they need is known then.
+        The first time, and after a change of shapes, every rank iterates twice: the first pass determines the memory
+        needed.
 
         Raises:
-            WeightsError: the last copy is still being sent, or ``export`` yields others each time.
+            WeightsError: the last copy is still being sent, or ``export`` yields other tensors each time.
         """
         with self._alone(f"version {version} cannot be copied"):
             self._version = None
@@ -89,7 +89,7 @@ class WeightSnapshot:
             self._version = version
 
     def _copy(self, weights: Iterable[NamedTensor], wire: Wire) -> bool:
-        """Whether they were copied; if not, there is room for them now."""
+        """Copy the weights; if they do not fit the present memory, allocate new memory and return False."""
         forms: list[tuple[str, Form]] = []
         pinned = False
         for name, tensor in weights:
@@ -100,7 +100,7 @@ class WeightSnapshot:
             pinned = pinned or tensor.is_cuda
         if forms == self._forms:
             return True
-        # What is copied to it has come to its end before the old memory goes.
+        # Copies to the old memory must finish before it is freed.
         settle()
         self._forms, self._tensors = [], []
         room = in_one_piece([form for _, form in forms], pinned) if self._is_sender else map(_described, forms)
@@ -110,10 +110,10 @@ class WeightSnapshot:
 
     @contextmanager
     def stream(self, version: int) -> Iterator[Iterator[NamedTensor]]:
-        """The tensors of ``version``, in the order in which they were copied.
+        """Yield the tensors of ``version``, in the order in which they were copied.
 
         Raises:
-            WeightsError: that version was not copied as a whole, or is being sent already.
+            WeightsError: that version was not copied completely, or is already being sent.
         """
         with self._alone(f"version {version} cannot be sent"):
             if self._version != version:
@@ -139,5 +139,5 @@ def _described(form: tuple[str, Form]) -> torch.Tensor:
 
 
 def last_parts(name: str) -> str:
-    """By which a parameter of an engine and one of the model's files are taken for the same."""
+    """Return the last two parts of a parameter's name, by which an engine's name is matched to the model's."""
     return ".".join(name.split(".")[-2:])

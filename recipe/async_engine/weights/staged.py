@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next weights beside the live ones, in whatever process holds a part of the model.
+"""Staging of the next weights beside the live ones, in any process that holds a part of the model.
 
-Contract: until :meth:`StagedWeights.swap` nothing of the live weights changes, and after it nothing of the old ones is
-left. A stream that is cut off, lacks a part of the model, or has something that the model does not take is refused
-with an error that names the tensor; the next one starts afresh. Staging needs no part of the live weights, so they go
-on computing.
+Contract: until :meth:`StagedWeights.swap` the live weights do not change, and after it nothing of the old ones is left.
+A stream that is cut off, lacks a part of the model, or contains something that the model does not accept is refused
+with an error that names the tensor; the next stream starts afresh. Staging does not use the live weights, so
+computation with them goes on.
 
-What differs is in the subclasses: `recipe.async_engine.engines.vllm.staged_model` is vLLM's model, `staged_adapter` a
-LoRA adapter in vLLM, `recipe.async_engine.log_prob_servers.adapter` one rank of a training engine. How a stream
-gets into them, and what becomes of its errors, is `Intake`'s.
+Subclasses implement it for vLLM's model (`recipe.async_engine.engines.vllm.staged_model`), for a LoRA adapter in vLLM
+(`staged_adapter`), and for one rank of a training engine (`recipe.async_engine.log_prob_servers.adapter`). `Intake`
+feeds a stream into them and records its errors.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 class StagingRefused(RecipeError):
-    """The staged weights cannot become the live ones; those stay as they are."""
+    """The staged weights cannot become the live ones, which are unchanged."""
 
 
 class StagedWeights(ABC):
-    """See the module's contract. One thread at a time calls it."""
+    """The staging area for weights; only one thread at a time may call it."""
 
     version: int | None = None
-    """Of the staged weights, once they are complete."""
+    """Version of the staged weights, once they are complete."""
 
     @torch.no_grad()
     def begin(self) -> None:
-        """A stream starts; whatever was staged before and not swapped in is dropped."""
+        """Start a stream, dropping anything that was staged but not swapped in."""
         self.version = None
         self._begin()
 
     @torch.no_grad()
     def load(self, weights: NamedTensors) -> None:
-        """Take tensors of the stream, which are valid during this call only; raises what they are refused with."""
+        """Load tensors of the stream, which are valid only during this call; raise an error to refuse them."""
         self._load(weights)
 
     @torch.no_grad()
     def complete(self, version: int, problem: str | None = None) -> None:
-        """The stream has ended.
+        """End the stream and mark the version as staged.
 
         Args:
-            version: of the weights that came.
-            problem: what went wrong with them here, if anything did.
+            version: the version that the stream carried.
+            problem: an error in this stream so far, if any.
 
         Raises:
-            StagingRefused: something did, here or on another rank, or a part of the model never came.
+            StagingRefused: there was an error here or on another rank, or a part of the model is missing.
         """
-        problem = self._agreed(problem or self._lack())
+        problem = self._agreed(problem or self._find_problem())
         if problem is not None:
             raise StagingRefused(f"version {version} was refused, the old weights stay: {problem}")
         self._derive()
@@ -64,10 +64,10 @@ class StagedWeights(ABC):
 
     @torch.no_grad()
     def swap(self, version: int) -> None:
-        """Make the staged weights the live ones. Nothing may be computed meanwhile.
+        """Make the staged weights the live ones; nothing may be computed meanwhile.
 
         Raises:
-            StagingRefused: this version is not staged as a whole.
+            StagingRefused: this version is not completely staged.
         """
         if self.version != version:
             raise StagingRefused(f"version {version} is not staged; {self.version} is")
@@ -81,41 +81,41 @@ class StagedWeights(ABC):
     def _load(self, weights: NamedTensors) -> None: ...
 
     @abstractmethod
-    def _lack(self) -> str | None:
-        """What has not come of the model, or cannot be used; None if it is whole."""
+    def _find_problem(self) -> str | None:
+        """Return what is missing or unusable in the staged weights; None if they are complete."""
 
     def _agreed(self, problem: str | None) -> str | None:
-        """The problem of all ranks that have to stage alike; None if none of them has any."""
+        """Return the first problem among all ranks that stage together; None if there is none."""
         return problem
 
     def _derive(self) -> None:  # noqa: B027, most have nothing to derive
-        """Do what can be done with the staged weights before the swap."""
+        """Prepare what the swap needs, once the staged weights are complete."""
 
     @abstractmethod
     def _swap(self) -> None: ...
 
 
 class Intake:
-    """One stream of weights on its way to where it is staged.
+    """One stream of weights that is being staged.
 
-    The first thing that goes wrong is its `problem`; the rest of the stream is let pass, since whoever sends goes
-    through it to the end, and others may read it too.
+    It records the first error as `problem` and ignores the rest of the stream, because the sender sends it to the end
+    and other receivers may need it.
     """
 
     def __init__(self, staged: StagedWeights, version: int) -> None:
         self._staged, self._version = staged, version
         self._sums = StreamChecksum()
-        # Not the error itself, whose traceback would keep the memory that the stream came through.
+        # Text instead of the error, whose traceback would keep the stream's buffers alive.
         self.problem: str | None = None
         self.checksum = ""
-        """Of what was loaded, once it is complete."""
+        """Checksum of what was loaded, once it is complete."""
 
     def begin(self) -> None:
-        """The stream starts."""
+        """Start the stream."""
         self._unless_failed(self._staged.begin)
 
     def take(self, weights: NamedTensors) -> None:
-        """Load tensors of the stream, which are valid during this call only."""
+        """Load tensors of the stream, which are valid only during this call."""
         self._unless_failed(lambda: self._load(weights))
 
     def _load(self, weights: NamedTensors) -> None:
@@ -124,16 +124,16 @@ class Intake:
         self._staged.load(weights)
 
     def fail(self, error: Exception) -> None:
-        """The stream has broken."""
+        """Record an error of the stream, unless there is one already."""
         if self.problem is None:
             self.problem = str(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {error}"
 
     def end(self) -> None:
-        """The stream is over: it is staged as a whole, with its checksum, or there is a `problem`."""
+        """End the stream: afterwards either `checksum` or `problem` is set."""
         try:
             self._staged.complete(self._version, self.problem)
             self.checksum = self._sums.value()
-        except Exception as error:  # of whatever kind, it is this stream's outcome
+        except Exception as error:  # any error is the outcome of this stream
             self.problem = None
             self.fail(error)
 
@@ -141,5 +141,5 @@ class Intake:
         if self.problem is None:
             try:
                 work()
-            except Exception as error:  # of whatever kind, it is this stream's outcome
+            except Exception as error:  # any error is the outcome of this stream
                 self.fail(error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transfer of weights: its members, the trainer's ranks and the receivers, and what became of it at each.
+"""One transfer of weights: its members, which are the trainer's ranks and the receivers, and its outcome for each.
 
 Contract: every call has a deadline. As soon as one member fails, engines that can leave their group (``reset``) are
 told to, since a collective waits for every member. Shown by tests/integration/test_publisher.py and
@@ -27,18 +27,18 @@ class ChecksumMismatch(RecipeError):
 
 
 async def outcomes(references: list[Any], timeout_s: float) -> list[Any]:
-    """Each reference's value, or the exception it ended with; one that is late ends with TimeoutError."""
+    """Return each reference's value or exception; a late one gives TimeoutError."""
     calls = [_in_time(reference, timeout_s) for reference in references]
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
 class TransferGroup:
-    """See the module's contract.
+    """The members of a transfer.
 
     Args:
-        trainer: verl's group of the trainer's ranks.
-        receivers: the same of whatever gets the weights.
-        engine_class: of every member's checkpoint engine.
+        trainer: verl's worker group of the trainer's ranks.
+        receivers: worker group of the processes that receive the weights.
+        engine_class: class of every member's checkpoint engine.
         timeout_s: deadline of each call.
     """
 
@@ -47,10 +47,10 @@ class TransferGroup:
         self._engine_class, self._timeout_s = engine_class, timeout_s
 
     async def connect(self) -> list[Any]:
-        """As verl's ``build_process_group``, with deadlines; a backend that keeps its group compares only.
+        """Build the process group like verl's ``build_process_group``, with deadlines; some backends keep their group.
 
         Returns:
-            Nothing, or if a member failed what each of them has of it: its own error, or that there is no group.
+            An empty list, or if a member failed an error for each member: its own, or that the group was not built.
         """
         ranks, others = self._trainer.world_size, self._receivers.world_size
         prepared = self._trainer.execute_checkpoint_engine(["prepare"] * ranks)
@@ -66,7 +66,7 @@ class TransferGroup:
         return _no_group(await outcomes(joined, self._timeout_s))
 
     async def transferred(self, calls: list[Any]) -> list[Any]:
-        """Each call's outcome. Once one has failed the other members leave the group: they might wait for it."""
+        """Return each call's outcome; once one fails, the other members leave the group, since they may wait for it."""
         calls = [asyncio.ensure_future(_in_time(call, self._timeout_s)) for call in calls]
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         failed = next((error for call in calls if call.done() and (error := call.exception())), None)
@@ -77,7 +77,7 @@ class TransferGroup:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def tell(self, method: str, **arguments: Any) -> None:
-        """Have every member's engine do ``method``. Whoever cannot is missed in the next step."""
+        """Call ``method`` on every member's engine. Failures are only logged; the next step notices a dead member."""
         calls = []
         for group in (self._trainer, self._receivers):
             count = group.world_size
@@ -99,7 +99,7 @@ async def _in_time(reference: Any, timeout_s: float) -> Any:
 
 
 def _no_group(outcomes: list[Any]) -> list[BaseException]:
-    """What the members of a group have of its making: nothing if all of them succeeded."""
+    """Return an error for each member if any of them failed to join the group; an empty list otherwise."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if not errors:
         return []
@@ -108,14 +108,14 @@ def _no_group(outcomes: list[Any]) -> list[BaseException]:
     return [outcome if isinstance(outcome, BaseException) else missed for outcome in outcomes]
 
 
-def judged(
+def evaluated(
     records: list[ReplicaRecord], version: int, results: list[Any], ranks: int
 ) -> tuple[list[ReplicaRecord], Metrics, str | None, BaseException | None]:
-    """What became of a transfer to ``records``, by the results of the trainer's ranks and of each replica's workers.
+    """Evaluate a transfer to ``records`` from the results of the trainer's ranks and of each replica's workers.
 
     Returns:
-        Those that committed, the sender's metrics, the checksum of what it sent, and the trainer's error. The others
-        have their errors noted.
+        The records that committed, the sender's metrics, the checksum of what it sent, and the trainer's error. The
+        errors of the other records are stored in them.
     """
     trainer, receivers = results[:ranks], results[ranks:]
     trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
@@ -138,6 +138,6 @@ def judged(
 
 
 def failed_by_itself(record: ReplicaRecord, trainer_error: BaseException | None) -> bool:
-    """Whether the others may do better without it: a stream that broke is what its members have of one's fault."""
+    """Return whether this member caused the failure; a broken stream only shows that some other member failed."""
     cause = None if record.error is None else plain_cause(record.error)
     return cause is not None and record.error is not trainer_error and not isinstance(cause, WeightStreamError)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU as a verl platform. `install` is idempotent and is called by the plugin when VERL_PLATFORM=cpu.
 
-Nothing here runs in a process that did not ask for the CPU: the class is never found by verl's auto-detection, because
-the head node of a GPU cluster often has no GPU itself. Each workaround says what it is for; tests/contracts has the
+Nothing here runs in a process that did not ask for the CPU: verl's auto-detection never finds the class, because the
+head node of a GPU cluster often has no GPU itself. Each workaround says what it is for; tests/contracts has the
 upstream lines, and tests/integration/test_platform.py fails for each one that upstream no longer needs.
 
 Nothing heavier than ``import verl`` itself is imported here: the engines follow when a training worker starts.
@@ -26,7 +26,7 @@ HCCL_ENGINE = "verl.checkpoint_engine.hccl_checkpoint_engine"
 
 
 class PlatformCPU(PlatformBase):
-    """Answers verl's questions about the accelerator for a machine that has none.
+    """verl's platform interface for a machine without an accelerator.
 
     A worker still takes one "GPU" from Ray: verl counts only Ray's own accelerator resources
     (verl/single_controller/ray/base.py:226), so a local run starts Ray with as many as it has workers
@@ -40,11 +40,11 @@ class PlatformCPU(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        # Auto-detection must never choose the CPU, also in a process where the plugin was asked for by mistake.
+        # Auto-detection must never choose the CPU, even in a process where the plugin was loaded by mistake.
         return os.environ.get("VERL_PLATFORM", "").strip().lower() == PLATFORM_NAME
 
     def current_device(self) -> str:
-        # verl passes the answer to torch.device() and Tensor.to(), which take an index for an accelerator only.
+        # verl passes the result to torch.device() and Tensor.to(), which accept an index only for an accelerator.
         return "cpu"
 
     def device_count(self) -> int:
@@ -73,7 +73,7 @@ class PlatformCPU(PlatformBase):
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
     def is_ipc_supported(self) -> bool:
-        # False makes verl's ServerAdapter hand weights to vLLM through shared memory.
+        # False makes verl's ServerAdapter pass weights to vLLM through shared memory.
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
@@ -81,25 +81,25 @@ class PlatformCPU(PlatformBase):
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
-            # vLLM turns the executor "uni" into "mp" otherwise, to set OpenMP's variables, which are set here. The
-            # asynchronous engine has a process of its own all the same.
+            # Otherwise vLLM turns the executor "uni" into "mp" in order to set OpenMP's variables, which are set here.
+            # The asynchronous engine still has a process of its own.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def install() -> None:
-    """Register the platform and apply what it needs before anything of verl asks for a device.
+    """Register the platform and apply its workarounds, before anything in verl asks for a device.
 
-    Another release of verl than the workarounds were written for raises WrongInstallation.
+    Raises WrongInstallation for another release of verl than the workarounds were written for.
     """
     require_version("verl", verl.__version__, VERL_SUPPORTED, "The CPU platform")
     if PlatformRegistry.get(PLATFORM_NAME) is not PlatformCPU:
         PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
     vllm_distribution.install()
     process_group.install()
-    # vLLM's own choice of platform, for the processes that it starts without verl.
+    # vLLM's own platform setting, for the processes that it starts without verl.
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-    # An engine for Ascend NPUs, which verl imports in every training process and which imports all of vLLM (2 s). None
-    # makes the import raise ImportError, which verl expects of engines whose hardware is absent.
+    # verl imports this engine for Ascend NPUs in every training process, and it imports all of vLLM (2 s). None makes
+    # the import raise ImportError, which verl expects of engines whose hardware is absent.
     sys.modules.setdefault(HCCL_ENGINE, None)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for ``torch.cuda`` where verl asks its platform for the device module: ``torch.cpu`` and what it lacks.
+"""Replaces ``torch.cuda`` as the device module of verl's platform: ``torch.cpu`` plus the functions that it lacks.
 
 verl calls memory, cache and random-state functions on the module without asking whether they exist (for example
 verl/workers/engine_workers.py:219, verl/utils/profiler/performance.py:49, verl/utils/checkpoint/checkpoint_manager.py
-:208). Memory answers are those of the host, counters of an allocator that does not exist are 0.
+:208). Memory figures are those of the host; counters of a caching allocator, which a host does not have, are 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.cpu import *  # noqa: F403
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """For what a host lacks: a caching allocator, its statistics, and handles of devices."""
+    """Do nothing, in place of functions for a caching allocator, its statistics, and device handles."""
 
 
 def _zero(*_: Any) -> int:
@@ -30,7 +30,7 @@ manual_seed = manual_seed_all = torch.manual_seed
 
 
 def mem_get_info(*_: Any) -> tuple[int, int]:
-    """Free and total bytes of the host."""
+    """Return free and total bytes of the host."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extension of vLLM's worker where there is no accelerator: weights can be staged, and loaded more than once."""
+"""The extension of vLLM's worker on a machine without an accelerator: weights can be staged, and loaded repeatedly."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from recipe.laptop.platform.vllm_cpu import CPUWorkerExtension
 
 
 class CPUStagingExtension(StagingExtension, CPUWorkerExtension):
-    """Both of its parents."""
+    """Combines staging with repeated loading on a CPU."""

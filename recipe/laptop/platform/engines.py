@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's FSDP2 engines, registered for the device "cpu": the language model (actor, reference) and the value model.
 
-They differ from the stock engines in three points, each of which stops a CPU run otherwise:
+They differ from the stock engines in three points, each of which would otherwise stop a CPU run:
 
-- FSDP1 is refused: it broadcasts the parameters from rank 0, which torch does on an accelerator only
+- FSDP1 is refused: it broadcasts the parameters from rank 0, which torch supports only on an accelerator
   (verl/workers/engine/fsdp/transformer_impl.py:444).
-- No offload to the CPU: a forward-only engine gets ``CPUOffloadPolicy(pin_memory=True)`` (:462), and pinning needs an
-  accelerator. Parameters are on the CPU already.
+- There is no offload to the CPU: a forward-only engine gets ``CPUOffloadPolicy(pin_memory=True)`` (:462), and pinning
+  needs an accelerator. Parameters are on the CPU already.
 - The value model is loaded with the attention that the model configuration names: verl hard-codes flash-attention
   (verl/utils/model.py:649).
 
-`register` may be called any number of times.
+`register` may be called repeatedly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_ATTENTION = "sdpa"
 
 
 class _CPUEngineMixin(FSDPEngine):
-    """What both engines need; to be inherited before a stock FSDP engine."""
+    """Changes that both engines need; to be inherited before a stock FSDP engine."""
 
     engine_config: Any
 
@@ -67,7 +67,7 @@ class CPUFSDPEngineWithValueHead(_CPUEngineMixin, FSDPEngineWithValueHead):
     """FSDP2 over gloo for the critic."""
 
     def _build_module(self) -> torch.nn.Module:
-        # The stock engine looks the loader up in its module at each call (transformer_impl.py:291).
+        # The stock engine looks up the loader in its module at each call (transformer_impl.py:291).
         stock = verl_model.load_valuehead_model
         verl_model.load_valuehead_model = _load_value_model
         try:

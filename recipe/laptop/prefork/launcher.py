@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for the Python interpreter that forks from a process which has already imported the stack.
+"""Replaces the Python interpreter by one that forks from a process which has already imported the stack.
 
-Usage: ``python -S -E launcher.py SOCKET ARGUMENTS...``, where ARGUMENTS are those of ``python``. Imports next to
-nothing, since it is run once for every process of a run.
+Usage: ``python -S -E launcher.py SOCKET ARGUMENTS...``, where ARGUMENTS are those of ``python``. It imports almost
+nothing, since it runs once for every process of a run.
 
-Contract: hands its arguments, environment, working directory and open files to the server (see `server`) and exits when
-the forked process has ended, with its status. The two live and die together: the fork ends itself when its launcher is
-gone, and signals that ask the launcher to end are passed on. Without a server it becomes the plain interpreter.
+Contract: it passes its arguments, environment, working directory and open files to the server (`server`), and exits
+with the status of the forked process when that has ended. The two live and die together: the fork ends itself when its
+launcher is gone, and termination signals to the launcher are passed on. Without a server it becomes the plain
+interpreter.
 """
 
 import marshal
@@ -20,13 +21,13 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def open_files(without: int) -> list[int]:
-    """The open file descriptors of this process but ``without``."""
+    """Return the open file descriptors of this process, except for ``without``."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         try:
             os.fstat(descriptor)
-        except OSError:  # the one that listed the folder
+        except OSError:  # the descriptor with which the folder was listed
             continue
         if descriptor != without:
             found.append(descriptor)
@@ -49,7 +50,9 @@ def main(path: str, arguments: list[str]) -> int:
     except (ConnectionError, EOFError):
         log = os.path.join(os.path.dirname(path), "log")
         with open(log) as lines:
-            sys.stderr.write(f"recipe: the process that workers are forked from has died. It said:\n{lines.read()}\n")
+            sys.stderr.write(
+                f"recipe: the process that workers are forked from has died. Its output:\n{lines.read()}\n"
+            )
         return 1
     for number in PASSED_ON:
         signal.signal(number, lambda number, _frame: os.kill(pid, number))

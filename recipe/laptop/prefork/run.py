@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of a run on one machine in a moment, by forking them from one that has imported the stack.
+"""Starts the processes of a run on one machine quickly, by forking them from one that has imported the stack.
 
-Importing torch, vLLM and verl takes 8 to 18 seconds of CPU time a process, and a run on a laptop has ten of them.
-Ray's ``py_executable``, and in the forks :func:`multiprocessing.set_executable`, are given a stand-in for the
-interpreter (`launcher`), which asks a process of this run (`server`) for a fork. Only for platforms without an
-accelerator: their drivers do not survive a fork.
+Importing torch, vLLM and verl takes 8 to 18 seconds of CPU time per process, and a run on a laptop has ten processes.
+Ray's ``py_executable``, and in the forks :func:`multiprocessing.set_executable`, are set to a replacement for the
+interpreter (`launcher`), which asks a process of this run (`server`) for a fork. This is only for platforms without an
+accelerator, because accelerator drivers do not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from recipe.laptop.prefork import launcher
 
 STOP_S = 5.0
 
-# Ray keeps two variables as it finds them when it is imported: the job, so a server serves one job (a cluster counts
-# from 1), and the process without which a worker ends itself, otherwise the raylet, here the main that started both.
+# Ray reads two variables only when it is imported: the job, so a server serves one job (a cluster counts from 1), and
+# the process whose death ends a worker, which is normally the raylet and here the main that started both.
 FIRST_JOB = "01000000"
 
 
@@ -46,16 +46,16 @@ MODULES = (
     "vllm.model_executor.models.qwen3",
     "transformers.models.qwen3.modeling_qwen3",
 )
-"""What the processes of a run spend their start on; a module that is not here is imported where it is needed."""
+"""The modules whose import takes most of a process's start; others are imported where they are needed."""
 
 
 class Prefork:
-    """The server of one run and the stand-in interpreter that goes with it; a context manager."""
+    """A context manager with the server of one run and the replacement interpreter."""
 
     def __init__(self, environment: Mapping[str, str] | None = None, modules: Sequence[str] = MODULES) -> None:
-        """Start the server, which imports ``modules``; returns at once, and forks wait until it has.
+        """Start the server, which imports ``modules``, and return at once; forks wait for the imports.
 
-        ``environment`` is added to this process's: what the modules read when they are imported.
+        ``environment`` is added to this process's environment before the modules are imported.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="recipe-"))
         address = self._folder / "socket"
@@ -74,7 +74,7 @@ class Prefork:
                 stderr=log,
                 pass_fds=[listener.fileno()],
                 env={**os.environ, **(environment or {}), **ray_environment()},
-                # Ctrl-C is for the main, which ends the run in order.
+                # Ctrl-C must only reach the main, which ends the run in order.
                 start_new_session=True,
             )
 
@@ -84,18 +84,18 @@ class Prefork:
         return {"py_executable": str(self.executable)}
 
     def joined(self, job_id: str) -> None:
-        """Give up forking, and use plain interpreters, for any job but a cluster's first."""
+        """Stop forking, and use plain interpreters, if the job is not the first of its cluster."""
         if job_id != FIRST_JOB:
             self._end_server()
 
     def stop(self) -> None:
-        """End the server. Forks that still run are not its concern: they live as long as their launchers."""
+        """Stop the server. Forks that still run live as long as their launchers."""
         self._end_server()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end_server(self) -> None:
         if self._server.stdin is not None and not self._server.stdin.closed:
-            with suppress(BrokenPipeError):  # it has ended
+            with suppress(BrokenPipeError):  # the server has ended
                 self._server.stdin.write(b".")
                 self._server.stdin.close()
         try:

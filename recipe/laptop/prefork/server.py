@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports the stack once and forks a process for each launcher that asks (see `launcher`).
+"""Imports the stack once and forks a process for each launcher that asks (`launcher`).
 
-Usage: ``python -m recipe.laptop.prefork.server DESCRIPTOR MODULES...``, where DESCRIPTOR is a listening socket,
-so that launchers can wait in its queue from the start. Ends when its standard input does, so it never outlives the
-process that started it; of one that was killed, which has not said that it ends it, it removes the folder too.
+Usage: ``python -m recipe.laptop.prefork.server DESCRIPTOR EXECUTABLE MODULES...``, where DESCRIPTOR is a listening
+socket, so that launchers can wait in its queue from the start, and EXECUTABLE the replacement interpreter. It ends when
+its standard input does, so it never outlives the process that started it; if that process was killed, it also removes
+the folder.
 
 Contract: a fork runs what ``python ARGUMENTS`` would run, with the launcher's environment, working directory and open
-files under the same numbers, and with random-number generators of its own. The imported modules must have read nothing
-from the environment that differs between the processes of a run, and have started no thread.
+files under the same numbers, and with random-number generators of its own. The imported modules must not have read
+anything from the environment that differs between the processes of a run, and must not have started a thread.
 
-Ray names tasks and objects by numbers that each process draws. Were its generator used before the fork, forks would
-draw the same ones, and get each other's objects without any error: modules must not use it, and it is checked.
+Ray names tasks and objects by random numbers that each process draws. If its generator were used before the fork, forks
+would draw the same numbers and silently get each other's objects. So modules must not use it, which is checked.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ FLAGS_WITH_VALUE = ("-X", "-W")
 
 
 def receive(connection: socket.socket) -> tuple[list[int], list[int], bytes, list[str], dict[bytes, bytes]]:
-    """What a launcher asks for: its files as they are open here, their numbers there, its working directory, the
-    arguments and the environment."""
+    """Return a launcher's request: its files here, their numbers there, working directory, arguments, environment."""
     connection.settimeout(REQUEST_S)
     _, files, _, _ = socket.recv_fds(connection, 1, FILES_AT_MOST)
     with connection.makefile("rb") as stream:
@@ -60,7 +60,7 @@ class Server:
         self._launchers: dict[int, socket.socket] = {}
 
     def serve(self, lifeline: int) -> bool:
-        """Fork on request until ``lifeline`` has something, or is at its end; returns which. In a fork never."""
+        """Fork on request until ``lifeline`` is readable; return whether it had data. Forks never return."""
         woken, wakes = socket.socketpair()
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
@@ -80,7 +80,7 @@ class Server:
                         self._take(self._listener.accept()[0])
 
     def _take(self, connection: socket.socket) -> None:
-        """Fork; the fork reads its own request, so a launcher that sends none, or nonsense, costs only its own fork."""
+        """Fork; the fork reads its own request, so a launcher with an invalid request affects only its own fork."""
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -92,7 +92,7 @@ class Server:
         if pid == 0:
             self._become(connection)
         self._launchers[pid] = connection
-        with suppress(OSError):  # the launcher is gone, and its fork will see that
+        with suppress(OSError):  # the launcher is gone, which its fork will notice
             connection.sendall(marshal.dumps(pid))
 
     def _reap(self) -> None:
@@ -109,7 +109,7 @@ class Server:
         """Turn this fork into the process that the launcher asks for, and end it."""
         status = 1
         try:
-            # Ray ends a dead worker's process group, which must not be the server's.
+            # Ray kills a dead worker's process group, which must not be the server's.
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -126,7 +126,7 @@ class Server:
             status = 0
         except SystemExit as exit_:
             status = _status_of(exit_)
-        except BaseException:  # the interpreter's own last resort
+        except BaseException:  # like the interpreter's own handler
             traceback.print_exc()
         finally:
             _leave(status)
@@ -139,7 +139,7 @@ class Server:
 
 
 def _place_files(files: list[int], numbers: list[int], keep: int) -> int:
-    """Give the launcher's files the numbers that they have there; returns the new number of ``keep``."""
+    """Give the launcher's files the numbers that they have there; return the new number of ``keep``."""
     import fcntl
 
     spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, SPARE_DESCRIPTOR) for descriptor in files]
@@ -167,18 +167,18 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """What is read from it once; but the job's id, which Ray does not read again, see `run`."""
+    """Read again what was read from the environment at import; Ray does not read the job's id again (`run`)."""
     tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config
 
-        # Which copies it when it is imported; as where it changes a variable itself:
+        # Ray's Config copies the environment at import. Ray itself calls this after changing a variable, in
         # ray/_private/authentication/authentication_token_setup.py.
         Config.initialize("")
 
 
 def run_as_interpreter(arguments: list[str]) -> None:
-    """Run ``python ARGUMENTS`` in this process, for a script, ``-m`` or ``-c``; other options are taken as given."""
+    """Run ``python ARGUMENTS`` in this process, for a script, ``-m`` or ``-c``; other options are ignored."""
     position = 0
     while position < len(arguments) and arguments[position].startswith("-"):
         option = arguments[position]
@@ -230,9 +230,9 @@ def _leave(status: int) -> None:
 
 @contextmanager
 def _actor_classes_named_by_the_system() -> Iterator[None]:
-    """Ray draws a name for every actor class that a module defines (ray/actor.py); here from the system's generator.
+    """Make Ray draw names of actor classes (ray/actor.py) from the system's random generator during imports.
 
-    Its own would have been used then, and cannot be given a new seed.
+    Ray's own generator would otherwise be used before the fork, and it cannot be seeded again.
     """
     import ray.actor
 
@@ -253,13 +253,13 @@ def _actor_classes_named_by_the_system() -> Iterator[None]:
 def _check_that_forks_draw_their_own() -> None:
     if _drawn_in_a_fork() == _drawn_in_a_fork():
         raise RuntimeError(
-            "an imported module has used Ray's random-number generator, so that workers forked from this process would "
+            "an imported module has used Ray's random-number generator, so workers forked from this process would "
             "give different objects the same name; set async_training.prefork_workers=false"
         )
 
 
 def _drawn_in_a_fork() -> bytes:
-    """A name that Ray draws for an object."""
+    """Return a name that Ray draws for an object."""
     from ray import ObjectRef
 
     reading, writing = os.pipe()
@@ -276,7 +276,7 @@ def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
     """Import ``modules``, then serve until standard input ends.
 
     Args:
-        executable: the stand-in for the interpreter, for the processes that forks spawn: vLLM's engine, for example.
+        executable: replacement for the interpreter, for processes that forks spawn, such as vLLM's engine.
     """
     with _actor_classes_named_by_the_system():
         for name in modules:
@@ -292,5 +292,5 @@ def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
 
 if __name__ == "__main__":
     main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3:])
-    # Some of the modules complain when they are torn down; nothing here needs that.
+    # Skip the teardown, in which some of the modules print errors.
     os._exit(0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The built-in task: a tiny model, a tokenizer and data that RL can learn on two cores in minutes.
 
-Importing this is light: torch, transformers and pyarrow are imported when a task is made.
+Importing this package is fast: torch, transformers and pyarrow are imported only when a task is created.
 """
 
 from recipe.laptop.task.builder import TaskDirectoryError, ensure_task

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the built-in task on first use.
+"""Creates the built-in task on first use.
 
-``ensure_task`` returns only a complete directory made with the settings asked for. It makes a task beside its place and
-moves it there in one rename, the manifest inside, so a process that dies leaves no directory that passes for complete.
-A lock file beside the directory keeps two processes from making the same task at once; waiting for it has a deadline.
-A directory that holds anything but a built-in task is never replaced.
+``ensure_task`` returns only a complete directory with the requested settings. It creates a task next to its place and
+moves it there in one rename, including the manifest, so a process that dies leaves no directory that looks complete. A
+lock file beside the directory keeps two processes from creating the same task at once; waiting for it has a deadline. A
+directory that holds anything but a built-in task is never replaced.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ LOCK_TIMEOUT_SECONDS = 600.0
 
 
 class TaskDirectoryError(RuntimeError):
-    """The directory of a task cannot be used; the message says which and what to change."""
+    """The directory of a task cannot be used; the message names it and what to change."""
 
 
 def ensure_task(
     out_dir: str | os.PathLike[str], settings: TaskSettings, lock_timeout: float = LOCK_TIMEOUT_SECONDS
 ) -> TaskPaths:
-    """The task of ``settings`` in ``out_dir``: the one that is there, or a new one.
+    """Return the task of ``settings`` in ``out_dir``, creating it unless it is there.
 
     Args:
-        out_dir: the task's own directory; made if missing, remade if incomplete or made with other settings.
-        settings: what to make.
-        lock_timeout: seconds to wait while another process makes a task in the same place.
+        out_dir: the task's own directory; created if missing, recreated if incomplete or made with other settings.
+        settings: the settings of the task.
+        lock_timeout: seconds to wait while another process creates a task in the same place.
 
     Raises:
         TaskDirectoryError: ``out_dir`` holds something else, or another process did not finish in time.
@@ -65,7 +65,7 @@ def ensure_task(
 
 
 def is_complete(out: Path, settings: TaskSettings) -> bool:
-    """Whether ``out`` holds a task of this format and these settings with every file of its manifest, in full size."""
+    """Return whether ``out`` holds a complete task of this format and these settings, by its manifest."""
     try:
         manifest = json.loads((out / MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -77,7 +77,7 @@ def _remake(out: Path, settings: TaskSettings) -> None:
     _refuse_foreign(out)
     started = time.monotonic()
     making = out.parent / f".{out.name}.making"
-    # Left by a process that died; the lock is ours, so nobody is writing there.
+    # Left by a process that died: this process holds the lock, so no other one writes there.
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir()
     _write(making, settings)
@@ -102,7 +102,7 @@ def _write(directory: Path, settings: TaskSettings) -> None:
 
 
 def _write_parquet(problems: list[Problem], split: str, path: Path) -> None:
-    """In the columns that verl's ``RLHFDataset`` and reward loop read; equal problems give equal bytes."""
+    """Write the columns that verl's ``RLHFDataset`` and reward loop read; equal problems give equal bytes."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The problems of the built-in task: an instruction over a string of distinct digits, and its one right answer.
 
-Pure. ``make_splits`` keeps training and validation disjoint by digit string, whatever the instruction, and returns the
-strings of the validation set so that the warm start can leave them out too.
+Pure. ``make_splits`` keeps training and validation disjoint by digit string, whatever the instruction, so that the warm
+start can leave out the strings of the validation set too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHORT_OPERATIONS = ("sort", "flip", "copy")
 LONG_OPERATION = "list"
 # ``list`` writes each digit of the string with each of these: 5 * 2 * 12 = 120 characters.
 LIST_LETTERS = "abcdefghijkl"
-# In a long-tailed task the problems at these places of every 20 are long ones.
+# In a long-tailed task the problem at this offset of every 20 is a long one.
 LONG_PERIOD, LONG_OFFSET = 20, 10
 
 
@@ -41,7 +41,7 @@ class Problem:
 
 
 def apply_operation(operation: str, key: str) -> str:
-    """The right answer to ``operation`` over ``key``."""
+    """Return the right answer to ``operation`` over ``key``."""
     if operation == "sort":
         return "".join(sorted(key))
     if operation == "flip":
@@ -53,15 +53,15 @@ def apply_operation(operation: str, key: str) -> str:
 
 
 def draw_key(rng: random.Random) -> str:
-    """Five distinct digits in random order."""
+    """Draw five distinct digits in random order."""
     return "".join(rng.sample(DIGITS, KEY_LENGTH))
 
 
 def make_splits(settings: TaskSettings) -> tuple[list[Problem], list[Problem]]:
-    """Training and validation problems of a task, in file order."""
+    """Return the training and validation problems of a task, in file order."""
     rng = random.Random(f"problems-{settings.seed}")
     total = settings.train_size + settings.val_size
-    # A dict keeps the order of drawing, which a set of strings would not do across processes.
+    # A dict keeps the order of insertion, whereas that of a set of strings differs between processes.
     keys: dict[str, None] = {}
     while len(keys) < total:
         keys[draw_key(rng)] = None

@@ -15,16 +15,16 @@ import random
 import threading
 from typing import Any
 
-# Fraction of right answers after the warm start: what the reservoir holds before it has seen any score.
+# Fraction of right answers after the warm start, with which the reservoir is filled before any score is known.
 _INITIAL_ACCURACY = 0.35
 
 
 class ScorePermuter:
-    """Hands out a stream of scores in permuted order.
+    """Returns a stream of scores in permuted order.
 
-    Keeps the last scores in a reservoir of ``window``; each new score takes the place of a random one, which is handed
-    out. So (initial reservoir + scores put in) and (scores handed out + final reservoir) are the same multiset, and a
-    score is never handed out for the answer that earned it. Safe under threads, as verl scores in a thread pool.
+    A reservoir holds the last scores, ``window`` of them; each new score replaces a random one, which is returned. So
+    (initial reservoir + scores put in) and (scores returned + final reservoir) are the same multiset, and a score is
+    never returned for the answer that earned it. It is thread-safe, since verl scores in a thread pool.
     """
 
     def __init__(self, window: int, seed: int) -> None:
@@ -33,7 +33,7 @@ class ScorePermuter:
         self.reservoir = [float(self._rng.random() < _INITIAL_ACCURACY) for _ in range(window)]
 
     def exchange(self, score: float) -> float:
-        """Puts ``score`` in and returns the earlier one it replaces."""
+        """Store ``score`` and return the earlier one that it replaces."""
         with self._lock:
             slot = self._rng.randrange(len(self.reservoir))
             earlier, self.reservoir[slot] = self.reservoir[slot], score
@@ -51,10 +51,10 @@ def compute_score(
     permute: bool = False,
     **kwargs: Any,
 ) -> dict[str, float]:
-    """Scores one answer, decoded without special tokens.
+    """Score one answer, decoded without special tokens.
 
-    ``permute``, in rows whose ``extra_info`` has the split train, is a control, see the module's docstring. Returns
-    ``score``, the reward, and ``acc``, 1.0 for a right answer and 0.0 for a wrong one, which is never permuted.
+    ``permute`` replaces the scores of training rows (``extra_info`` has the split train) by those of earlier answers.
+    Returns ``score``, the reward, and ``acc``, 1.0 for a right answer and 0.0 for a wrong one, which is never permuted.
     """
     accuracy = float(solution_str == ground_truth)
     score = accuracy

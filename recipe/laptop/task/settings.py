@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What identifies one built task: its settings, and the paths of what was made from them.
+"""Settings that identify a built task, and the paths of its files.
 
 Two tasks with equal ``TaskSettings`` and ``FORMAT_VERSION`` have the same data and, on the same machine and library
 versions, the same weights (tests/integration/test_builtin_task.py).
@@ -15,7 +15,7 @@ FORMAT_VERSION = 1
 
 FAMILIES = ("qwen3", "qwen2")
 LENGTHS = ("uniform", "long_tail")
-# Of the 30,240 digit strings enough must stay free for the demonstrations of the warm start.
+# There are 30,240 digit strings, of which enough must stay free for the demonstrations of the warm start.
 MAX_PROBLEMS = 20_000
 
 
@@ -23,10 +23,10 @@ MAX_PROBLEMS = 20_000
 class TaskSettings:
     """Settings of the built-in task.
 
-    seed: of the problems, the initial weights and the warm start.
+    seed: seed of the problems, the initial weights and the warm start.
     family: architecture of the model, ``qwen3`` or ``qwen2``.
-    lengths: ``uniform`` (every answer has 6 tokens, the end included) or
-        ``long_tail`` (one prompt in 20 has an answer of 121).
+    lengths: ``uniform`` (every answer has 6 tokens, including the end token) or ``long_tail`` (one prompt in 20 has an
+        answer of 121 tokens).
     train_size, val_size: numbers of prompts; the two sets have no digit string in common.
 
     Raises ValueError on a value outside these.
@@ -56,7 +56,7 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class TaskPaths:
-    """Where a complete task lies: a Hugging Face model directory, two parquet files, the reward's source file."""
+    """Paths of a complete task: a Hugging Face model directory, two parquet files, the reward's source file."""
 
     model: Path
     train: Path

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of the built-in task: Qwen's byte-level BPE with a vocabulary of printable ASCII.
 
-It is of Qwen's own class because transformers loads every checkpoint of ``model_type`` qwen2 with that class, whatever
-the checkpoint's ``tokenizer_class`` says. One token a character, one for each instruction (and the merges that lead to
-it), one for each role. Text of printable ASCII and line breaks decodes to itself; other characters are dropped.
+It has Qwen's own class because transformers loads every checkpoint of ``model_type`` qwen2 with that class, whatever
+the checkpoint's ``tokenizer_class`` says. There is one token for each character, for each instruction (plus the merges
+that lead to it), and for each role. Text of printable ASCII and line breaks decodes to itself; other characters are
+dropped.
 
 The end of a turn is the end-of-sequence token, as in Qwen's chat models. Role markers are not special tokens, so an
-answer that holds one does not look right after decoding without special tokens.
+answer that contains one does not score as right after decoding without special tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 115 tokens with a chat template and pad, end and begin tokens."""
+    """Return a tokenizer of 115 tokens with a chat template and pad, end and begin tokens."""
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 

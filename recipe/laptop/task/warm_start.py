@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small Qwen model that knows the skills of the task, but follows its instructions only some of the time.
 
-The warm start imitates a teacher that answers every instruction well-formed: as asked with probability
-``TEACHER_FOLLOWS``, else as if the next instruction of the cycle sort, flip, copy had been given. So the model's
-favourite answer is wrong (greedy accuracy is low), a group of eight samples has right answers to learn from, and what
-is left for RL is to find out which behaviour each instruction is rewarded for. ``list`` is always demonstrated as
-asked. No demonstration uses a digit string of the validation set.
+The warm start imitates a teacher whose answers are all well-formed: they follow the instruction with probability
+``TEACHER_FOLLOWS``, and otherwise the next instruction of the cycle sort, flip, copy. So the model's most likely answer
+is wrong (greedy accuracy is low), a group of eight samples contains right answers to learn from, and RL has to find out
+which behaviour each instruction is rewarded for. ``list`` is always demonstrated as instructed. No demonstration uses a
+digit string of the validation set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WARM_UP_STEPS = 50
 
 
 def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A freshly initialised model in fp32: 2 layers, hidden size 64, 2 heads of 32 (which vLLM's CPU attention has)."""
+    """Return a new fp32 model: 2 layers, hidden size 64, 2 heads of 32 (which vLLM's CPU attention supports)."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = {
@@ -61,11 +61,11 @@ def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> P
 def make_warm_model(
     settings: TaskSettings, tokenizer: PreTrainedTokenizerFast, excluded_keys: frozenset[str], steps: int = STEPS
 ) -> PreTrainedModel:
-    """The model after ``steps`` supervised steps; the global random state and thread count are left as they were."""
+    """Return the model after ``steps`` supervised steps; the global random state and thread count are restored."""
     import torch
 
     threads = torch.get_num_threads()
-    # The order of a sum depends on the number of threads; one thread makes the weights a function of the seed.
+    # The order of a sum depends on the number of threads; with one thread the weights depend only on the seed.
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -108,7 +108,7 @@ def _imitate(
 
 
 class _Demonstrations:
-    """Batches of token ids ``[batch, tokens]`` with the length of their answers, end token included."""
+    """Creates batches of token ids ``[batch, tokens]`` with the length of their answers, including the end token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random, excluded_keys: frozenset[str]) -> None:
         self._tokenizer = tokenizer
@@ -135,13 +135,13 @@ class _Demonstrations:
 
         end = self._tokenizer.eos_token
         texts = [f"<|user|>{problem.prompt}{end}<|assistant|>{answer}{end}" for problem, answer in demonstrations]
-        # Every prompt has the same number of tokens, and so have the answers of one batch: no padding.
+        # Every prompt has the same number of tokens, and so have the answers of one batch, so there is no padding.
         encodings = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
         return torch.tensor([encoding.ids for encoding in encodings]), len(demonstrations[0][1]) + 1
 
 
 def _answer_loss(model: PreTrainedModel, tokens: torch.Tensor, answer_length: int) -> torch.Tensor:
-    """Mean cross entropy of the answers' tokens; prompts are not trained on."""
+    """Return the mean cross entropy of the answers' tokens; prompts are not trained on."""
     import torch
 
     logits = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=answer_length).logits

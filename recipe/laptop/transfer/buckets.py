@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream format of a weight sync: tensors in, buckets of whole tensors on the wire, the same tensors out.
+"""The stream format of a weight sync: tensors are packed into buckets, which travel as frames and are unpacked again.
 
 A stream is a sequence of frames. A frame is a header (six 64-bit integers) and a body: the payload, then a JSON text
-that says what the payload holds. There is no pickle, so a receiver runs no code that a sender chose.
+that describes the payload. Nothing is pickled, so a receiver runs no code that a sender chose.
 
 - DATA: tensors, of at most a bucket's size together; a tensor larger than that is alone in its frame.
 - END: how many tensors and bytes the stream had. Without it a stream is not complete.
-- ABORT: the sender's own weights failed; the text says why.
+- ABORT: the sender could not produce its weights; the text has the reason.
 
 The reader checks magic number, policy version, sequence number, sizes and totals, and names tensor and version in every
 error (tests/integration/test_buckets.py). Packing copies into buckets that are used in turns, so that one can be filled
-while those before it are on their way.
+while earlier ones are being sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADER_FIELDS = 6
 NO_VERSION = -1
 ALIGNMENT = 64
 TEXT_BYTES = 1 << 18
-# Names and shapes of this many tensors fit into TEXT_BYTES with room to spare.
+# Names and shapes of this many tensors always fit into TEXT_BYTES.
 MAX_TENSORS = 512
 MAX_NAME_BYTES = 200
 
@@ -48,7 +48,7 @@ class Entry:
 
 @dataclass
 class Frame:
-    """One frame as it travels: ``header`` int64[HEADER_FIELDS], ``body`` uint8[payload + text]."""
+    """One frame as it is sent: ``header`` int64[HEADER_FIELDS], ``body`` uint8[payload + text]."""
 
     header: torch.Tensor
     body: torch.Tensor
@@ -56,7 +56,7 @@ class Frame:
 
 @dataclass
 class Totals:
-    """What a stream carried."""
+    """Totals of a stream."""
 
     tensors: int = 0
     nbytes: int = 0
@@ -64,7 +64,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Header:
-    """What a frame's header says of what follows."""
+    """The part of a frame's header that describes its body."""
 
     kind: int
     payload_bytes: int
@@ -80,7 +80,7 @@ class Buckets:
 
     Args:
         memory: uint8 buffers.
-        grows: whether one that is too small for a frame is replaced, and what lay in it is lost.
+        grows: whether a buffer that is too small for a frame is replaced, losing its contents.
     """
 
     def __init__(self, memory: Sequence[torch.Tensor], grows: bool = False) -> None:
@@ -89,11 +89,11 @@ class Buckets:
 
     @classmethod
     def growing(cls) -> Buckets:
-        """Two, each as large as the largest frame that lay in it."""
+        """Return two buckets, each of which grows to the largest frame that it held."""
         return cls([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
 
     def room(self, turn: int, nbytes: int) -> torch.Tensor:
-        """uint8[nbytes], for the frame of this turn; raises WeightStreamError if there is not as much."""
+        """Return uint8[nbytes] for the frame of this turn; raise WeightStreamError if there is not enough memory."""
         place = turn % len(self._memory)
         largest = self._memory[place].numel()
         if nbytes > largest:
@@ -111,11 +111,11 @@ class BucketWriter:
 
     Args:
         buckets: where they are packed.
-        bucket_bytes: of tensors in a frame, unless one alone has more.
+        bucket_bytes: largest total size of the tensors in a frame, unless a single one is larger.
         version: the policy version of the weights, or None.
 
-    A frame that `frames` yielded lies in one of the buckets: it must have been sent before the generator comes round to
-    that bucket again; with two, before the frame after next is asked for.
+    A frame that `frames` yields is a view of a bucket. It must have been sent before the generator uses that bucket
+    again; with two buckets, before the frame after next is requested.
     """
 
     def __init__(self, buckets: Buckets, bucket_bytes: int, version: int | None) -> None:
@@ -143,7 +143,7 @@ class BucketWriter:
             _copy_bytes(self._bucket(max(used, self._bucket_bytes))[offset:used], flat)
             entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
             if used >= self._bucket_bytes:
-                # It leaves at once: the next tensor may have to be gathered first.
+                # Send a full bucket at once, because the next tensor may have to be gathered first.
                 yield self._data_frame(entries, used)
                 entries, used = [], 0
         if entries:
@@ -151,7 +151,7 @@ class BucketWriter:
         yield self._frame(END, 0, asdict(self.totals))
 
     def abort(self, reason: str) -> Frame:
-        """The frame that ends a stream whose weights cannot be had. Uses the next bucket, as any frame does."""
+        """Return the frame that ends a stream after an error of the weights; like any frame it uses the next bucket."""
         return self._frame(ABORT, 0, {"reason": reason[:1000]})
 
     def _bucket(self, payload_bytes: int) -> torch.Tensor:
@@ -170,7 +170,7 @@ class BucketWriter:
 
 
 class BucketReader:
-    """Checks a stream frame by frame and takes its tensors out, for one sync.
+    """Checks a stream frame by frame and extracts its tensors, for one sync.
 
     Args:
         version: the policy version that is expected, or None for any.
@@ -184,12 +184,12 @@ class BucketReader:
 
     @property
     def position(self) -> str:
-        """Where in the stream an error happened, for its message."""
+        """The position in the stream, for error messages."""
         version = "any" if self._version is None else self._version
         return f"version {version}, frame {self._sequence}, last tensor: {self._last_name}"
 
     def header(self, fields: list[int]) -> Header:
-        """Parse a header; raises WeightStreamError if it is not the one that must come now."""
+        """Parse a header; raise WeightStreamError if it is not the next one expected."""
         magic, kind, version, sequence, payload_bytes, text_bytes = fields
         if magic != MAGIC or kind not in (DATA, END, ABORT) or payload_bytes < 0 or not 0 <= text_bytes <= TEXT_BYTES:
             raise WeightStreamError(f"what arrived is not a weight frame ({self.position})")
@@ -203,10 +203,10 @@ class BucketReader:
         return Header(kind, payload_bytes, text_bytes)
 
     def tensors(self, header: Header, body: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of this frame. They are views of a buffer that will be used again.
+        """Yield the tensors of this frame, which are views of a buffer that will be reused.
 
         Raises:
-            WeightStreamError: the frame contradicts itself or those before it, or the sender gave up.
+            WeightStreamError: the frame contradicts itself or earlier ones, or the sender aborted.
         """
         content = json.loads(bytes(body[header.payload_bytes : header.body_bytes].numpy()))
         if header.kind == ABORT:
@@ -238,7 +238,7 @@ class BucketReader:
 
 
 def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy uint8 tensors of one length, ``target`` in host memory. A large one passes the caches by with NumPy."""
+    """Copy a uint8 tensor to host memory of the same length; NumPy copies large ones past the CPU caches."""
     if source.is_cpu:
         np.copyto(target.numpy(), source.numpy())
     else:

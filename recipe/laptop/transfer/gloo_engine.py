@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint engine ``recipe_gloo``: weights from trainer rank 0 to every receiver, through host memory.
 
-For machines without an accelerator, and for trainer and rollout on one host; tensors on a device are copied to the host
-bucket by bucket. Buckets travel through shared memory when all members are on one host, else over gloo; gloo connects
-the members in both cases. Switched on by settings alone::
+It is for machines without an accelerator, and for trainer and rollout on one host; tensors on a device are copied to
+the host bucket by bucket. Buckets travel through shared memory when all members are on one host, else over gloo; gloo
+connects the members in both cases. It is selected by settings alone::
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=recipe_gloo
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipe.laptop.transfer.gloo_engine
@@ -12,17 +12,17 @@ the members in both cases. Switched on by settings alone::
 Contract:
 
 - The group is kept between syncs. verl's manager calls `prepare`, `build_topology` and `init_process_group` at every
-  sync; as long as every member reports the same group, in the same places, these only compare. After any failure, or
-  when the members change, a fresh group is made; no process needs a restart.
-- Nothing waits for ever: a sync, as a whole, has ``timeout_s`` on each side, connecting has ``connect_timeout_s``. A
-  sender whose receiver dies fails as soon as the connection closes, else at its deadline. A receiver whose consumer
-  stops early leaves the group, so the sender fails too. Errors are `WeightStreamError`. A sender that failed still goes
-  through its weights to the end, since the other trainer ranks gather them with it.
-- Blocking calls run on a thread of the engine's own, in order; the event loop stays free.
-- A sender returns when every receiver has gone through the whole stream, so that its success is theirs.
+  sync; as long as every member reports the same group and rank, these only compare. After any failure, or when the
+  members change, a new group is created; no process needs a restart.
+- Nothing waits for ever: a whole sync has ``timeout_s`` on each side, connecting has ``connect_timeout_s``. A sender
+  whose receiver dies fails as soon as the connection closes, or else at its deadline. A receiver whose consumer stops
+  early leaves the group, so the sender fails too. Errors are `WeightStreamError`. A sender that failed still iterates
+  over its weights to the end, since the other trainer ranks gather them with it.
+- Blocking calls run in order on a thread of the engine's own; the event loop stays free.
+- A sender returns when every receiver has consumed the whole stream, so the sender's success implies theirs.
 - A received tensor is a view of a reused buffer, which other receivers may read too: it is valid until the next one is
-  asked for, and must not be written to. Copy what must last.
-- Buffers stay allocated between syncs, and go after one that failed: two buckets (on one host: four, for all members
+  requested, and must not be written to. Copy it to keep it.
+- Buffers stay allocated between syncs and are freed after a failed one: two buckets (on one host: four, for all members
   together), each of at most `MAX_BUCKET_BYTES` or the largest tensor that it carried.
 """
 
@@ -44,7 +44,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from recipe.async_engine.core.errors import SettingError, WeightStreamError
 from recipe.async_engine.outside import HOST_BACKEND
-from recipe.async_engine.weights.engine_parts import Remains, deadlines, go_through, on_this_device
+from recipe.async_engine.weights.engine_parts import CycleCollector, consume, deadlines, on_this_device
 from recipe.laptop.transfer.buckets import DATA, END, BucketReader, BucketWriter
 from recipe.laptop.transfer.gloo_group import Deadline, GlooGroup, connect_store, node_address, open_store
 from recipe.laptop.transfer.transport import SharedSegments, Transport, shared_memory_domain
@@ -65,9 +65,9 @@ class GlooCheckpointEngine(CheckpointEngine):
     """One member of a weight sync.
 
     Args:
-        bucket_size: verl's ``update_weights_bucket_megabytes`` in bytes. A bucket has at most `MAX_BUCKET_BYTES` of
-            them, unless a tensor alone has more.
-        is_master: this is trainer rank 0, which sends.
+        bucket_size: verl's ``update_weights_bucket_megabytes`` in bytes. A bucket has at most `MAX_BUCKET_BYTES`,
+            unless a single tensor has more.
+        is_master: whether this is trainer rank 0, which sends.
         timeout_s: longest time of one sync.
         connect_timeout_s: longest time to connect a new group; at most ``timeout_s``.
         shared_memory: whether to use shared memory when all members are on one host.
@@ -75,7 +75,7 @@ class GlooCheckpointEngine(CheckpointEngine):
 
     wire_format = "named_tensors"
     from_host = True
-    """Weights may lie in host memory, wherever they are trained."""
+    """Weights may be in host memory, on whatever device they are trained."""
 
     def __init__(
         self,
@@ -96,12 +96,12 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._segments: SharedSegments | None = None
         self._domain = shared_memory_domain() if shared_memory else None
         self._left_because = ""
-        self._remains = Remains()
+        self._cycles = CycleCollector()
 
     # Membership
 
     def prepare(self) -> dict[str, Any]:
-        """Report this member's group, and on the master where to meet. All of it is plain data."""
+        """Report this member's group and, on the master, the address of the rendezvous store, as plain data."""
         group = None if self._transport is None else self._transport.group
         report = {
             "group": None if group is None else [group.group_id, group.rank, group.world_size],
@@ -122,9 +122,9 @@ class GlooCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Place trainer rank 0 first and the receivers after it; other trainer ranks stay outside.
+        """Give trainer rank 0 the first rank and the receivers those after it; other trainer ranks stay outside.
 
-        The members keep their group if all of them report it with these very places, else a new one is named.
+        The members keep their group if all of them report it with exactly these ranks, else a new one is named.
         """
         endpoint = metadata[0]["endpoint"]
         if endpoint is None:
@@ -150,7 +150,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     def init_process_group(
         self, rank: int, world_size: int, epoch: str, endpoint: list[Any], segments: str | None
     ) -> None:
-        """Join group ``epoch``, or keep it if this is it. Trainer ranks but the sender stay outside."""
+        """Join group ``epoch``, or keep it if it is the present one; trainer ranks except the sender stay outside."""
         if rank == OUTSIDE or self.topology_epoch() == epoch:
             return
         shared = self._segments
@@ -163,26 +163,26 @@ class GlooCheckpointEngine(CheckpointEngine):
             shared = None if segments is None else SharedSegments(segments)
         assert self._store is not None, "init_process_group before prepare on the master"
         group = GlooGroup(epoch, self._store, rank, world_size, node_address(), self._connect_timeout_s)
-        # Every member has the segments open when all of them have connected.
+        # Once all members have connected, every member has opened the segments.
         self._transport = Transport(group, None if segments is None else shared)
 
     def topology_epoch(self) -> str | None:
-        """The name of the group this member is connected in; None if it must be built (again)."""
+        """Return the name of the group in which this member is connected, or None if it has to be built."""
         return None if self._transport is None else self._transport.group.group_id
 
     def finalize(self) -> None:
-        """Group and buffers are kept for the next sync, after a failure none of them."""
-        self._remains.clear()
+        """End a sync; group and buffers are kept for the next one unless it failed."""
+        self._cycles.clear()
 
     def reset(self, reason: str = "") -> None:
-        """Leave the group: peers in the middle of a sync fail, and the next sync builds a fresh group."""
+        """Leave the group: peers in the middle of a sync fail, and the next sync builds a new group."""
         self._left_because = reason
         transport, self._transport = self._transport, None
         self._segments = None
         if transport is None:
             return
-        self._remains.add()
-        # A call may still be in progress on the thread and use the buckets, up to its deadline: leave both to it.
+        self._cycles.add()
+        # A call may still run on the thread and use the buckets, up to its deadline, so both are left to it.
         self._executor.submit(transport.group.close)
         self._executor.shutdown(wait=False)
         self._executor = _new_executor()
@@ -192,9 +192,9 @@ class GlooCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Send all of ``weights`` as version ``global_steps``; on other trainer ranks only go through them.
+        """Send all of ``weights`` as version ``global_steps``; on other trainer ranks only iterate over them.
 
-        ``weights`` is iterated on the engine's thread: gathering a sharded parameter is a collective, and blocks.
+        ``weights`` is iterated on the engine's thread, because gathering a sharded parameter is a blocking collective.
 
         Returns:
             ``weight_sync/{bytes,tensors,seconds,gb_per_s}``; empty on trainer ranks other than 0.
@@ -206,7 +206,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         if transport is None:
             if self._is_master:
                 raise WeightStreamError(f"no group to send in: {self._left_because or NOT_CONNECTED}")
-            await self._on_thread(lambda: go_through(weights))
+            await self._on_thread(lambda: consume(weights))
             return {}
         with self._dropping_group():
             return await self._on_thread(lambda: self._send(transport, weights, global_steps))
@@ -225,7 +225,7 @@ class GlooCheckpointEngine(CheckpointEngine):
                 try:
                     frame = next(frames, None)
                 except Exception as error:
-                    with suppress(WeightStreamError):  # what cannot be told is raised here all the same
+                    with suppress(WeightStreamError):  # the error is raised here even if receivers cannot be told
                         transport.send(writer.abort(f"{type(error).__name__}: {error}"), deadline, label)
                         transport.group.finish(label)
                     raise
@@ -235,7 +235,7 @@ class GlooCheckpointEngine(CheckpointEngine):
             transport.confirm(deadline, label)
         except WeightStreamError:
             transport.group.close()
-            go_through(iterator)
+            consume(iterator)
             raise
         seconds = time.monotonic() - started
         return {
@@ -248,10 +248,10 @@ class GlooCheckpointEngine(CheckpointEngine):
     # Receiving
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield name and tensor of each weight, in the sender's order; see the module's contract on their lifetime.
+        """Yield name and tensor of each weight, in order; a tensor is valid until the next is requested.
 
         Raises:
-            WeightStreamError: the stream is not version ``global_steps`` (if given), not complete, or not sound.
+            WeightStreamError: the stream is not version ``global_steps`` (if given), not complete, or corrupt.
         """
         transport = self._transport
         if transport is None:
@@ -283,7 +283,7 @@ class GlooCheckpointEngine(CheckpointEngine):
 
     @contextmanager
     def _dropping_group(self) -> Iterator[None]:
-        """Leave the group on any failure, cancellation and early end included: it is out of step then."""
+        """Leave the group on any failure, cancellation or early end, since it is then out of step."""
         self._left_because = ""
         try:
             yield

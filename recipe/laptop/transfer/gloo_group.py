@@ -2,10 +2,11 @@
 """A gloo group between the sender of weights and its receivers, in which every wait has a deadline.
 
 The rendezvous store listens on the sender's own cluster address, on a port that the system chose, and outlives groups:
-a new group is a new prefix in it. gloo connects from and to the node's cluster address too, never all interfaces.
+each group uses a new prefix in it. gloo also connects only through the node's cluster address, never through all
+interfaces.
 
-A group that failed is of no further use. Dropping it closes its connections, which makes the peers' pending calls fail
-at once; then both sides can meet in a fresh group.
+A group that failed cannot be used any more. Dropping it closes its connections, which makes the peers' pending calls
+fail at once; then both sides can meet in a new group.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ LOOPBACK = "127.0.0.1"
 
 
 class Deadline:
-    """A point in time by which a whole weight sync must be done. The clock is monotonic."""
+    """A point in time, on the monotonic clock, by which a whole weight sync must be done."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._at = time.monotonic() + seconds
 
     def remaining(self, waiting_for: str) -> timedelta:
-        """Time left; raises WeightStreamError if there is none."""
+        """Return the time left; raise WeightStreamError if there is none."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise WeightStreamError(f"no time left for {waiting_for}: the weight sync has timeout_s={self._seconds:g}")
-        # gloo counts whole milliseconds and takes 0 for "no timeout".
+        # gloo counts whole milliseconds and interprets 0 as no timeout.
         return timedelta(seconds=max(left, 0.001))
 
 
 def node_address() -> str:
-    """This node's address in the cluster; loopback where Ray is not running."""
+    """Return this node's address in the cluster, or loopback if Ray is not running."""
     import ray
 
     return ray.util.get_node_ip_address().strip("[]") if ray.is_initialized() else LOOPBACK
 
 
 def open_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """The sender's store, which listens on ``host`` only."""
+    """Create the sender's store, which listens on ``host`` only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))
@@ -60,7 +61,7 @@ def open_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A receiver's connection to the sender's store; raises WeightStreamError if nothing answers there."""
+    """Connect a receiver to the sender's store; raise WeightStreamError if nothing answers there."""
     try:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -70,17 +71,17 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 class GlooGroup:
-    """The sender (rank 0) and its receivers, connected. All of them start the same things in the same order.
+    """The connected sender (rank 0) and receivers. All of them must start the same operations in the same order.
 
     Args:
-        group_id: unique among the groups that ever met in this store.
-        store: where the members meet, the sender's.
-        rank, world_size: this member's place.
+        group_id: name, unique among all groups of this store.
+        store: the sender's rendezvous store.
+        rank, world_size: this member's rank and the number of members.
         address: the local address to listen on.
         timeout_s: how long to wait for the other members.
 
     Raises:
-        WeightStreamError: not all members came in time. Of every call: one is gone, or its deadline has passed.
+        WeightStreamError: not all members came in time. In every method: a member is gone, or the deadline has passed.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class GlooGroup:
             ) from error
 
     def _connected(self, what: str) -> dist.ProcessGroupGloo:
-        # The answer is not bound to a name either, see `finish`.
+        # The result is not bound to a name, for the reason given in `finish`.
         if self._group is None:
             raise WeightStreamError(f"{what} was broken off")
         return self._group
@@ -118,22 +119,22 @@ class GlooGroup:
         self._outstanding.append(self._connected(what).broadcast([tensor], options))
 
     def start_barrier(self, deadline: Deadline, what: str) -> None:
-        """Tell the others that this member has come here; `finish` waits until all have."""
+        """Enter a barrier; `finish` waits until all members have entered it."""
         options = dist.AllreduceOptions()
         options.timeout = deadline.remaining(what)
         self._outstanding.append(self._connected(what).allreduce([torch.zeros(1, dtype=torch.int64)], options))
 
     def finish(self, what: str, leaving: int = 0) -> None:
-        """Wait, oldest first, until at most ``leaving`` of these are outstanding; each keeps its own deadline."""
+        """Wait, oldest first, until at most ``leaving`` operations are outstanding; each has its own deadline."""
         while len(self._outstanding) > leaving:
             try:
-                # Not bound to a name: a work in the frames of a traceback would keep the connections open.
+                # Not bound to a name, because a reference in a traceback's frames would keep the connections open.
                 self._outstanding.popleft().wait()
             except RuntimeError as error:
                 why = "since a member is gone or the deadline has passed"
                 raise WeightStreamError(f"{what} failed, {why}: {error}") from None
 
     def close(self) -> None:
-        """Close the connections, so that peers which still wait fail. Blocks while a broadcast is in progress."""
+        """Close the connections, so that peers which still wait fail; this blocks while a broadcast is in progress."""
         self._outstanding.clear()
         self._group = None

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How frames get from the sender to the receivers of a weight sync: through the gloo group, or through shared memory.
+"""Sends frames to the receivers of a weight sync, through the gloo group or through shared memory.
 
-`send` returns when the bucket of the next frame may be filled; `receive` gives the next frame, whose body stays as it
-is until the next but one is asked for; `confirm` ends a sync on both sides and returns when every receiver has gone
-through the whole stream. All calls block, up to the deadline.
+`send` returns when the bucket of the next frame may be filled; `receive` returns the next frame, whose body stays valid
+until the next but one is requested; `confirm` ends a sync on both sides and returns when every receiver has consumed
+the whole stream. All calls block, up to the deadline.
 
 Shared memory is for members on one host: the sender packs into memory that the receivers read, so a byte is copied
-once, whatever the number of receivers. gloo then carries headers only.
+once, whatever the number of receivers. gloo then carries only headers.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from recipe.async_engine.core.errors import WeightStreamError
 from recipe.laptop.transfer.buckets import HEADER_FIELDS, BucketReader, Buckets, Frame, Header
 from recipe.laptop.transfer.gloo_group import Deadline, GlooGroup
 
-# One that is filled, and those of the frames that a receiver may not be done with.
+# One segment that is being filled, and those of the frames that a receiver may still use.
 SHARED_SEGMENTS = 4
-# More than any tensor has: memory that nothing was written to is none.
+# Larger than any tensor; pages that were never written take no memory.
 SEGMENT_BYTES = 1 << 36
 
 
 class Transport:
-    """Headers are broadcast, and bodies, unless they lie in ``shared`` segments that all members map, used in turns.
+    """Broadcasts headers, and bodies too unless they are in ``shared`` segments, which are used in turns.
 
-    In shared memory there is a barrier before each frame but the first two, at which a receiver is done with the frame
-    before the last. The sender fills a segment again when it has seen the barrier before the newest.
+    With shared memory there is a barrier before each frame except the first two, at which a receiver has consumed the
+    frame before the last. The sender refills a segment when it has passed the barrier before the newest one.
 
-    Nothing that waits for a peer is started before a barrier has been passed: a group closes its connections, by which
-    the other members learn that one has failed, only when nothing in it is under way.
+    No operation that waits for a peer is started before a barrier has been passed: a group closes its connections, by
+    which the other members notice a failure, only when none of its operations is in progress.
     """
 
     def __init__(self, group: GlooGroup, shared: SharedSegments | None) -> None:
@@ -46,12 +46,12 @@ class Transport:
 
     def send(self, frame: Frame, deadline: Deadline, what: str) -> None:
         if self._is_shared and self._sent > 1:
-            self.group.finish(what, leaving=1)  # the header after the barrier before
+            self.group.finish(what, leaving=1)  # the header after the previous barrier
             self.group.start_barrier(deadline, what)
         self.group.start_broadcast(frame.header, deadline, what)
         if not self._is_shared:
             self.group.start_broadcast(frame.body, deadline, what)
-            # This frame may be on its way while the next one is packed.
+            # This frame may still be in transfer while the next one is packed.
             self.group.finish(what, leaving=2)
         self._sent += 1
 
@@ -77,15 +77,15 @@ class Transport:
 
 
 class SharedSegments:
-    """A piece of anonymous memory, in buckets: made by the sender, opened by the receivers through its /proc entry.
+    """Anonymous memory, divided into buckets, that the sender creates and receivers open through its /proc entry.
 
-    Receivers can only read it, so that none can harm what the others get. It has no name in any file system, so none is
-    left behind however the processes end, and the size of /dev/shm does not matter. It lives as long as this object or
-    a receiver's mapping.
+    Receivers can only read it, so that none can corrupt what the others get. It has no name in any file system, so none
+    is left behind however the processes end, and the size of /dev/shm does not matter. It lives as long as this object
+    or a receiver's mapping.
     """
 
     def __init__(self, path: str, held: BinaryIO | None = None) -> None:
-        # The sender's file: closed with this object, and the path is good until then.
+        # The sender's file, which is closed with this object; the path is valid until then.
         self._held = held
         self.path = path
         writes = held is not None
@@ -109,9 +109,9 @@ class SharedSegments:
 
 
 def shared_memory_domain() -> str | None:
-    """Equal on two processes exactly if one may open the other's /proc entries; None where there are none.
+    """Return a string that two processes share exactly if one may open the other's /proc entries, or None.
 
-    Ray's nodes say nothing of it: two may be on one host, or in containers of one host that see no common processes.
+    Ray's node ids do not show this: two nodes may be on one host, or in containers of one host that share no processes.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM takes up an answer that was cut, as it takes up a request of its own that it had put off.
+"""Lets vLLM continue an interrupted answer in the way it continues a request that it has preempted.
 
-A request for the rest brings the tokens before the cut beside its prompt (`core/cuts.py`). Each process of an engine
-has them as the request's output from its first step on: the scheduler and its grammar (`scheduler`), the workers with
-penalties, logits processors, thinking budgets and generators (`in_worker`), and the server's detokenizer, which looks
-for stop strings (`in_output_processor`). What they give back is the rest alone.
+The request for the remainder carries the tokens before the cut separately from its prompt (`core/cuts.py`). Each
+process of an engine has these as the request's output from its first step on: the scheduler with its grammar
+(`scheduler`), the workers with penalties, logits processors, thinking budgets and generators (`patch_worker`), and the
+server's detokenizer, which looks for stop strings (`patch_output_processor`). They return only the remainder.
 
-vLLM does the same with requests that it preempts; the names of its that are used so stand in tests/contracts/vllm.toml.
+The names in vLLM that this relies on are listed in tests/contracts/vllm.toml.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from recipe.async_engine.core.cuts import sampled_before
 
 SCHEDULER = f"{__name__}.scheduler"
-"""For ``scheduler_cls`` of an engine."""
+"""Import path of the scheduler, for ``scheduler_cls`` of an engine."""
 
 
 def scheduler(vllm_config: VllmConfig, **arguments: Any) -> SchedulerInterface:
-    """The scheduler that vLLM would have chosen, which takes up answers that were cut."""
+    """Return the scheduler that vLLM would have chosen, extended to continue interrupted answers."""
     vllm_config.scheduler_config.scheduler_cls = None
     chosen: Any = vllm_config.scheduler_config.get_scheduler_cls()
 
     class ContinuingScheduler(chosen):
-        """Gives a request the tokens before its cut, before anything else is known of it."""
+        """Gives a new request the tokens before its cut before doing anything else with it."""
 
         def add_request(self, request: Any) -> None:
             if request.request_id not in self.requests:
-                take_up(request, self.structured_output_manager)
+                continue_answer(request, self.structured_output_manager)
             super().add_request(request)
 
     return ContinuingScheduler(vllm_config=vllm_config, **arguments)
 
 
-def take_up(request: Any, grammars: StructuredOutputManager) -> None:
-    """Have the tokens before the cut as the output of a new request, and its grammar where they leave it."""
+def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
+    """Add the tokens before the cut to a new request's output, and advance its grammar over them."""
     before = sampled_before(request.sampling_params)
     if not before:
         return
     request.append_output_token_ids(before)
-    # Counts what of the prompt is cached, and stops the engine if more is: tokens of the answer may be.
+    # vLLM counts here how much of the prompt is cached, and fails if it is more than the prompt; answer tokens can be
+    # cached too.
     request.prefill_stats = None
     if request.use_structured_output:
         wanted = request.structured_output_request
@@ -61,20 +62,20 @@ def take_up(request: Any, grammars: StructuredOutputManager) -> None:
 
 
 def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) -> Any:
-    """The request's grammar, once it is compiled and has taken in the tokens before the cut.
+    """Return the request's grammar after it has compiled and accepted the tokens before the cut.
 
     Raises:
-        ValueError: it does not take them, so the request fails.
+        ValueError: the grammar does not accept them, so the request fails.
     """
     grammar = compiled.result() if isinstance(compiled, Future) else compiled
     ruled = _after_reasoning(request, grammars)
     if ruled and not grammar.accept_tokens(request.request_id, ruled):
-        raise ValueError(f"the grammar of request {request.request_id} does not take the tokens before its cut")
+        raise ValueError(f"the grammar of request {request.request_id} does not accept the tokens before its cut")
     return grammar
 
 
 def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[int]:
-    """The tokens before a cut that the grammar is for, which may be the ones after the reasoning alone."""
+    """Return the tokens before the cut that the grammar applies to, possibly only those after the reasoning."""
     before, wanted = sampled_before(request.sampling_params), request.structured_output_request
     if grammars.reasoner_cls is None or grammars.enable_in_reasoning:
         return before
@@ -91,20 +92,20 @@ def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[in
     return []
 
 
-def in_worker(vllm_config: VllmConfig) -> None:
-    """Have this process's model runner take up answers that were cut; once is enough."""
+def patch_worker(vllm_config: VllmConfig) -> None:
+    """Patch this process's model runner to continue interrupted answers; repeated calls change nothing."""
     model, drawn_in_64_bit = vllm_config.model_config, vllm_config.model_config.use_fp64_gumbel
     vocabulary = model.get_vocab_size()
 
     class ContinuedState(CachedRequestState):
-        """A request as the model runner first has it: with the tokens before its cut."""
+        """The model runner's initial state of a request, including the tokens before its cut."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
             before = sampled_before(self.sampling_params)
             self.output_token_ids: list[int] = list(before)
             if before and self.generator is not None:
-                # The sampler draws so much for each token.
+                # Draw from the generator as the sampler has done for each token before the cut.
                 logits = torch.empty(vocabulary, dtype=torch.float32, device=self.generator.device)
                 noise = empty_exponential_noise_like(logits, drawn_in_64_bit)
                 for _ in before:
@@ -112,19 +113,19 @@ def in_worker(vllm_config: VllmConfig) -> None:
 
     gpu_model_runner.CachedRequestState = ContinuedState
     if not hasattr(ThinkingBudgetStateHolder.sync_batch, "__wrapped__"):
-        ThinkingBudgetStateHolder.sync_batch = _read_again(ThinkingBudgetStateHolder.sync_batch)
+        ThinkingBudgetStateHolder.sync_batch = _replaying(ThinkingBudgetStateHolder.sync_batch)
 
 
-def _read_again(sync_batch: Callable[..., None]) -> Callable[..., None]:
-    """It has the holder go through the tokens of a request that comes with some, as it does while they are sampled.
+def _replaying(sync_batch: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``sync_batch`` to replay the tokens that a new request comes with one by one, as they were sampled.
 
-    vLLM lets it look at all of them at once, also after a preemption, and it then counts others as thought.
+    vLLM processes all of them at once, also after a preemption, and then miscounts the thinking tokens.
     """
 
     @functools.wraps(sync_batch)
     def synced(self: Any, batch_update: Any) -> None:
         sync_batch(self, batch_update)
-        # A request's place may have changed since.
+        # Compare by token list, because a request's place may have changed.
         come = {id(tokens) for _, _, _, tokens in batch_update.added if tokens} if batch_update else set()
         for state in self._state.values():
             tokens = state["output_tok_ids"]
@@ -137,8 +138,8 @@ def _read_again(sync_batch: Callable[..., None]) -> Callable[..., None]:
     return synced
 
 
-def in_output_processor(processor: Any) -> None:
-    """Have a server's output processor look for stop strings in the text before a cut too."""
+def patch_output_processor(processor: Any) -> None:
+    """Make a server's output processor look for stop strings in the text before a cut too."""
     add_request = processor.add_request
 
     def added(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -146,19 +147,19 @@ def in_output_processor(processor: Any) -> None:
         parameters = request.sampling_params
         before = sampled_before(parameters)
         if before and parameters.stop and parameters.detokenize:
-            read_before(processor.request_states[request.request_id].detokenizer, before)
+            feed_tokens(processor.request_states[request.request_id].detokenizer, before)
 
     processor.add_request = added
 
 
-def read_before(detokenizer: Any, tokens: list[int]) -> None:
-    """Have a new detokenizer read the tokens before a cut; those that it gives back are the ones after it."""
+def feed_tokens(detokenizer: Any, tokens: list[int]) -> None:
+    """Feed the tokens before a cut to a new detokenizer, so that it returns only the text after them."""
     stop, detokenizer.stop = detokenizer.stop, []
     detokenizer.update(tokens, False)
     detokenizer.stop = stop
     detokenizer.min_tokens = max(0, detokenizer.min_tokens - len(tokens))
     if hasattr(detokenizer, "prompt_len"):
-        # The one for tokenizers in Python has the prompt's tokens before its own.
+        # The detokenizer for tokenizers in Python stores the prompt's tokens before the answer's.
         detokenizer.prompt_len += len(tokens)
     else:
         detokenizer.token_ids.clear()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package adds to a vLLM worker: weights arrive beside generation, on a thread, until a call swaps them in.
+"""The extension of a vLLM worker: it receives weights on a thread beside generation, and a call swaps them in.
 
-vLLM mixes the class into its worker and calls it by `collective_rpc`. Contract: each call returns in a moment, but for
-`begin_staging`, which makes the second instance of the model when it is called for the first time. The stream comes
-from the weight worker beside this process, through verl's socket and shared memory or IPC; whatever goes wrong with it
-here is in `staging_outcome`, and the sender is not kept waiting: it is let through its stream to the end.
+vLLM mixes the class into its worker and calls it by `collective_rpc`. Contract: each call returns quickly, except for
+the first `begin_staging`, which creates the second instance of the model. The stream comes from the weight worker
+beside this process, through verl's socket and shared memory or IPC. If anything goes wrong with it, `staging_outcome`
+says so, while the sender may still send its stream to the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from recipe.async_engine.core.cuts import sampled_before
-from recipe.async_engine.engines.vllm.continued_answers import in_worker
+from recipe.async_engine.engines.vllm.continued_answers import patch_worker
 from recipe.async_engine.engines.vllm.staged_adapter import AdapterName, StagedAdapter
 from recipe.async_engine.engines.vllm.staged_model import StagedModel
 from recipe.async_engine.engines.vllm.weight_worker import COMPLETE, LOOK_MS, UNDER_WAY
@@ -35,7 +35,7 @@ from recipe.async_engine.weights.staged import Intake, NamedTensors, StagedWeigh
 
 
 class PatientSocket:
-    """A zmq REP socket that waits ``timeout_s`` seconds for a message, or until ``stopped``; StagingRefused then."""
+    """A zmq REP socket whose receive raises StagingRefused after ``timeout_s`` seconds or once ``stopped`` is set."""
 
     def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, stopped: threading.Event) -> None:
         self._socket, self._timeout_s, self._stopped = socket, timeout_s, stopped
@@ -53,7 +53,7 @@ class PatientSocket:
 
 
 class DeadlineReceiver(BucketedWeightReceiver):
-    """verl's receiver, which gives up on a sender that says nothing for ``timeout_s`` seconds, or is told to."""
+    """verl's receiver, which gives up if the sender is silent for ``timeout_s`` seconds, or when it is stopped."""
 
     socket: Any
 
@@ -63,7 +63,7 @@ class DeadlineReceiver(BucketedWeightReceiver):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Wait for no further message."""
+        """Stop waiting for messages."""
         self._stopped.set()
 
     def _init_socket(self) -> None:
@@ -72,19 +72,19 @@ class DeadlineReceiver(BucketedWeightReceiver):
 
 
 def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
-    """Another instance of the engine's model, with weights of no meaning; the engine's registers do not know it."""
+    """Create another instance of the engine's model with meaningless weights, unknown to the engine's registries."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
-    # Where the layers of a model enter themselves, and where the engine looks for the live ones.
+    # The layers of a model register themselves here, and the engine looks up the live ones here.
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
-    # A tensor made in inference mode could be written to nowhere else.
+    # Tensors made in inference mode could only be written to in inference mode.
     with torch.inference_mode(False), set_default_torch_dtype(config.model_config.dtype), device:
         return initialize_model(vllm_config=config, model_config=config.model_config).eval()
 
 
 def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.device, in_host: bool) -> StagedModel:
-    """A place for the next weights of a vLLM worker's model, on its device or in host memory."""
+    """Create the staging area for a vLLM worker's model, on its device or in host memory."""
     spare = second_instance(vllm_config, torch.device("cpu") if in_host else device)
     if in_host and device.type != "cpu":
         for parameter in spare.parameters():
@@ -99,7 +99,7 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
 
 
 class Staging:
-    """One stream of weights on its way to where it is staged, on a thread of its own."""
+    """One stream of weights that is being received into the staging area, on a thread of its own."""
 
     def __init__(self, staged: StagedWeights, version: int, receiver: DeadlineReceiver, device: Any) -> None:
         self._receiver, self._device = receiver, device
@@ -109,13 +109,13 @@ class Staging:
 
     @property
     def outcome(self) -> str:
-        """`UNDER_WAY`, `COMPLETE` with the checksum of what was loaded, or what went wrong."""
+        """`UNDER_WAY`, `COMPLETE` with the checksum of what was loaded, or an error message."""
         if self._thread.is_alive():
             return UNDER_WAY
         return self._intake.problem or COMPLETE + self._intake.checksum
 
     def stop(self, timeout_s: float) -> bool:
-        """Have the stream end, which may be one that its sender has left without a word; returns whether it has."""
+        """End the stream, even if its sender has gone silently; return whether it has ended."""
         self._receiver.stop()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -125,18 +125,18 @@ class Staging:
         self._intake.begin()
         try:
             self._receiver.receive_weights(self._take)
-        except Exception as error:  # of whatever kind, it is this stream's outcome
+        except Exception as error:  # any error is the outcome of this stream
             self._intake.fail(error)
 
     def _take(self, weights: NamedTensors, is_last: bool) -> None:
         self._intake.take(weights)
         if is_last:
-            # Before the sender is answered: when it is, the outcome is known.
+            # End before the sender gets its reply, so that the outcome is known by then.
             self._intake.end()
 
 
 class StagingExtension(vLLMColocateWorkerExtension):
-    """verl's own extension, with a place for the next weights; see the module's contract."""
+    """verl's own worker extension, with a staging area for the next weights."""
 
     device: Any
     model_runner: Any
@@ -144,11 +144,11 @@ class StagingExtension(vLLMColocateWorkerExtension):
     _staging: Staging | None = None
 
     def __new__(cls, **kwargs: Any) -> StagingExtension:
-        in_worker(kwargs["vllm_config"])
+        patch_worker(kwargs["vllm_config"])
         return super().__new__(cls, **kwargs)
 
     def wide_parameters(self) -> list[str]:
-        """Names of the parameters that this engine holds in a wider dtype than the model's."""
+        """Return the names of parameters that this engine holds in a wider dtype than the model's."""
         width = self.model_runner.vllm_config.model_config.dtype.itemsize
         parameters = self.model_runner.get_model().named_parameters()
         return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > width]
@@ -161,10 +161,10 @@ class StagingExtension(vLLMColocateWorkerExtension):
         in_host: bool,
         adapter: tuple[int, dict[str, Any]] | None = None,
     ) -> None:
-        """Take the stream of weights that comes now as ``version``, into host memory or beside the live ones.
+        """Start to receive the next stream of weights as ``version``, into host memory or onto the device.
 
         Args:
-            adapter: the stream is a LoRA adapter, with this number and PEFT's configuration of it.
+            adapter: given if the stream is a LoRA adapter: its number and PEFT configuration.
 
         Raises:
             StagingRefused: the engine has weights that cannot be staged, or an earlier stream cannot be ended.
@@ -189,27 +189,27 @@ class StagingExtension(vLLMColocateWorkerExtension):
         self._staging = Staging(self._staged_model, version, receiver, get_platform().current_device())
 
     def ignored_parts(self, number: int) -> list[str]:
-        """The layers that a LoRA adapter has weights for and that none of this worker's takes."""
+        """Return the layers for which a LoRA adapter has weights but this worker's model takes none."""
         if self.model_runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
-            return []  # the others' layers are not this one's to know
+            return []  # a worker does not know the layers of other pipeline stages
         manager = self.model_runner.lora_manager._adapter_manager
         adapter = manager.get_adapter(number)
         taken = {id(adapter.get_lora(name)) for name in manager.modules}
         return [name for name, part in adapter.loras.items() if id(part) not in taken]
 
     def staging_outcome(self) -> str:
-        """`UNDER_WAY`, `COMPLETE` with a checksum, or what went wrong with the last stream."""
+        """Return `UNDER_WAY`, `COMPLETE` with a checksum, or the error message of the last stream."""
         return UNDER_WAY if self._staging is None else self._staging.outcome
 
     def swap_staged(self, version: int) -> dict[str, int]:
         """Make the staged weights the live ones.
 
         Returns:
-            How many tokens each request in the engine has by now, by the engine's names; all are of the old weights.
-            Those before a cut do not count.
+            Number of tokens that each request in the engine has so far, by the engine's request names, without those
+            before a cut; all of them were sampled by the old weights.
 
         Raises:
-            StagingRefused: they are not complete, or not of this version.
+            StagingRefused: the staged weights are not complete, or not of this version.
         """
         if self._staged_model is None:
             raise StagingRefused("no weights have been staged")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate of a rollout server over its HTTP endpoints, as middleware of vLLM's application.
+"""Middleware that applies a rollout server's weights gate to vLLM's HTTP endpoints.
 
-Contract: what reads (GET, HEAD, OPTIONS) passes. Of what else vLLM offers, only the endpoints in ``SERVED`` are there,
-which generate, score or count tokens and change nothing; whatever else a version of vLLM has or will have (to sleep, to
-pause, to scale, to load weights or adapters, to call its workers) is answered with status 403, and WebSockets are
-refused. A request that passes waits like one over the actor's interface: for the first complete weights, through a
-load, and through a pause; what waits too long, or finds a server that has left routing, is answered with status 503 and
-the reason. Shown by tests/integration/test_http_gate.py and, with the real server, tests/e2e/test_replacement.py.
+Contract: requests that only read (GET, HEAD, OPTIONS) pass. Of all other endpoints only those in ``SERVED`` are
+available, which generate, score or count tokens and change nothing; any other endpoint of any vLLM version (to sleep,
+pause, scale, load weights or adapters, call its workers) is answered with status 403, and WebSockets are refused. A
+request that passes waits like one through the actor: for the first complete weights, during a load, and during a pause.
+If it waits too long, or the server has left routing, it is answered with status 503 and the reason. Shown by
+tests/integration/test_http_gate.py and, with the real server, tests/e2e/test_replacement.py.
 """
 
 import json
@@ -26,7 +26,7 @@ SERVED = frozenset(
         "/inference/v1/generate",
         "/tokenize",
         "/detokenize",
-        # Of a reward model (verl/experimental/reward_loop/reward_loop.py:238-265).
+        # These belong to a reward model (verl/experimental/reward_loop/reward_loop.py:238-265).
         "/classify",
         "/v1/embeddings",
     }
@@ -39,9 +39,9 @@ _admit: Callable[[], Awaitable[None]] | None = None
 
 
 def guard(admit: Callable[[], Awaitable[None]]) -> str:
-    """Have requests of this process wait for ``admit``, whose RecipeError says why one may not reach the engine.
+    """Make HTTP requests of this process wait for ``admit``, which raises RecipeError to refuse one.
 
-    Returns the import path that vLLM takes as middleware.
+    Returns the import path by which vLLM loads the middleware.
     """
     global _admit
     _admit = admit
@@ -49,7 +49,7 @@ def guard(admit: Callable[[], Awaitable[None]]) -> str:
 
 
 class HttpGate:
-    """See the module's contract."""
+    """ASGI middleware that enforces the module's contract."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,7 +62,7 @@ class HttpGate:
             if scope["path"] not in SERVED:
                 await _refuse(send, 403, "PermissionError", f"a rollout server does not offer {scope['path']}")
                 return
-            assert _admit is not None, "guard() comes before the application is made"
+            assert _admit is not None, "guard() must be called before the application is created"
             try:
                 await _admit()
             except RecipeError as error:
@@ -72,7 +72,7 @@ class HttpGate:
 
 
 async def _refuse(send: Any, status: int, kind: str, why: str) -> None:
-    """As vLLM words its errors."""
+    """Send an error in the format of vLLM's errors."""
     body = json.dumps({"error": {"message": why, "type": kind, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The newest output of each request that vLLM works on, so that its tokens outlive the server that samples them.
+"""Watches the newest output of each request in a vLLM engine, so that clients can fetch tokens before an answer ends.
 
-Contract: a server notes the newest output of each request and says what has come since a client last asked
-(`recipe.async_engine.engines.answers`). Shown by tests/integration/test_client.py.
+Contract: a server keeps the newest output of each request and returns what is new since the client last asked
+(`recipe.async_engine.engines.answers`), so the tokens survive the death of the server. Shown by
+tests/integration/test_client.py.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -16,7 +17,7 @@ from recipe.async_engine.record.activity import EngineActivity
 
 
 class OutputWatch:
-    """The newest output of each request that an engine works on; ``activity`` is told of each."""
+    """The newest output of each request in an engine; every output is also reported to ``activity``."""
 
     def __init__(self, activity: EngineActivity) -> None:
         self._activity = activity
@@ -24,9 +25,9 @@ class OutputWatch:
         self._before: dict[str, int] = {}
 
     def watching(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
-        """An engine's ``generate``, whose outputs are noted as they come.
+        """Wrap an engine's ``generate`` to record its outputs as they arrive.
 
-        verl gives it names, vLLM's HTTP endpoints give the first three arguments by their places.
+        verl passes the arguments by name, vLLM's HTTP endpoints pass the first three by position.
         """
 
         async def watched(
@@ -35,7 +36,8 @@ class OutputWatch:
             self._activity.enter(request_id)
             self._before[request_id] = len(sampled_before(sampling_params))
             try:
-                # Closed at once where the caller stops listening: that is how an engine learns of it.
+                # The generator is closed as soon as the caller stops listening, which tells the engine to abort the
+                # request.
                 async with aclosing(generate(prompt, sampling_params, request_id, **kwargs)) as outputs:
                     async for output in outputs:
                         self._newest[request_id] = output
@@ -50,14 +52,14 @@ class OutputWatch:
         return watched
 
     def asked_tokens(self, request_id: str) -> int:
-        """Length of the request's prompt and of its answer before a cut; 0 before its first output."""
+        """Return the tokens of the request's prompt and of its answer before a cut; 0 before the first output."""
         output = self._newest.get(request_id)
         return 0 if output is None else len(output.prompt_token_ids or ()) + self._before[request_id]
 
     def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
-        """What came after the first ``known`` tokens, perhaps nothing; None if the answer is complete.
+        """Return what came after the first ``known`` tokens, possibly nothing; None if the answer is complete.
 
-        A complete answer is on its way already; taken for a part, it would go on after its end.
+        A complete answer is already on its way to the client; returned as a part, it would be continued past its end.
         """
         output = self._newest.get(request_id)
         if output is None or not output.outputs:

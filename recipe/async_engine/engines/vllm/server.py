@@ -5,15 +5,15 @@ Contract:
 
 * A server started with dummy weights answers nothing before its first complete load: requests wait up to
   ``first_weights_timeout_s`` and then fail with :class:`RolloutServerError`.
-* Weights are staged beside those that answer; ``swap`` makes them the live ones, while the engine is paused. Where they
-  are loaded in place, ``begin_load`` closes the server and ``set_global_steps`` (which verl's adapter calls when every
-  weight has arrived) opens it. A swap or a load that is cut off leaves the server closed, so torn weights never answer.
-  Abort, resume and wake-up calls open nothing.
-* An answer is given only if its finish reason is known to be that of one: stop, length, repetition, or abort. Stock
-  verl passes any other on (vllm_async_server.py:726), and what an engine had of a request that failed there is trained
-  as complete.
+* Weights are staged beside the live ones; ``swap`` makes them live while the engine is paused. If they are loaded in
+  place instead, ``begin_load`` closes the server and ``set_global_steps``, which verl's adapter calls after the last
+  tensor, opens it. A swap or load that is cut off leaves the server closed, so incomplete weights never answer. Abort,
+  resume and wake-up calls do not open it.
+* An answer is returned only if its finish reason is a known one: stop, length, repetition, or abort. Stock verl accepts
+  any finish reason (vllm_async_server.py:726), so the partial output of a failed request is trained as a complete
+  answer.
 * Every answer names the version at submission and at the end (``submitted_version``, ``global_steps``). Stock verl
-  stamps the version after generation only (vllm_async_server.py:689), which mislabels tokens when weights change.
+  records only the version after generation (vllm_async_server.py:689), which mislabels tokens when weights change.
 
 Shown by tests/integration/test_server_gate.py and, with the real engine, by tests/e2e/test_fully_async.py.
 """
@@ -37,12 +37,12 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from recipe.async_engine.actors.control import Early
 from recipe.async_engine.actors.sockets import sockets_folder
 from recipe.async_engine.actors.stacks import waits
-from recipe.async_engine.core.cuts import as_engine_takes
+from recipe.async_engine.core.cuts import engine_request
 from recipe.async_engine.core.errors import EngineDied, RequestFailed
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.engines.answers import ABORTED, COMPLETED, RECOMPUTED, VERSION_RUNS, Sampled
-from recipe.async_engine.engines.vllm.continued_answers import SCHEDULER, in_output_processor
-from recipe.async_engine.engines.vllm.engine_calls import forget_computed, of_each_worker, pause
+from recipe.async_engine.engines.vllm.continued_answers import SCHEDULER, patch_output_processor
+from recipe.async_engine.engines.vllm.engine_calls import call_each_worker, drop_computed, pause
 from recipe.async_engine.engines.vllm.engine_extension import StagingExtension
 from recipe.async_engine.engines.vllm.engine_settings import (
     RolloutServerError,
@@ -63,22 +63,22 @@ logger = logging.getLogger(__name__)
 
 STRAGGLER_S = 0.002
 REPETITION = "repetition"
-"""vLLM's finish reason of an answer that its ``repetition_detection`` ended, which is whole then."""
+"""vLLM's finish reason of an answer that its ``repetition_detection`` ended; such an answer counts as complete."""
 HELD = ("generate",)
-"""What keeps calls of a server open: an abort waits for none of them."""
+"""Methods whose calls stay open for long; an abort does not wait for them."""
 
 WORKER_EXTENSION = "recipe.async_engine.engines.vllm.engine_extension.StagingExtension"
 
 
 class GatedVLLMHttpServer(vLLMHttpServer):
-    """verl's vLLM server behind a :class:`WeightsGate`; see the module's contract.
+    """verl's vLLM server behind a :class:`WeightsGate`; the module's docstring has its contract.
 
-    Settings are read from ``rollout.custom["recipe"]``: ``has_trainer``, and ``first_weights_timeout_s`` and
-    ``pause_timeout_s`` (seconds).
+    It reads ``has_trainer``, ``first_weights_timeout_s`` and ``pause_timeout_s`` (seconds), among other settings, from
+    ``rollout.custom["recipe"]``.
     """
 
     def _post_init(self, cuda_visible_devices: str) -> None:
-        # Read by the engine's worker, for the name of the socket that weights come through.
+        # The engine's worker reads this for the name of the socket through which weights arrive.
         os.environ["VERL_RAY_JOB_ID"] = part_id(self.node_rank)
         choose_runner(os.environ)
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets_folder())
@@ -93,7 +93,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
         self._stages_in_host = settings.get("staging") == "host"
         self._loads_in_place = settings.get("staging") == "none"
-        # An engine with the base weights alone is not the policy.
+        # An engine with the base weights but without the LoRA adapter is not the policy.
         self._gate = WeightsGate(opened="dummy" not in self.config.load_format and not self.lora_as_adapter)
         self._adapter: AdapterName | None = None
         self._coming: AdapterName | None = None
@@ -110,7 +110,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._checksum: str | None = None
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """As verl's; arguments that vLLM does not take would end the process without a word of which."""
+        """Launch the server like verl, and report arguments that vLLM refuses; it would otherwise exit silently."""
         try:
             await super().launch_server(*args, **kwargs)
         except SystemExit as ended:
@@ -125,18 +125,21 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         sampled: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
-        """As verl's ``generate``; ``extra_fields`` gains ``submitted_version`` (int) beside ``global_steps``.
+        """Answer like verl's ``generate``; ``extra_fields`` gains ``submitted_version`` (int) besides ``global_steps``.
 
-        If weights were swapped under the request, they also say which version sampled which tokens (`VERSION_RUNS`),
-        and how many tokens the engine computed again for it (`RECOMPUTED`). ``work``: what the answer is for, in the
-        engine's account. ``sampled``: so many tokens at the end of ``prompt_ids`` are of the answer already, which
-        the parameters are for as a whole; the rest of it is what is given back.
+        If weights were swapped during the request, the extra fields also have the versions of the tokens
+        (`VERSION_RUNS`) and the number of tokens that the engine computed again (`RECOMPUTED`).
+
+        Args:
+            work: the purpose of the answer, by which the engine's time is accounted.
+            sampled: number of tokens at the end of ``prompt_ids`` that already belong to the answer. The sampling
+                parameters apply to the whole answer; only the rest of it is returned.
 
         Raises:
-            RolloutServerError: the server holds no complete weights and got none in time, or stayed paused for longer
-                than a weight sync may take.
+            RolloutServerError: the server got no complete weights in time, or stayed paused for longer than a weight
+                sync may take.
             EngineDied: the engine is gone, so this server will answer nothing any more.
-            RequestFailed: the engine ended the request with another finish reason than those of an answer.
+            RequestFailed: the engine ended the request with a finish reason that does not mark an answer.
         """
         if self._unwanted.take(request_id):
             return TokenOutput(token_ids=[], stop_reason="aborted")
@@ -147,7 +150,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         try:
             if not await self._gate.wait_open(self._first_weights_timeout_s):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
-            prompt_ids, sampling_params = as_engine_takes(prompt_ids, sampling_params, sampled)
+            prompt_ids, sampling_params = engine_request(prompt_ids, sampling_params, sampled)
             output = await super().generate(
                 prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
             )
@@ -169,7 +172,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             self._dropped.discard(request_id)
 
     def _answered(self, request_id: str, output: TokenOutput) -> TokenOutput:
-        """The engine's answer with its versions; raises RequestFailed if its finish reason is not one of an answer."""
+        """Add versions to the engine's answer; raise RequestFailed if its finish reason is not a known one."""
         if output.stop_reason == REPETITION:
             output.stop_reason = COMPLETED
         if output.stop_reason not in (COMPLETED, *ABORTED):
@@ -187,13 +190,13 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return output
 
     async def drop_request(self, request_id: str) -> None:
-        """End a request that nobody waits for any more, wherever it is: its place at the engine is free at once."""
+        """End a request that nobody waits for any more, in any state, and free its place in the engine at once."""
         task = self._tasks.get(request_id)
         if task is None:
             self._unwanted.say(request_id)
         else:
             self._dropped.add(request_id)
-            # vLLM aborts what it works on when its caller is cancelled.
+            # vLLM aborts a request when its caller is cancelled.
             task.cancel()
 
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
@@ -211,24 +214,24 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             if self._gate.is_open:
                 self._versions.submit(request_id, self.global_steps)
                 return None
-            # A load began while the request was parked and has not been committed: a resume alone admits nothing.
+            # A load began while the request was parked and has not been committed, so a resume alone does not admit it.
             self._admitting -= 1
             if not await self._gate.wait_open(self._first_weights_timeout_s):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
 
     async def run_server(self, args: argparse.Namespace) -> None:
-        """As verl's, with the gate over the HTTP endpoints too, and a watch on the engine's outputs."""
+        """Run verl's server with the gate in front of its HTTP endpoints and a watch on the engine's outputs."""
         args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
-        in_output_processor(self.engine.output_processor)
-        # verl asks the engine before each request whether it has the adapter of the only name that verl knows.
+        patch_output_processor(self.engine.output_processor)
+        # Before each request verl asks the engine whether it has an adapter with the one name that verl uses.
         self.engine.list_loras = no_adapters
 
     def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """An engine's ``generate`` whose requests share cached prefixes with those of the same version only.
+        """Wrap an engine's ``generate`` so that requests share cached prefixes only with requests of the same version.
 
-        If the version is a LoRA adapter, they name it.
+        If the version is a LoRA adapter, each request names it.
         """
 
         def salted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
@@ -241,9 +244,9 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return salted
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
-        """What the engine has sampled for requests under way, after as many tokens as ``known`` says of each.
+        """Return what the engine has sampled for each request in progress after the token count given in ``known``.
 
-        A request that is not here, not yet or not any more, or whose answer is complete, is left out.
+        A request that is not here, or whose answer is complete, is left out.
         """
         news = {
             request_id: self._outputs.since(request_id, count, self._versions)
@@ -263,18 +266,18 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         is_open = await self._gate.wait_open(self._first_weights_timeout_s)
         if not is_open or await self._park_until_admitted(name) is not None:
             raise RolloutServerError("this rollout server takes no requests at present: ask another one")
-        # Only requests over the actor's interface are counted.
+        # Undo the count, which covers only requests through the actor.
         self._admitting -= 1
         self._versions.forget(name)
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """As verl's, but the engine stops after its present step, and gives back what reaches it later.
+        """Abort all requests like verl, but stop the engine after its present step and abort later arrivals as well.
 
         verl waits until every admitted request has its first token before it stops the engine
         (vllm_async_server.py:970).
 
         Raises:
-            RolloutServerError: an admitted request did not come back.
+            RolloutServerError: an admitted request did not return in time.
         """
         if self.node_rank != 0:
             return await super().abort_all_requests(reset_prefix_cache, reject_request)
@@ -288,7 +291,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             await pause(self.engine, "abort")
             if not self._admitting:
                 if reset_prefix_cache:
-                    await forget_computed(self.engine)
+                    await drop_computed(self.engine)
                 return {"aborted_count": len(aborted), "request_ids": sorted(aborted)}
             if time.monotonic() > deadline:
                 raise RolloutServerError(
@@ -297,34 +300,34 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             await asyncio.sleep(STRAGGLER_S)
 
     async def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
-        """Have the engine take the stream of weights that comes now beside its live ones; returns when it listens."""
+        """Make the engine receive the next stream of weights beside its live ones; return when it listens."""
         adapter = None
         if self.lora_as_adapter:
-            # Also after a stream that failed: no other adapter has had the number.
+            # The number also increases after a stream that failed, so that each adapter has a number of its own.
             number = 1 if self._coming is None else self._coming.number + 1
             self._coming = AdapterName(number, version)
             adapter = (number, peft_config(self.model_config))
-        await of_each_worker(self.engine, "begin_staging", version, use_shm, timeout_s, self._stages_in_host, adapter)
+        await call_each_worker(self.engine, "begin_staging", version, use_shm, timeout_s, self._stages_in_host, adapter)
 
     async def wide_parameters(self) -> list[str]:
-        """Names of the parameters that the engine holds in a wider dtype than the model's."""
-        of_workers: list[list[str]] = await of_each_worker(self.engine, "wide_parameters")
+        """Return the names of parameters that the engine holds in a wider dtype than the model's."""
+        of_workers: list[list[str]] = await call_each_worker(self.engine, "wide_parameters")
         return [name for names in of_workers for name in names]
 
     async def staging_outcomes(self) -> list[str]:
-        """Of each of the engine's workers; see `recipe.async_engine.engines.vllm.engine_extension`."""
-        return await of_each_worker(self.engine, "staging_outcome")
+        """Return `StagingExtension.staging_outcome` of each of the engine's workers."""
+        return await call_each_worker(self.engine, "staging_outcome")
 
     async def swap(self, version: int, checksum: str) -> None:
-        """Make the staged weights, of this checksum, the live ones; the engine must be paused, its caches empty.
+        """Make the staged weights with this checksum the live ones; the engine must be paused and its caches empty.
 
-        The server answers nothing more if that fails on the way.
+        If this fails midway, the server answers nothing any more.
         """
         self._gate.begin_load(version)
         self._note_state()
         if self.node_rank == 0:
             try:
-                counts = await of_each_worker(self.engine, "swap_staged", version)
+                counts = await call_each_worker(self.engine, "swap_staged", version)
             except Exception:
                 for name in list(self._tasks):
                     await self.drop_request(name)
@@ -335,9 +338,9 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         await self.set_global_steps(version)
 
     async def hold_requests(self) -> None:
-        """Stop the engine with its requests in it, which go on when generation resumes; later ones wait here.
+        """Stop the engine, keeping its requests until generation resumes; later requests wait in the server.
 
-        The keys and values of what they have so far are computed again, by whatever weights are live then.
+        The KV cache of their tokens so far is then computed again, with the weights that are live at that time.
         """
         if self.node_rank != 0:
             return
@@ -345,16 +348,16 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._note_state()
         self._resume_event.clear()
         await pause(self.engine, "keep")
-        await forget_computed(self.engine)
+        await drop_computed(self.engine)
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
-        """Tokens by the server's names of requests; the engine adds something of its own to each name."""
+        """Translate token counts to the server's request names; the engine appends a suffix to each name."""
         states = self.engine.output_processor.request_states
         known = {name: count for of_worker in counts for name, count in of_worker.items() if name in states}
         return {states[name].external_req_id: count for name, count in known.items()}
 
     def _swapped_under(self, sampled: dict[str, int], version: int) -> None:
-        """The engine has swapped its weights with requests in it, which have so many tokens of the old ones."""
+        """Record a weight swap during requests, given each request's number of tokens from the old weights."""
         self._versions.swap(sampled, version)
         held = {name: count for name, count in sampled.items() if name in self._tasks and count}
         for name, count in held.items():
@@ -362,34 +365,34 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._activity.recompute(held)
 
     async def begin_load(self, global_steps: int | None) -> None:
-        """Close the server: weights of version ``global_steps`` are about to be written in place."""
+        """Close the server, because weights of version ``global_steps`` will be written in place."""
         self._gate.begin_load(global_steps)
         self._note_state()
 
     async def loaded(self, checksum: str) -> None:
-        """The weights of the announced version have all come; ``checksum`` is theirs."""
+        """Record the checksum of the announced version, after all of its weights have arrived."""
         self._checksum = checksum
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Commit version ``global_steps``: called by the weight worker once every tensor is loaded."""
+        """Commit version ``global_steps``; the weight worker calls this after every tensor is loaded."""
         await super().set_global_steps(global_steps)
         self._gate.commit()
         self._note_state()
 
     async def open_submission_gate(self) -> None:
-        """As verl's: generation resumes."""
+        """Resume generation, as in verl."""
         await super().open_submission_gate()
         self._note_state()
 
     async def activity(self) -> Activity:
-        """What the engine did since this was asked last; raises EngineDied if it is gone."""
+        """Return what the engine did since the last call; raise EngineDied if it is gone."""
         await self.check_engine()
         spans, counts = self._activity.take(), self._activity
         tokens = {"sampled": counts.sampled, "answered": counts.answered, "under_way": counts.under_way}
         return Activity(time.monotonic(), self._life, spans, tokens)
 
     def _note_state(self) -> None:
-        """Whether the engine serves, for its account, and why not."""
+        """Record in the engine's account whether it serves, and if not, why."""
         if self._gate.refusing:
             self._activity.close(Class.DOWN)
         elif not self._gate.is_open:
@@ -401,25 +404,26 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             self._activity.open()
 
     async def leave_routing(self) -> None:
-        """Answer every waiting and every later request as aborted without tokens, so that its client goes elsewhere.
+        """Answer every waiting and later request as aborted without tokens, so that its client goes to another server.
 
-        Called after the server has been taken out of the load balancer; the next complete load undoes it.
+        It is called after the server has been taken out of the load balancer; the next complete load undoes it.
         """
         self._gate.refuse()
         self._note_state()
         self._rejecting = True
         self._submission_paused = True
-        # Wakes the requests parked at the pause; they see the rejection. The pause itself stays.
+        # This wakes the requests that wait for the end of the pause; they find that they are rejected. The pause
+        # continues.
         self._resume_event.set()
         self._resume_event.clear()
 
     async def check_engine(self) -> None:
-        """Raises EngineDied if the engine is gone."""
+        """Raise EngineDied if the engine is gone."""
         if self.node_rank == 0 and self.engine.errored:
             raise EngineDied(f"the engine of rollout replica {self.replica_rank} died")
 
     async def describe(self) -> list[str]:
-        """Lines: whether it answers, what its engine has, and where the coroutines wait."""
+        """Return lines of text on whether the server answers, its engine's requests, and where its coroutines wait."""
         gate = "open" if self._gate.is_open else f"closed, loading version {self._gate.loading}"
         requests = len(self.engine.output_processor.request_states) if self.node_rank == 0 else 0
         return [
@@ -432,7 +436,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         engine_kwargs["scheduler_cls"] = SCHEDULER
         chosen = engine_kwargs.get("worker_extension_cls")
-        # Where weights are staged, one that lacks the rest is known by that.
+        # If weights are staged, an unsuitable extension fails at the first staging call.
         if self._loads_in_place and chosen and not issubclass(resolve_obj_by_qualname(chosen), StagingExtension):
             raise RolloutServerError(
                 f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={chosen}: an engine's workers "
@@ -447,5 +451,5 @@ class GatedVLLMHttpServer(vLLMHttpServer):
 
 
 async def no_adapters() -> set[int]:
-    """Of verl's; ours are named by `GatedVLLMHttpServer._salted`."""
+    """Stand in for the engine's ``list_loras``, which verl calls; requests are given their adapter by `_salted`."""
     return set()

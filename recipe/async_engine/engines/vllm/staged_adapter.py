@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA adapter on its way into an engine that has the base weights from the model's files.
+"""Staging of a LoRA adapter in an engine that loads the base weights from the model's files.
 
-Contract: that of `recipe.async_engine.weights.staged`. A stream that is not a whole adapter, or not of the shapes of
-the one before, is refused; no request may be in the engine at the swap. An adapter has a name and a number that none
-had before it: vLLM knows prefixes, slots and loaded adapters by them, and verl has one for all
-(verl/workers/rollout/vllm_rollout/utils.py:40). A request that names an adapter which is gone fails.
+Contract: that of `recipe.async_engine.weights.staged`. A stream is refused if it is not a complete adapter or has other
+shapes than the previous one; no request may be in the engine at the swap. Each adapter gets a name and a number that no
+other has had, because vLLM identifies prefixes, slots and loaded adapters by them; verl uses the same ones for all
+(verl/workers/rollout/vllm_rollout/utils.py:40). A request for an adapter that has been removed fails.
 
 Shown by tests/integration/test_staged_adapter.py and tests/e2e/test_lora.py.
 """
@@ -21,29 +21,29 @@ from recipe.async_engine.weights.staged import NamedTensors, StagedWeights, Stag
 
 FIRST, SECOND = ".lora_A.weight", ".lora_B.weight"
 NO_FILE = "sent by the trainer"
-"""The path of an adapter that is in no file; looking there fails."""
+"""Path of an adapter that has no file; vLLM would fail if it tried to read it."""
 
 
 @dataclass(frozen=True)
 class AdapterName:
-    """What the engine's server and its workers know an adapter by."""
+    """The identity of an adapter in the engine's server and its workers."""
 
     number: int
     version: int
 
     @property
     def request(self) -> dict[str, Any]:
-        """Arguments of vLLM's ``LoRARequest``."""
+        """Keyword arguments for vLLM's ``LoRARequest``."""
         name = f"version {self.version}, adapter {self.number}"
         return {"lora_name": name, "lora_int_id": self.number, "lora_path": NO_FILE}
 
 
 class StagedAdapter(StagedWeights):
-    """See the module's contract.
+    """The staging area for a LoRA adapter.
 
     Args:
-        worker: vLLM's, which is asked to ``add_lora`` and ``remove_lora``, and for ``ignored_parts``.
-        peft_config: rank, alpha and targets, in PEFT's words.
+        worker: the vLLM worker, of which ``add_lora``, ``remove_lora`` and ``ignored_parts`` are called.
+        peft_config: rank, alpha and targets, in PEFT's format.
     """
 
     def __init__(self, worker: Any, peft_config: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class StagedAdapter(StagedWeights):
         self._live: AdapterName | None = None
         self._shapes: dict[str, torch.Size] | None = None
         self.name: AdapterName | None = None
-        """Of the adapter that comes; set before its stream."""
+        """Identity of the next adapter; it must be set before its stream."""
 
     def _begin(self) -> None:
         self._tensors = {}
@@ -60,7 +60,7 @@ class StagedAdapter(StagedWeights):
     def _load(self, weights: NamedTensors) -> None:
         self._tensors.update((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
 
-    def _lack(self) -> str | None:
+    def _find_problem(self) -> str | None:
         parts = {name: name.removesuffix(FIRST) + SECOND for name in self._tensors if name.endswith(FIRST)}
         strange = set(self._tensors) - {*parts, *parts.values()}
         missing = set(parts.values()) - set(self._tensors)
@@ -76,17 +76,17 @@ class StagedAdapter(StagedWeights):
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         if self._shapes is not None and shapes != self._shapes:
             differing = sorted(name for name, _ in shapes.items() ^ self._shapes.items())
-            return f"it is another adapter than the one before; see {differing[0]}"
+            return f"its tensors or their shapes differ from those of the previous adapter, among them {differing[0]}"
         return None
 
     def _swap(self) -> None:
-        """As of any weights, and raises StagingRefused if it has parts for layers that take none in the engine.
+        """Replace the live adapter; load none and raise StagingRefused if the engine has no layer for some part.
 
-        The engine has no adapter then. (vLLM passes over such parts, and would sample from another policy.)
+        vLLM silently ignores such parts, and would then sample from another policy than the trainer's.
         """
         from verl.utils.vllm import TensorLoRARequest
 
-        assert self.name is not None, "it is named before its stream"
+        assert self.name is not None, "the adapter must be named before its stream begins"
         if self._live is not None:
             self._worker.remove_lora(self._live.number)
         self._worker.add_lora(

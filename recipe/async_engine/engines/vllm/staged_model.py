@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second set of weights beside those that vLLM generates with, in the engine's own process.
 
-Contract: that of `recipe.async_engine.weights.staged`. Loading goes on beside generation, on a thread of its own.
+Contract: that of `recipe.async_engine.weights.staged`. Loading runs on a thread of its own while the engine generates.
 
-Whether every part came is seen by NaN: all floating-point parameters are filled with it as a stream starts, and one in
-which some is left is not complete. (What vLLM's loaders report as loaded says too little: the name of a packed
-parameter stands for any of its parts.) So weights that are NaN themselves are refused as well.
+Completeness is checked with NaN: all floating-point parameters are filled with it when a stream starts, and one that
+still contains NaN is not complete. (vLLM's loaders report too little: the name of a packed parameter stands for any of
+its parts.) So weights that are themselves NaN are refused as well.
 
-The second set is a second instance of the model, made once: vLLM's own loaders fill it, and what vLLM derives from the
-loaded weights (packed layers, say) is derived beside generation too. A swap copies into the live tensors, in place:
-whoever reads one sees the new values, also objects that are no modules (a router with its bias, an attention backend
-with its sinks), views, captured graphs, and code that nobody can look into. What is copied is found by going through
-both instances side by side: parameters, buffers, all that shares their storage, and each tensor that vLLM has derived,
-whatever holds it. What is derived and is no tensor (a kernel's own packed form) is handed to the live instance.
-Where a tensor has no counterpart that it fits into, the version is refused before the swap.
+The second set is a second instance of the model, created once. vLLM's own loaders fill it, and what vLLM derives from
+loaded weights (packed layers, for example) is derived there, also while the engine generates. A swap copies into the
+live tensors in place, so every holder of one sees the new values: objects that are not modules (a router with its bias,
+an attention backend with its sinks), views, captured graphs, and opaque code. The tensors to copy are found by walking
+through both instances in parallel: parameters, buffers, everything that shares their storage, and each tensor that vLLM
+has derived, whichever object holds it. A derived object that is not a tensor (a kernel's own packed form) is assigned
+to the live instance. If a tensor has no counterpart of the same shape and dtype, the version is refused before the
+swap.
 
-Where the device has no room for a second set, the second instance is in host memory: parameters and buffers are copied
-from there, and what vLLM derives is derived again from the live weights, within the swap.
+If the device has no memory for a second set, the second instance is in host memory: parameters and buffers are copied
+from there, and what vLLM derives is derived again from the live weights during the swap.
 
 Shown by tests/integration/test_staged_model.py; in the real engine by test_staged_architectures.py and
 tests/e2e/test_fully_async.py.
@@ -36,13 +37,14 @@ from recipe.async_engine.weights.staged import NamedTensors, StagedWeights, Stag
 
 
 class StagedModel(StagedWeights):
-    """See the module's contract.
+    """The staging area for the weights of a model.
 
     Args:
         live: the model that generates.
         spare: another instance of it, into which nothing has been loaded yet.
-        finish: what the engine does to a model whose weights have been loaded; more than once to each.
-        in_host: the other instance is in host memory, so that nothing can be derived from its weights there.
+        finish: the engine's processing of a model after its weights are loaded; it is called repeatedly on each
+            instance.
+        in_host: the other instance is in host memory, so nothing can be derived from its weights there.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class StagedModel(StagedWeights):
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._hands: list[Callable[[], None]] = []
         self._derived: list[torch.Tensor] = []
-        # What loaders write to; the engine may put what it derives in the place of it.
+        # The tensors that loaders write to; the engine may replace them with derived ones.
         found = [pair for pair in pairs(spare, live) if isinstance(pair.mine, torch.Tensor) and not pair.is_shared]
         self._loadable = [(pair, pair.mine.data, pair.mine.untyped_storage().nbytes()) for pair in found]
 
@@ -69,7 +71,7 @@ class StagedModel(StagedWeights):
         for parameter in self._spare.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
-        # What the stream does not bring stays as it is.
+        # Buffers that the stream does not contain keep their live values.
         live = dict(self._live.named_buffers())
         for name, buffer in self._spare.named_buffers():
             if buffer is not live[name]:
@@ -85,9 +87,9 @@ class StagedModel(StagedWeights):
                 parameters.append((name, tensor))
         self._loaded |= self._spare.load_weights(parameters) or set()
 
-    def _lack(self) -> str | None:
+    def _find_problem(self) -> str | None:
         parameters = dict(self._spare.named_parameters())
-        # A sum is NaN if a term is, and needs no memory of its own. All are read from the device at once.
+        # A sum is NaN if any element is, and needs no extra memory. All results are read from the device at once.
         sums = {name: parameter.sum() for name, parameter in parameters.items() if parameter.is_floating_point()}
         are_nan = torch.stack([found.isnan() for found in sums.values()]).tolist() if sums else []
         missing = [name for name, is_nan in zip(sums, are_nan, strict=True) if is_nan]
@@ -126,15 +128,15 @@ class StagedModel(StagedWeights):
         reached = {_storage(live) for live, _ in self._copies} | {_storage(shared) for shared in _slots(self._spare)}
         for name, parameter in self._live.named_parameters():
             if parameter.numel() and _storage(parameter) not in reached:
-                raise StagingRefused(f"the engine's {name} is in one instance of its model only; {_ADVICE}")
+                raise StagingRefused(f"the engine's {name} exists in only one instance of its model; {_ADVICE}")
 
-        # What another layout has taken the place of needs no memory until the next stream.
+        # Loaded data that another layout has replaced needs no memory until the next stream.
         for _, data, _ in self._loadable:
             if _storage(data) not in held:
                 data.untyped_storage().resize_(0)
 
     def _swap(self) -> None:
-        # What the engine has made in inference mode can be written to nowhere else.
+        # Tensors that the engine made in inference mode can only be written to in that mode.
         with torch.inference_mode():
             for live, staged in self._copies:
                 live.copy_(staged, non_blocking=True)
@@ -144,7 +146,7 @@ class StagedModel(StagedWeights):
             self._finish(self._live)
 
 
-# What a running engine counts and keeps for later is not to be set back.
+# Counters and state of a running engine, which must not be reset.
 _NO_WEIGHT = (int, str, type(None))
 
 
@@ -158,7 +160,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _fits(pair: Pair) -> tuple[Any, ...]:
-    """The memory of the live model that a tensor is copied to."""
+    """Return the memory of the live model to which a tensor is copied; raise StagingRefused if it does not fit."""
     live = pair.theirs
     if not isinstance(live, torch.Tensor) or (live.shape, live.dtype) != (pair.mine.shape, pair.mine.dtype):
         raise StagingRefused(f"the engine's {pair.path} does not fit its live counterpart; {_ADVICE}")
@@ -166,9 +168,9 @@ def _fits(pair: Pair) -> tuple[Any, ...]:
 
 
 def _replaceable(pair: Pair) -> Callable[[], None]:
-    """Hands a part to the live model that nobody can look into."""
+    """Return a call that assigns a part with unknown contents to the live model."""
     if pair.put_theirs is None or pair.has_parts or not pair.are_alike:
-        raise StagingRefused(f"the engine's {pair.path} cannot be handed to the live model; {_ADVICE}")
+        raise StagingRefused(f"the engine's {pair.path} cannot be assigned to the live model; {_ADVICE}")
     return functools.partial(pair.put_theirs, pair.mine)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The receiving end of a weight sync, beside each rollout server's engine.
 
-Contract: weights are staged beside those that generate (`stage_weights`), which go on answering until the server is
-told to swap, or loaded in place (`update_weights`), where the server is closed until they are complete. Either succeeds
-as a whole, or fails within its deadline and leaves the engine ready for another one; after a failed load in place the
-server stays closed (see `recipe.async_engine.engines.vllm.server`). Nothing blocks the worker's event loop. Stock verl
-has neither: ``BucketedWeightSender`` waits on a socket for ever, on the event loop (bucketed_weight_transfer.py:163).
+Contract: weights are either staged beside the live ones (`stage_weights`), with which the server goes on answering
+until the swap, or loaded in place (`update_weights`), during which the server is closed. Both either succeed
+completely, or fail within their deadline and leave the engine ready for another attempt; after a failed load in place
+the server stays closed (`recipe.async_engine.engines.vllm.server`). Nothing blocks the worker's event loop. Stock verl
+has no deadline and blocks: ``BucketedWeightSender`` waits on a socket for ever, on the event loop
+(bucketed_weight_transfer.py:163).
 """
 
 import asyncio
@@ -30,15 +31,15 @@ from recipe.async_engine.core.errors import WeightLoadError
 from recipe.async_engine.weights.checksum import StreamChecksum
 
 LOOK_MS = 100
-"""How long a call on the socket waits before it looks for an error of the engine again."""
+"""How long a call on the socket waits before it checks again for an error of the engine."""
 
 WATCH_S = 1.0
-"""How often an engine that is being sent to is asked whether it is alive."""
+"""How often the engine is asked whether it is alive while weights are sent to it."""
 
 UNDER_WAY, COMPLETE = "under way", "complete: "
-"""Outcomes of staging, as `recipe.async_engine.engines.vllm.engine_extension` reports them; any other is an error.
+"""Outcomes of staging, as `recipe.async_engine.engines.vllm.engine_extension` reports them; any other text is an error.
 
-After `COMPLETE` comes the checksum of what the engine has loaded.
+`COMPLETE` is followed by the checksum of what the engine has loaded.
 """
 
 T = TypeVar("T")
@@ -47,9 +48,9 @@ NamedTensors = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[
 
 
 class DeadlineSocket:
-    """A zmq REQ socket whose calls end after ``timeout_s`` seconds, or once ``failure`` gives an error of the engine.
+    """A zmq REQ socket whose calls end after ``timeout_s`` seconds, or once ``failure`` returns an error of the engine.
 
-    Both calls raise WeightLoadError: the engine reported an error, or did not answer in time.
+    Both calls then raise WeightLoadError.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, failure: Failure) -> None:
@@ -58,12 +59,12 @@ class DeadlineSocket:
         self._failure = failure
         self.may_send = True
         self.said: Any = None
-        """The last message, whether it left or not."""
+        """The last message, whether or not it was sent."""
         socket.setsockopt(zmq.LINGER, 0)
 
     def send_pyobj(self, obj: Any) -> None:
         self.said = obj
-        # Writable once the engine has connected.
+        # The socket is writable once the engine has connected.
         self._wait(zmq.POLLOUT)
         self._socket.send_pyobj(obj, zmq.NOBLOCK)
         self.may_send = False
@@ -79,19 +80,20 @@ class DeadlineSocket:
             if (error := self._failure()) is not None:
                 raise WeightLoadError(f"the rollout engine ended the load: {error}")
             if time.monotonic() > deadline:
-                raise WeightLoadError(f"the rollout engine took no weights for {self._timeout_s:g} s")
+                raise WeightLoadError(f"the rollout engine accepted no weights for {self._timeout_s:g} s")
 
     def close(self) -> None:
         self._socket.close()
 
 
 class DeadlineWeightSender(BucketedWeightSender):
-    """verl's shared-memory/IPC sender with deadlines, and with a check that a tensor fits where it cannot be split.
+    """verl's shared-memory/IPC sender with deadlines, and with a check that a tensor that cannot be split fits.
 
-    Shared memory is asked for before it is written to: where there is none, Linux ends whoever writes (SIGBUS).
+    Shared memory is allocated before it is written to, because Linux kills a process that writes to shared memory for
+    which there is no room (SIGBUS).
 
-    If the stream of weights breaks, the engine still gets the closing message of the protocol: its worker would wait
-    for the next bucket for ever and could take no further load. The version is not committed in that case.
+    If the stream of weights breaks, the engine still gets the closing message of the protocol; otherwise its worker
+    would wait for the next bucket for ever and could accept no further load. The version is not committed in that case.
     """
 
     socket: Any
@@ -111,7 +113,7 @@ class DeadlineWeightSender(BucketedWeightSender):
         try:
             super()._init_buffer()
         except Exception:
-            # verl forgets a segment that it has made but not handed over (bucketed_weight_transfer.py:185).
+            # verl leaks a segment that it has created but not handed over (bucketed_weight_transfer.py:185).
             if isinstance(self.socket.said, dict):
                 with contextlib.suppress(OSError):
                     segment = SharedMemory(self.socket.said["name"])
@@ -142,7 +144,7 @@ class DeadlineWeightSender(BucketedWeightSender):
             raise
 
     def _reserve(self, nbytes: int) -> None:
-        """Have room in shared memory for so much more of the bucket, as far as there is more of it."""
+        """Allocate shared memory for ``nbytes`` more of the bucket, up to the bucket's size."""
         more = min(nbytes, self.bucket_size - self._reserved)
         if self.shm is None or more <= 0:
             return
@@ -158,26 +160,26 @@ class DeadlineWeightSender(BucketedWeightSender):
 
 
 def part_id(node_rank: int) -> str:
-    """Tells a replica's part on one node from those of every other run on the host, and from its other parts.
+    """Return an id that distinguishes a replica's part on one node from all other parts and runs on the host.
 
-    verl names the socket between weight worker and engine by Ray's job id (vllm_rollout.py:141), which is a first job's
-    in every run that starts Ray itself: two such runs on one host would load each other's weights. So would the parts
-    of a replica over several nodes where these are on one host, or where Ray puts two parts on one node.
+    verl names the socket between weight worker and engine after Ray's job id (vllm_rollout.py:141). Every run that
+    starts Ray itself has the id of a first job, so two such runs on one host would load each other's weights. So would
+    the parts of a multi-node replica if several of them are on one host.
     """
     context = ray.get_runtime_context()
     return f"{context.get_job_id()}-{zlib.crc32(context.gcs_address.encode()):08x}-{node_rank}"
 
 
 def takes_adapters(model_config: Any) -> bool:
-    """Whether the engine generates with LoRA adapters that the trainer sends; see verl's ``lora_as_adapter``."""
+    """Return whether the engine generates with LoRA adapters that the trainer sends (verl's ``lora_as_adapter``)."""
     return max(model_config.lora_rank, model_config.lora.get("rank", 0)) > 0 and not model_config.lora.get("merge")
 
 
 class DeadlineServerAdapter(ServerAdapter):
-    """Loads weights into the vLLM server next to it, within a deadline and off the event loop.
+    """Loads weights into the vLLM server beside it, within a deadline and off the event loop.
 
-    ``checksum``: of the weights that it loaded last in place. Deadline: ``rollout.custom["recipe"]``,
-    ``weight_sync_timeout_s``.
+    ``checksum``: of the weights that were last loaded in place. The deadline is ``weight_sync_timeout_s`` in
+    ``rollout.custom["recipe"]``.
     """
 
     zmq_handle: str
@@ -196,7 +198,8 @@ class DeadlineServerAdapter(ServerAdapter):
     ) -> None:
         """Load every tensor of ``weights``, then commit ``global_steps``.
 
-        The server stays closed, with a WeightLoadError, if the engine reports an error or does not answer in time.
+        If the engine reports an error or does not answer in time, this raises WeightLoadError and the server stays
+        closed.
         """
         if wire_format != "named_tensors":
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
@@ -230,17 +233,17 @@ class DeadlineServerAdapter(ServerAdapter):
 
     @torch.no_grad()
     async def stage_weights(self, weights: NamedTensors, version: int) -> str | None:
-        """Bring every tensor of ``weights`` beside those that the engine generates with, as ``version``.
+        """Stage every tensor of ``weights`` beside the engine's live ones, as ``version``.
 
         Returns:
-            The checksum of what the engine has loaded, on all of its ranks; None beside the others, which do not ask.
+            The checksum of what all ranks of the engine have loaded, on the leading rank; None on the others.
 
         Raises:
-            WeightLoadError: the engine lacks a part of its weights, or did not answer in time; it goes on as before.
+            WeightLoadError: the engine lacks some weights, or did not answer in time; it goes on with its live ones.
         """
         leads = self._ensure_server_handle()
         if leads:
-            # Where the stream stands still, this side gives up first, and says why; the engine waits for its word.
+            # The engine waits longer than this side, so that this side gives up first and reports why.
             staging = self.server_handle.begin_staging.remote(version, self.use_shm, 2 * self._timeout_s)
             await self._in_time(staging, "begin to stage weights")
         outcome = asyncio.create_task(self._death_of_engine(leads))
@@ -251,7 +254,7 @@ class DeadlineServerAdapter(ServerAdapter):
         return await self._in_time(self._staged(version), "stage the weights") if leads else None
 
     async def _load_adapter(self, weights: NamedTensors, version: int | None) -> None:
-        """An adapter is small: it is staged and swapped in at once, while nothing generates."""
+        """Stage an adapter and swap it in at once, while nothing generates; adapters are small."""
         assert version is not None, "each adapter has its version in its name"
         self.checksum = await self.stage_weights(weights, version)
         if self._has_server:
@@ -262,18 +265,18 @@ class DeadlineServerAdapter(ServerAdapter):
             await asyncio.sleep(LOOK_MS / 1000)
         wrong = [outcome for outcome in outcomes if not outcome.startswith(COMPLETE)]
         if wrong:
-            raise WeightLoadError(f"the rollout engine did not take version {version}: {wrong[0]}")
+            raise WeightLoadError(f"the rollout engine did not load version {version}: {wrong[0]}")
         return " and ".join(sorted({outcome.removeprefix(COMPLETE) for outcome in outcomes}))
 
     async def _death_of_engine(self, leads: bool) -> Exception:
-        """What the engine died of, once it has."""
+        """Return the error of the engine once it has died."""
         while True:
             await asyncio.sleep(WATCH_S)
             if leads and (error := await _error_of(self.server_handle.check_engine.remote())) is not None:
                 return error
 
     async def _send(self, weights: NamedTensors, failure: asyncio.Task[Exception | None]) -> None:
-        """Send to the engine, unless ``failure`` comes to be known."""
+        """Send ``weights`` to the engine, unless ``failure`` ends with an error first."""
         sender = DeadlineWeightSender(
             zmq_handle=self.zmq_handle,
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
@@ -292,17 +295,17 @@ class DeadlineServerAdapter(ServerAdapter):
 
 
 async def _error_of(load: Awaitable[Any] | None) -> Exception | None:
-    """What the engine's load ended with; None without an error, or where another rank has asked for the load."""
+    """Return the error that ended the engine's load; None without an error, or if another rank started the load."""
     try:
         if load is not None:
             await load
-    except Exception as error:  # whatever the engine raised is the reason of this load's failure
+    except Exception as error:  # any error of the engine is the outcome of this load
         return error
     return None
 
 
 def _run_on(device: Any, work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work`` on a thread of its own; the current device is each thread's own too."""
+    """Run ``work`` in an event loop on this thread, after setting the thread's current device."""
     get_platform().set_device(device)
     asyncio.run(work)
 
@@ -320,12 +323,12 @@ class RolloutWeightWorker(CheckpointEngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None) -> str | None:
-        """As verl's; returns the checksum of what was loaded."""
+        """Load a version in place, as in verl, and return the checksum of what was loaded."""
         await super().update_weights(global_steps)
         return self.server_adapter.checksum
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stage_weights(self, global_steps: int) -> str | None:
-        """Receive version ``global_steps`` and stage it beside the engine's live weights; returns its checksum."""
+        """Receive version ``global_steps`` and stage it beside the engine's live weights; return its checksum."""
         weights = self.checkpoint_engine.receive_weights(global_steps=global_steps)
         return await self.server_adapter.stage_weights(weights, global_steps)

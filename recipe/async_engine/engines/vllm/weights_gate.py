@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a rollout server holds complete weights.
+"""Tracks whether a rollout server holds complete weights.
 
-Contract: a request gets past the gate only while a complete set of weights is there; a load that is cut off leaves it
-closed. Shown by tests/integration/test_server_gate.py.
+Contract: a request passes the gate only while a complete set of weights is loaded; a load that is cut off leaves the
+gate closed. Shown by tests/integration/test_server_gate.py.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from recipe.async_engine.engines.vllm.engine_settings import RolloutServerError
 
 
 class WeightsGate:
-    """Which complete set of weights a server holds; closed while it holds none.
+    """A gate that is open while a server holds a complete set of weights.
 
-    Pure apart from its event: no engine, no Ray. The owner's event loop is the only one that calls it.
+    It is independent of engine and Ray; only its owner's event loop may call it.
     """
 
     def __init__(self, opened: bool) -> None:
@@ -28,28 +28,28 @@ class WeightsGate:
         return self._complete.is_set()
 
     def begin_load(self, version: int | None) -> None:
-        """Weights are about to be overwritten in place: answer nothing until :meth:`commit`."""
+        """Close the gate until :meth:`commit`, because weights will be overwritten in place."""
         self.loading = version
         self.refusing = False
         self._complete.clear()
 
     def commit(self) -> None:
-        """Every weight of the announced version has been loaded."""
+        """Open the gate, because every weight of the announced version has been loaded."""
         self.loading = None
         self.refusing = False
         self._complete.set()
 
     def refuse(self) -> None:
-        """Send the waiting requests away: this server left routing and may never hold complete weights."""
+        """Send waiting requests away: this server has left routing and may never hold complete weights."""
         self.refusing = True
         self._complete.set()
         self._complete.clear()
 
     async def wait_open(self, timeout_s: float) -> bool:
-        """Wait for complete weights. Returns False if the server refuses requests instead.
+        """Wait for complete weights; return False if the server refuses requests instead.
 
         Raises:
-            RolloutServerError: after ``timeout_s`` seconds, saying what the server waits for.
+            RolloutServerError: after ``timeout_s`` seconds, with what the server waits for.
         """
         if self._complete.is_set() or self.refusing:
             return not self.refusing
