@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from remote_fakes import Handle
 
 from recipe.async_engine.log_prob_servers.client import ScoringClient
@@ -64,9 +64,16 @@ async def test_equal_servers_share_the_work() -> None:
     assert [len(server.asked) for server in servers] == [5, 5]
 
 
-@pytest.mark.parametrize("error", [Unscored("version 3 is not here"), Unscored("out of memory")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        remote(Unscored("version 3 is not here")),
+        remote(Unscored("out of memory")),
+        ActorUnavailableError("no files", None),
+    ],
+)
 async def test_another_server_is_asked_once_and_the_first_one_stays(error: Exception) -> None:
-    first, second = Server("first", remote(error)), Server("second")
+    first, second = Server("first", error), Server("second")
     client = client_of(first, second)
     assert (await client.score("x", 10, 3, 0)).scores == "x by second"
     assert list(client.servers) == ["first", "second"]

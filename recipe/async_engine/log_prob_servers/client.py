@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.versions import Part, place
@@ -68,6 +68,9 @@ class ScoringClient:
                 # Handled first, because Ray's task error is also an instance of its cause's class.
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 said.append(f"{name}: {cause}")
+            except ActorUnavailableError as error:
+                # Its death is not known: it may be this process that cannot reach it.
+                said.append(f"{name} cannot be reached: {error}")
             except RayActorError as error:
                 logger.error("log-prob server %s died: %s", name, error)
                 said.append(f"{name} died")
