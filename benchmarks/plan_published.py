@@ -20,7 +20,8 @@ from dataclasses import replace
 from documents import table
 
 from benchmarks.emulation.models import MODELS
-from recipe.plan.device import H100, DeviceTimes, shape_of
+from recipe.plan.device import H100, DeviceTimes
+from recipe.plan.memory.shape import shape_of
 from recipe.plan.simulation import Scenario, Simulation
 from recipe.plan.times import Times
 

@@ -23,7 +23,8 @@ from documents import table
 from plan_published import H20
 
 from benchmarks.emulation.models import MODELS
-from recipe.plan.device import H100, DeviceProfile, DeviceTimes, shape_of
+from recipe.plan.device import H100, DeviceProfile, DeviceTimes
+from recipe.plan.memory.shape import shape_of
 from recipe.plan.simulation import Scenario, Simulation
 from recipe.plan.times import Times
 

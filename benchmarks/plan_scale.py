@@ -23,7 +23,8 @@ from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import PromptRef
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager
-from recipe.plan.device import H100, DeviceTimes, shape_of
+from recipe.plan.device import H100, DeviceTimes
+from recipe.plan.memory.shape import shape_of
 from recipe.plan.simulation import Scenario, Simulation
 from recipe.plan.times import estimated
 

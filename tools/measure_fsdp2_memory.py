@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipe.plan.memory.known import known_model
+from recipe.plan.memory.shape import known_model
 
 
 class InPlaceLogProbs(torch.autograd.Function):
@@ -44,7 +44,7 @@ def measure(name: str, ranks: int, tokens: int) -> dict[str, int]:
     """Return bytes by kind at the peak of forward and backward pass, and those of Adam's moments."""
     known = known_model(name)
     if known is None:
-        raise SystemExit(f"{name}: no model of plan/memory/known.py")
+        raise SystemExit(f"{name}: no model of plan/memory/shape.py")
     sizes = dict(known)
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     config._attn_implementation = "sdpa"

@@ -23,7 +23,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from benchmarks.emulation.models import MODELS
-from recipe.plan.device import H100, DeviceProfile, DeviceTimes, shape_of
+from recipe.plan.device import H100, DeviceProfile, DeviceTimes
+from recipe.plan.memory.shape import shape_of
 
 VARIABLE = "EMULATED_DEVICES"
 SLEEP_S = 0.5

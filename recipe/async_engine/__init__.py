@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine that the asynchronous modes share. Importing it imports nothing heavy.
 
-Its rooms, from the roof to the ground. A room may import those on lower floors; `make lint` holds that.
+These are its packages. Each may import those in the rows below it; `make lint` checks that.
 
     run, v1                    a run of this package's mains; parts beside verl's own v1 trainers
     trainer, inspection        the training loop, with its sources of proximal log-probs; what a configuration refers to
@@ -14,8 +14,8 @@ Its rooms, from the roof to the ground. A room may import those on lower floors;
     config                     types, plan, rules (pure); Hydra's groups
     core, modes                state machines (pure); which trainer a mode has
 
-What is no engine stands beside it, and it imports none of that: `recipe.laptop`, `recipe.programs`, `recipe.report`,
-`recipe.plan`. `recipe.mains` composes runs of both.
+The engine imports none of the packages beside it: `recipe.laptop`, `recipe.programs`, `recipe.report`, `recipe.plan`.
+`recipe.mains` composes runs of the engine and of these.
 """
 
 __version__ = "0.1.0"

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overrides of verl that an environment variable asks for, and whether a worker would get them.
+"""Installs the overrides of verl that environment variables ask for, and checks that a worker would get them.
 
 `recipe.async_engine.plugin`, which verl loads, installs what is asked for. Contract:
 
-- Without one of the variables of `FEATURES` nothing is registered or patched, and nothing imported but the standard
-  library (tests/integration/test_plugin_import.py).
-- A feature that was asked for and cannot be installed ends the process, with the traceback. verl logs a failing plugin
-  at DEBUG and goes on (verl/__init__.py:71-74), and the run would then fail later, somewhere else.
-- A module may be loaded by the entry point and by VERL_USE_EXTERNAL_MODULES, so installing twice is harmless.
+- Without one of the variables of `FEATURES` nothing is registered or patched, and only the standard library is imported
+  (tests/integration/test_plugin_import.py).
+- If a feature that was asked for cannot be installed, the process ends with the traceback. verl would log a failing
+  plugin at DEBUG and continue (verl/__init__.py:71-74), and the run would fail later, somewhere else.
+- Installing twice is harmless, since both the entry point and VERL_USE_EXTERNAL_MODULES may load the plugin.
 
-`check_loaded` is for the mains of this package: it refuses to start a run whose workers would not load the plugin.
+The mains of this package call `check_loaded`, which refuses to start a run whose workers would not load the plugin.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def install_requested(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def loading_routes(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Name the ways by which ``import verl`` loads this module in a process with this environment."""
+    """Name the ways by which ``import verl`` loads the plugin in a process with this environment."""
     routes = []
     external = [name.strip() for name in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")]
     if MODULE_NAME in external:
@@ -62,7 +62,7 @@ def loading_routes(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def check_loaded(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `WrongInstallation`, with what to change, if verl would not load this in workers so configured."""
+    """Raise `WrongInstallation`, with what to change, if workers with this environment would not load the plugin."""
     if loading_routes(environ):
         return
     policy = environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
@@ -79,6 +79,7 @@ def check_loaded(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _entry_point_installed() -> bool:
+    """Return whether the package's entry point for verl is installed."""
     from importlib.metadata import entry_points
 
     return any(point.value == MODULE_NAME for point in entry_points(group=ENTRY_POINT_GROUP))

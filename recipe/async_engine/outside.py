@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that the engine knows by name of what stands outside of it, in one table.
+"""Names of modules and classes outside of the engine that the engine uses without importing them itself.
 
-Contract: the engine imports none of these. What adds a mode, a feature or a transfer of its own adds a row here, and
-nothing else in the engine.
+Contract: whoever adds a mode, a feature or a transfer of weights adds a row here, and changes nothing else in the
+engine.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What tells a mode from the others, besides its settings, which are in the YAML of ``recipe/MODE/config``.
+    """A mode; its settings are in the YAML of ``recipe/MODE/config``.
 
     Attributes:
         trainer: the fully qualified name of its `AsyncPPOTrainer`.
         counts_mini_batches: whether a step's batch is counted in mini-batches (``async_training.require_batches``),
-            where verl has ``data.train_batch_size``.
+            instead of in prompts, as by verl's ``data.train_batch_size``.
     """
 
     trainer: str = "recipe.async_engine.trainer.base.AsyncPPOTrainer"
@@ -32,14 +32,15 @@ FEATURES = (
     ("VERL_PLATFORM", "cpu", "recipe.laptop.platform.cpu"),
     ("RECIPE_V1_TRAINERS", "1", "recipe.mains.register"),
 )
-"""An environment variable, what it must be (compared without case and blanks), and the module whose ``install()`` then
-does it: imported only when asked for, and harmless when called twice."""
+"""For each feature: an environment variable, its value, and the module whose ``install()`` is called with that value.
+
+Values are compared without case and surrounding blanks. The module is imported only then; it may be called twice."""
 
 HOST_BACKEND, HOST_MODULE = "recipe_gloo", "recipe.laptop.transfer.gloo_engine"
 """The checkpoint engine that sends through host memory, and the module that registers it with verl."""
 
 CPU_WORKER_EXTENSION = "recipe.laptop.platform.engine_extension.CPUStagingExtension"
-"""What a rollout engine on a CPU takes its weights by."""
+"""The extension of vLLM's worker by which a rollout engine on a CPU receives weights."""
 
 FORK_SERVER = "recipe.laptop.prefork.server "
-"""In the command line of the process that a local run's workers are forked from."""
+"""A part of the command line of the process from which a local run's workers are forked."""

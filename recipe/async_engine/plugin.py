@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl loads: installs, at import, the features that the environment asks for.
+"""The plugin that verl loads: it installs, when imported, the features that the environment asks for.
 
-The ``verl.plugins`` entry point names this module, so it is imported in every process that imports verl, the Ray
-workers of unrelated jobs included. Nothing else imports it: a module that is already there would not act a second time,
-and verl would go without what was asked for in between.
+The ``verl.plugins`` entry point names this module, so every process that imports verl imports it, including Ray workers
+of unrelated jobs. Nothing else may import it: it acts only the first time, and a variable that is set after that would
+have no effect.
 """
 
 from recipe.async_engine.features import install_requested

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards of the few places where upstream code is worked around.
+"""The releases of verl, vLLM and Ray for which workarounds of upstream code were written.
 
-Every workaround names the release it was written against. With any other release it is refused, since a patch that
-meets code it was not written for fails in ways that are hard to trace.
+With any other release a workaround is refused, since a patch of code that it was not written for fails in ways that are
+hard to trace.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ RAY_SUPPORTED = "==2.60.*"
 
 
 def is_supported(found: str, supported: str) -> bool:
-    """Whether the release ``found`` meets the specifier ``supported``."""
+    """Return whether the release ``found`` meets the specifier ``supported``."""
     return SpecifierSet(supported).contains(found, prereleases=True)
 
 
 def require_version(package: str, found: str, supported: str, needed_for: str) -> None:
-    """Raise `WrongInstallation` unless ``found`` meets ``supported``; else ``needed_for`` cannot be done."""
+    """Raise `WrongInstallation` if ``found`` does not meet ``supported``; ``needed_for`` names what then fails."""
     if not is_supported(found, supported):
         allowed = supported.removeprefix("==")
         raise WrongInstallation(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where runs are composed: the modes' own mains, and the modes as trainers of stock verl's main, chosen by a flag.
+"""Composes runs: the modes' own mains, and the modes as trainers of stock verl's main, chosen by a flag.
 
-The engine imports neither this package nor what is composed here. A flag: ``verl.trainer.main_ppo +recipe=...``.
+A flag is an argument such as ``verl.trainer.main_ppo +recipe=fully_async``. The engine imports neither this package nor
+what is composed here.
 """

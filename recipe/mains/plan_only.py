@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``plan_only=true``: what a run would be, without one.
+"""``plan_only=true`` shows what a run would do, without starting it.
 
-Contract: nothing is started, and nothing written but what the library `datasets` keeps of the data in its cache. The
-plan is of the platform that the configuration names (`trainer.device`), whatever machine it is made on, so that a
-laptop can plan for a cluster.
+Contract: no process is started, and nothing is written except what the library `datasets` keeps in its cache. The plan
+is for the platform that the configuration names (`trainer.device`), whatever machine it is made on, so that a laptop
+can plan for a cluster.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ from omegaconf import DictConfig
 
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.v1_validation import as_placed, judge_v1
-from recipe.async_engine.config.validation import Findings, warnings_of
+from recipe.async_engine.config.validation import Findings, Judge, warnings_of
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection.check import file_facts, look, plain
 from recipe.async_engine.outside import MODES
 from recipe.mains.arguments import PREFIX, take_arguments
-from recipe.mains.judges import JUDGES, V1_JUDGES
+from recipe.plan.memory import estimate as memory
 from recipe.plan.plan_report import report
+from recipe.programs import check as programs
+
+JUDGES: tuple[Judge, ...] = (memory, programs)
+"""What judges a configuration beside the engine's own rules."""
+V1_JUDGES: tuple[Judge, ...] = (memory,)
+"""The same for a run of verl's own v1 trainers, which compute rewards by themselves."""
 
 
 def findings(config: DictConfig, trainer: str) -> Findings:
-    """What is found of a main's configuration; ``trainer``: `trainer.v1.trainer_mode`, which a flag sets.
+    """Judge the configuration of a main; ``trainer`` is `trainer.v1.trainer_mode`, which a flag sets.
 
     Raises:
-        FlagError: a setting that the mode of a flag cannot take.
+        ConfigError: the mode that a flag chose cannot take a setting.
     """
     mode = trainer.removeprefix(PREFIX)
     if not trainer.startswith(PREFIX):
@@ -43,7 +49,7 @@ def findings(config: DictConfig, trainer: str) -> Findings:
 
 
 def show(config: DictConfig, trainer: str) -> int:
-    """Print the plan; returns the process's exit status."""
+    """Print the plan, and return the process's exit status."""
     name = trainer.removeprefix(PREFIX) if trainer.startswith(PREFIX) else _mode(config)
     try:
         found = findings(config, trainer)
@@ -56,7 +62,7 @@ def show(config: DictConfig, trainer: str) -> int:
 
 
 def _mode(config: DictConfig) -> str:
-    """The mode that a main's settings are of."""
+    """Return the mode that a main's settings are for."""
     training = config.async_training
     if training.get("placement") == SHARED:
         return "partial_rollout"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers the modes, and verl's trainers with our parts beside them, with verl's v1 line, where one is looked up.
+"""Registers the modes, and verl's own trainers with parts of this package beside them, as v1 trainers of verl.
 
-The configuration group ``recipe`` sets `VARIABLE` for the processes of its run. Contract: what is installed there is a
-hook, which costs no import of verl's trainers; it runs when `verl.trainer.ppo.v1` is imported, as verl's task runner
+The configuration group ``recipe`` sets `VARIABLE` for the processes of its run. Contract: `install` only sets a hook,
+which imports none of verl's trainers. The hook runs when `verl.trainer.ppo.v1` is imported, which verl's task runner
 does. Shown by tests/integration/test_flags.py and tests/e2e/test_flags.py.
 """
 
@@ -18,7 +18,7 @@ V1 = "verl.trainer.ppo.v1"
 
 
 def install() -> None:
-    """Have the modes registered once verl's v1 trainers are imported."""
+    """Have the trainers registered when verl's v1 trainers are imported."""
     register_post_import_hook(_register, V1)
 
 

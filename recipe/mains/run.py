@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the main of every mode does: it composes a run of the engine and of what else this package has."""
+"""The main of every mode: composes a run of the engine and of what this package has beside it."""
 
 from omegaconf import DictConfig
 
 from recipe.async_engine.run import driver
-from recipe.mains.parts import PARTS
+from recipe.async_engine.run.parts import Parts
+from recipe.laptop import local
+from recipe.mains.plan_only import JUDGES
+from recipe.report.account import settled
+
+PARTS = Parts(laptop=local, judges=JUDGES, account=settled)
 
 
 def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> None:
-    """Run ``config``; see `recipe.async_engine.run.driver.main`."""
+    """Run ``config``, as described at `recipe.async_engine.run.driver.main`."""
     driver.main(config, mode, PARTS, trainer_class)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modes as v1 trainers of stock verl: verl's task runner constructs one, initializes it and has it fit.
+"""The modes as v1 trainers of stock verl, which verl's task runner constructs, initializes and calls `fit` of.
 
 Contract: verl's `TaskRunnerV1` drives a `FlaggedTrainer` as it drives its own trainers. The run is then this package's,
 in the task runner's process: its trainer, its record (``metrics.jsonl``, ``summary.json``), its errors. A configuration
-that cannot run has been refused in the main's process already (`before_run`), and is here, where Ray and the task
-runner are up, if the main was another. Ctrl-C ends the run as it ends verl's own: at once.
+that cannot run has usually been refused in the main's process (`before_run`); if the main was a user's own, it is
+refused here, when Ray and the task runner are up. Ctrl-C ends the run at once, as it ends verl's own.
 
 Shown by tests/e2e/test_flags.py.
 """
@@ -27,36 +27,36 @@ from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.rehearsing import only_rehearse
 from recipe.async_engine.run.runner import TaskRunner
 from recipe.async_engine.shadowing import check_not_shadowed
-from recipe.mains.arguments import PREFIX, FlagError, take_arguments
-from recipe.mains.judges import JUDGES
+from recipe.mains.arguments import PREFIX, refused, take_arguments
+from recipe.mains.plan_only import JUDGES
 
 
 class NoAgentLoops:
-    """Takes the place of verl's agent-loop manager, which the task runner makes; the modes have their own."""
+    """Stands in for verl's agent-loop manager, which the task runner makes; the modes have their own."""
 
     @classmethod
     def create(cls, **settings: Any) -> NoAgentLoops:
-        """Make none.
+        """Return an object without agent loops.
 
         Raises:
-            FlagError: a trainer of verl's own asks for agent loops, so that the flag's mode does not run.
+            ConfigError: one of verl's own trainers asks for agent loops, so the flag's mode does not run.
         """
         if settings.get("llm_client") is not None:
-            raise FlagError(
-                "+recipe has chosen a mode, and this main runs a trainer of verl's own: it needs verl's TaskRunnerV1"
-                " (trainer.use_v1=true, and no other trainer.v1.trainer_mode)"
+            advice = (
+                "+recipe has chosen a mode, and this main runs one of verl's own trainers: set trainer.use_v1=true."
             )
+            raise refused("trainer.v1.trainer_mode", "as configured", "what +recipe has chosen", advice)
         return cls()
 
 
 class FlaggedTrainer(PPOTrainer):
-    """See the module's contract."""
+    """Runs a mode in the place of one of verl's v1 trainers."""
 
-    name: ClassVar[str]  # what ``trainer.v1.trainer_mode`` is
+    name: ClassVar[str]  # the value of ``trainer.v1.trainer_mode``
     mode: ClassVar[str]
 
     def __init__(self, config: DictConfig) -> None:
-        # Nothing of verl's trainer is used, so it is not initialized: that builds its replay buffer.
+        # verl's own constructor is not called, since it would build a replay buffer that nothing uses.
         self.config = config
         check_not_shadowed()
         take_arguments(config, self.mode)
@@ -71,12 +71,12 @@ class FlaggedTrainer(PPOTrainer):
         """The run's processes start in `fit`."""
 
     def _nothing(self) -> None:
-        """What verl's loop asks for is the modes' own affair, and its loop does not run here."""
+        """Do nothing: verl's own loop, which would call this, does not run."""
 
     get_llm_client = get_teacher_client = get_reward_handles = on_sample_end = on_step_end = _nothing
 
     def fit(self, agent_loop_manager: NoAgentLoops) -> None:
-        """Run to the end; raises RunFailed if that is an error."""
+        """Run to the end; raise `RunFailed` if the run ends with an error."""
         from recipe.async_engine.run.driver import RunFailed, take_in
         from recipe.report.account import settled
 
@@ -101,7 +101,7 @@ class FlaggedTrainer(PPOTrainer):
 
 
 def flagged(mode: str) -> type[FlaggedTrainer]:
-    """The trainer that verl's registry takes for a mode."""
+    """Return the trainer class that is registered with verl for a mode."""
     return type(f"Flagged_{mode}", (FlaggedTrainer,), {"name": PREFIX + mode, "mode": mode})
 
 

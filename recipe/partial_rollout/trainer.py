@@ -58,9 +58,9 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         self.publisher.begin_generation()
         self.running.open_turn()
         groups = self.running.take_batch(self.timeouts.batch_wait)
-        held = self.running.end_turn(self.timeouts.drain)
+        held = self.running.end_turn(self.timeouts.trajectory)
         seconds = self.publisher.pause()
-        workers = held.result(self.timeouts.drain)
+        workers = held.result(self.timeouts.trajectory)
         account = self.running.tokens + workers
         self.metrics.update(
             {

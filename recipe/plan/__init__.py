@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning a run before it starts. Pure Python: imports no Ray, torch, vLLM or verl."""
+"""Plans a run before it starts, without importing Ray, torch, vLLM or verl."""

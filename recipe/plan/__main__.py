@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.plan RUN --accelerators 64`` says how to split them; see docs/plan.md."""
+"""``python -m recipe.plan RUN --accelerators 64`` says how to split accelerators (docs/plan.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from pydantic_core import from_json
 from recipe.async_engine.record.event_file import files
 from recipe.async_engine.record.schema import BadFile
 from recipe.plan.advise import PER_NODE, Advice, advise, most_staleness
-from recipe.plan.device import PROFILES, DeviceTimes, shape_of
+from recipe.plan.device import PROFILES, DeviceTimes
+from recipe.plan.memory.shape import shape_of
 from recipe.plan.simulation import Scenario
 from recipe.plan.times import CannotPlan, Times, estimated, fitted, group_size, scorers, steps_trained
 from recipe.report.run import Run, about, lacking
@@ -28,7 +29,7 @@ WIDEST = 10.0
 
 
 def of_run(run: Run, steps: int) -> Scenario:
-    """What the run in the record was."""
+    """Return the scenario of the run in a record."""
     said = run.settings
     replicas = max(1, said["rollout_replicas"])
     return Scenario(
@@ -52,7 +53,7 @@ def of_run(run: Run, steps: int) -> Scenario:
 
 
 def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times]:
-    """A scenario and times for nothing but a model's config, lengths and a device."""
+    """Return a scenario and times for a model's config.json, answers of given lengths and a device."""
     if options.lengths is None:
         raise CannotPlan(f"{folder} has a model's config.json and no record of a run: give --lengths MEDIAN,SIGMA,MOST")
     try:
@@ -80,7 +81,7 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
 
 
 def assumed(scenario: Scenario) -> str:
-    """Overrides for what an estimate takes for granted; a run with a record has its own."""
+    """Return overrides for what an estimate assumes; a run with a record has these settings already."""
     rollout = "actor_rollout_ref.rollout"
     return (
         f" actor_rollout_ref.actor.ppo_mini_batch_size={scenario.batch_groups} {rollout}.n={scenario.answers} "
@@ -100,7 +101,7 @@ def _lengths(text: str) -> tuple[float, float, float]:
 
 
 def table(found: Sequence[Advice]) -> str:
-    """The best ones, for people."""
+    """Return a table of the best candidates."""
     rows = [("trainer", "rollout", "bound", "k", "tokens/s", "over seeds", "staleness", "why not")]
     for advice in found[:SHOWN]:
         row = advice.row(found[0])
@@ -112,7 +113,7 @@ def table(found: Sequence[Advice]) -> str:
 
 
 def picture(found: Sequence[Advice], file: Path) -> None:
-    """Throughput over the split, a line a bound, as a page."""
+    """Write a page with throughput over the trainer's accelerators, a line for each staleness bound."""
     from bokeh.embed import file_html
     from bokeh.palettes import Category10
     from bokeh.plotting import figure
@@ -132,7 +133,7 @@ def picture(found: Sequence[Advice], file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 2 for what cannot be planned, with the reason on standard error."""
+    """Return the exit status: 2 if a plan cannot be made, with the reason on standard error."""
     parser = argparse.ArgumentParser(prog="python -m recipe.plan", description="Says how to split accelerators.")
     parser.add_argument("run", type=Path, help="a run's folder with its record, or one with a model's config.json")
     parser.add_argument("--accelerators", type=int, required=True)
@@ -167,6 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
+    """Return the candidates, the best first, and whether they are only an estimate."""
     most_staleness(options.goal)
     for name, least in (("seeds", 1), ("steps", 6), ("batch", 1), ("replica_size", 1), ("per_node", 1)):
         if getattr(options, name) < least:

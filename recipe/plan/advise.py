@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which split of accelerators and which bound suit a run best, by simulating the candidates.
+"""Finds the split of accelerators and the staleness bound that suit a run best, by simulating the candidates.
 
-Contract: each candidate is simulated with every seed, over the same lengths and times; candidates are ordered by the
-median of what the goal asks for. Why one is worse is the class of its account that takes the largest share more of
-both sides than the best one's. Shown by tests/plan/test_advise.py.
+Contract: each candidate is simulated with every seed, over the same lengths and times. Candidates are ordered by the
+median of what the goal asks for. The reason why one is worse is the use of time whose share in its account exceeds that
+of the best candidate by most. Shown by tests/plan/test_advise.py.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SKIP = 4
 BOUNDS = (0, 1, 2, 4)
 PER_NODE = 8
 MOST = 16_384
-"""Accelerators; a candidate of as many takes minutes to be simulated."""
+"""The most accelerators that can be asked about; simulating a candidate of that size takes minutes."""
 
 
 def most_staleness(goal: str) -> float | None:
-    """The limit of a goal: ``throughput``, ``cost`` (tokens an accelerator-second) or ``staleness<=N`` (throughput)."""
+    """Return the N of the goal ``staleness<=N``; None for the goals ``throughput`` and ``cost``."""
     if goal in ("throughput", "cost"):
-        return None
+        return None  # The cost is counted as tokens per accelerator-second.
     name, _, number = goal.partition("<=")
     with suppress(ValueError):
         if name == "staleness":
@@ -39,9 +39,16 @@ def most_staleness(goal: str) -> float | None:
 
 @dataclass(frozen=True)
 class Advice:
-    """A candidate and what came of it: medians, and the range over the seeds.
+    """A candidate and its results: medians over the seeds, and the range.
 
-    per_node: accelerators of a node. also: further overrides of the line to paste.
+    Attributes:
+        scenario: the candidate.
+        accelerators: how many it uses in all.
+        tokens_per_s: trained tokens per second, the median; `lowest` and `highest` are the range.
+        staleness: the mean staleness of groups.
+        shares: the share of accelerator time by use.
+        per_node: the accelerators of a node.
+        also: further overrides for the line to paste.
     """
 
     scenario: Scenario
@@ -56,7 +63,7 @@ class Advice:
 
     @property
     def overrides(self) -> str:
-        """The line to paste."""
+        """The overrides to paste into a command line."""
         scenario = self.scenario
         rollout = scenario.replicas * scenario.replica_size
         trainer_part, rollout_part = parts_of_nodes(scenario.trainer_ranks, rollout, self.per_node)
@@ -64,12 +71,12 @@ class Advice:
             f"trainer.n_gpus_per_node={trainer_part} trainer.nnodes={scenario.trainer_ranks // trainer_part} "
             f"rollout.n_gpus_per_node={rollout_part} rollout.nnodes={rollout // rollout_part} "
             f"async_training.max_staleness={scenario.max_staleness} "
-            # Where a configuration sets it, it wins over staleness_threshold.
             f"async_training.staleness_threshold={scenario.pipeline_depth:g} "
             f"async_training.trigger_parameter_sync_step={scenario.batches_per_version}{self.also}"
         )
 
     def row(self, best: Advice) -> dict[str, Any]:
+        """Return the candidate as a row of the table, compared with the best one."""
         return {
             "trainer_accelerators": self.scenario.trainer_ranks,
             "rollout_accelerators": self.scenario.replicas * self.scenario.replica_size,
@@ -83,7 +90,7 @@ class Advice:
         }
 
     def why_worse(self, best: Advice) -> str:
-        """The class that takes the largest share more than in the best."""
+        """Return the use of time whose share exceeds that of the best candidate by most."""
         lost = {name: share - best.shares.get(name, 0.0) for name, share in self.shares.items()}
         waits = {name: more for name, more in lost.items() if KINDS[Class(name)] not in (Kind.USEFUL, Kind.START_UP)}
         name = max(waits, key=lambda name: waits[name], default="")
@@ -91,9 +98,9 @@ class Advice:
 
 
 def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
-    """Splits of the accelerators, about an eighth apart, by bound and by batches a version.
+    """Return splits of the accelerators, about an eighth apart, for each bound and number of batches per version.
 
-    The trainer has a number of ranks among which a batch's trajectories divide; the configuration allows no other.
+    The number of trainer ranks divides the trajectories of a batch, since the configuration allows no other.
     """
     size, rows = base.replica_size, base.batch_groups * base.answers
     if not 1 + size <= accelerators <= MOST:
@@ -107,19 +114,19 @@ def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
         for bound in BOUNDS:
             for batches in sorted({base.batches_per_version, 1}):
                 scenario = replace(base, trainer_ranks=trainer, replicas=replicas, batches_per_version=batches)
-                found.append(replace(scenario, max_staleness=bound, pipeline_depth=float(bound), faults=()))
+                found.append(replace(scenario, max_staleness=bound, pipeline_depth=float(bound)))
     return found
 
 
 def _ranks(rows: int, wanted: int, most: int) -> int:
-    """The largest divisor of ``rows`` that is not above ``wanted`` and ``most``."""
+    """Return the largest divisor of ``rows`` that exceeds neither ``wanted`` nor ``most``."""
     return next(ranks for ranks in range(max(1, min(wanted, most)), 0, -1) if rows % ranks == 0)
 
 
 def parts_of_nodes(trainer: int, rollout: int, per_node: int) -> tuple[int, int]:
-    """Accelerators that trainer and rollout have on each of their nodes, as many as fit beside each other.
+    """Return how many accelerators trainer and rollout have on each of their nodes, as many as fit beside each other.
 
-    The nodes are as few as there may be, with ``per_node`` accelerators each.
+    As few nodes as possible are used, with ``per_node`` accelerators each.
     """
     nodes = -(-(trainer + rollout) // per_node)
     pairs = [(a, b) for a in _divisors(trainer, per_node) for b in _divisors(rollout, per_node)]
@@ -131,7 +138,7 @@ def _divisors(count: int, most: int) -> list[int]:
 
 
 def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: int) -> bool:
-    """Whether so many accelerators in such parts fit on the nodes, the larger parts first."""
+    """Return whether ``counts`` accelerators, in groups of ``parts``, fit on the nodes, larger groups first."""
     (small, small_count), (large, large_count) = sorted(zip(parts, counts, strict=True))
     full, rest = divmod(large_count // large, per_node // large)
     empty = nodes - full - (rest > 0)
@@ -143,7 +150,7 @@ def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: 
 def advise(
     base: Scenario, times: Times, accelerators: int, goal: str, seeds: Iterable[int], per_node: int = PER_NODE
 ) -> list[Advice]:
-    """All candidates, the best first; a node has ``per_node`` accelerators."""
+    """Return all candidates within the goal, the best first; a node has ``per_node`` accelerators."""
     seeds, limit = list(seeds), most_staleness(goal)
     found = [
         _judge(scenario, [Simulation(scenario, times, seed).run() for seed in seeds], per_node)
@@ -158,6 +165,7 @@ def advise(
 
 
 def _judge(scenario: Scenario, results: list[Result], per_node: int) -> Advice:
+    """Summarize the results of a candidate, one for each seed."""
     rates = [result.tokens_per_s(SKIP) for result in results]
     totals = results[0].account.total
     whole = sum(totals.values())

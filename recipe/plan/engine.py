@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A virtual clock, and a rollout engine on it: continuous batching in whole decode steps.
+"""A virtual clock, and a simulated rollout engine: continuous batching in whole decode steps.
 
-Contract. Time never goes backwards; what is due at the same moment happens in the order in which it was asked for, so
-the same calls give the same run. A process is a generator that yields seconds to wait for, or a condition; conditions
-are looked at when :meth:`Clock.changed` is called.
+Contract of the clock: time never goes backwards. Actions that are due at the same moment happen in the order in which
+they were asked for, so the same calls give the same run. A process is a generator that yields seconds to wait for, or a
+condition; conditions are tested when `Clock.changed` is called.
 
-A request joins at the next boundary between steps if a place is free, and waits otherwise, the oldest group first; each
-step gives every request in a place one token, and the step that it joins at reads its context besides. A step reads for
-`READ_STEPS` at most, or one request; the others join at the next. Between two changes the sum of the steps' times is
-taken at once, so a token costs nothing; the time of a step grows linearly with context there. An engine that is paused
-ends the step under way first: its requests have that token. What its places do is told to the `EngineActivity` of real
-engines. Shown by tests/plan/test_simulation.py.
+Contract of the engine: a request joins at the next boundary between steps if a place is free; otherwise it waits, the
+oldest group first. Each step gives every request in a place one token, and the step at which a request joins also reads
+its context. A step reads one request at least, and no longer than `READ_STEPS` decode steps take; other requests join
+at the next step. Between two changes all steps are computed at once, so a token costs no computation; the time of a
+step grows linearly with the context. An engine that is paused finishes the step under way, so that its requests have
+that token. The engine tells the same `EngineActivity` as real engines what its places do. Shown by
+tests/plan/test_simulation.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Process = Generator[float | Callable[[], bool], None, None]
 
 
 class Clock:
-    """See the module's contract; ``now`` is in seconds."""
+    """The virtual clock; ``now`` is in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,11 +41,11 @@ class Clock:
         return self.now
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do this so many seconds from now."""
+        """Have the action done so many seconds from now."""
         heapq.heappush(self._due, (self.now + max(0.0, seconds), next(self._numbers), action))
 
     def start(self, process: Process) -> None:
-        """Let a process run to its next wait."""
+        """Run a process to its next wait."""
         for wanted in process:
             if not callable(wanted):
                 self.after(wanted, lambda: self.start(process))
@@ -54,14 +55,14 @@ class Clock:
                 return
 
     def changed(self) -> None:
-        """Let those go on whose condition holds now."""
+        """Continue the processes whose conditions hold now."""
         for waiting in [waiting for waiting in self._waiting if waiting[0]()]:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
                 self.after(0.0, lambda process=waiting[1]: self.start(process))  # type: ignore[misc]
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Let everything happen until ``over``, or until nothing is due."""
+        """Let time pass until ``over`` returns true, or until nothing is due."""
         while self._due and not over():
             self.now, _, action = heapq.heappop(self._due)
             action()
@@ -69,7 +70,7 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """An answer at an engine: ``length`` tokens in all, of which it has ``tokens``; versions as (version, tokens)."""
+    """An answer at an engine, with ``tokens`` of its ``length`` tokens; ``versions`` has pairs (version, tokens)."""
 
     name: str
     group: int
@@ -83,16 +84,17 @@ class Request:
 
 
 READ_STEPS = 4
-"""An engine that is full has read for at most so many decode steps within one, as with chunked prefill; a judgement."""
+"""A full engine reads for at most as long as so many decode steps take, as with chunked prefill; an assumption."""
 
 
 class Engine:
-    """See the module's contract.
+    """A simulated rollout engine, which keeps the module's contract.
 
     Args:
-        places: requests that it generates at once.
-        step_s: seconds of a decode step, by requests and tokens of context.
-        read_s: seconds that reading so many tokens adds to a step.
+        clock: the virtual clock.
+        places: how many requests it generates at once.
+        step_s: returns the seconds of a decode step, by requests and tokens of context.
+        read_s: returns the seconds that reading so many tokens adds to a step.
         ended: called with a request that has its last token.
     """
 
@@ -112,7 +114,7 @@ class Engine:
         self._waiting: list[tuple[int, int, Request]] = []
         self._ends: list[tuple[int, str]] = []
         self._new: list[Request] = []
-        # Not at the engine yet, since it was closed when they came.
+        # Requests that came while the engine was closed, and do not count as being at it yet.
         self._parked: dict[str, None] = {}
         self._steps = self._context = self._planned = self._number = self._arrived = 0
         self._began = self._first = self._step = self._slope = 0.0
@@ -124,13 +126,13 @@ class Engine:
 
     @property
     def rest_s(self) -> float:
-        """Until the step under way ends; a pause is not over before."""
+        """Seconds until the step under way ends; a pause lasts at least as long."""
         if self.closed or not self.running:
             return 0.0
         return max(0.0, self._began + self._seconds(self._begun_steps()) - self._clock.now)
 
     def submit(self, request: Request) -> None:
-        """Take a request; while the engine is closed it waits."""
+        """Take a request, which waits while the engine is closed."""
         self._arrived += 1
         heapq.heappush(self._waiting, (request.group, self._arrived, request))
         self.activity.expect(request.name, request.work)
@@ -142,27 +144,23 @@ class Engine:
             self._stop_after(self._whole_steps() + 1 if self.running else 0)
 
     def cut(self) -> list[Request]:
-        """Pause, and give back every request that has not ended."""
+        """Pause, and return every request that has not ended."""
         self.hold()
         return self._give_back()
 
-    def die(self) -> list[Request]:
-        """Close for good, and give back every request; the step under way is lost."""
-        self._count(self._whole_steps())
-        self._close(Class.DOWN)
-        return self._give_back()
-
     def hold(self) -> list[Request]:
-        """Pause with its requests kept in their places; returns those."""
+        """Pause with the requests kept in their places, and return them."""
         self._count(self._begun_steps())
         ended = self._take_ended()
-        self._close(Class.WAIT_WEIGHTS)
+        self.closed = True
+        self._number += 1
+        self.activity.close(Class.WAIT_WEIGHTS)
         for request in ended:
             self._ended(request)
         return list(self.running.values())
 
     def reopen(self, again: bool = False) -> None:
-        """Serve again; ``again``: what is kept is read again first."""
+        """Serve again; with ``again``, the requests that were kept are read again first."""
         self.closed = False
         self.activity.open()
         for name in self._parked:
@@ -174,18 +172,13 @@ class Engine:
         self._plan()
 
     def close(self, why: Class) -> None:
-        """Serve nothing for this reason."""
+        """Record why the engine serves nothing."""
         self.activity.close(why)
 
     def tokens_of(self, request: Request) -> int:
-        """Those that it has now."""
+        """Return how many tokens a request has now."""
         at_engine = request.name in self.running
         return request.tokens + (self._steps + self._whole_steps() - request.entered if at_engine else 0)
-
-    def _close(self, why: Class) -> None:
-        self.closed = True
-        self._number += 1
-        self.activity.close(why)
 
     def _give_back(self) -> list[Request]:
         waiting = [request for *_, request in sorted(self._waiting)]
@@ -203,7 +196,7 @@ class Engine:
         return found
 
     def _whole_steps(self) -> int:
-        """Of the stretch under way, those that are over now."""
+        """Return how many steps of the stretch under way are over."""
         if self.closed or not self.running or self._step <= 0:
             return 0
         spent = self._clock.now - self._began - self._first + self._step + 1e-9
@@ -215,14 +208,14 @@ class Engine:
         return min(self._planned, int((math.sqrt(half * half + 2 * self._slope * spent) - half) / self._slope))
 
     def _begun_steps(self) -> int:
-        """Those and the one under way."""
+        """Return how many steps of the stretch under way have begun."""
         return min(self._planned, self._whole_steps() + 1) if self.running and not self.closed else 0
 
     def _seconds(self, steps: int) -> float:
         return self._first + self._step * (steps - 1) + self._slope * steps * (steps - 1) / 2 if steps else 0.0
 
     def _stop_after(self, steps: int) -> None:
-        """End the stretch under way after so many steps."""
+        """Have the stretch under way end after so many steps."""
         if self.running and steps >= self._planned:
             return
         self._planned = steps
@@ -250,7 +243,7 @@ class Engine:
         return ended
 
     def _count(self, steps: int) -> None:
-        """So many steps of the stretch are over."""
+        """Count so many steps of the stretch under way as over."""
         self._steps += steps
         self._context += steps * len(self.running)
         if steps:
@@ -268,7 +261,7 @@ class Engine:
         self._context -= request.prompt + request.tokens
 
     def _plan(self) -> None:
-        """Admit what has a place, as much as is read in one step, and begin the next stretch."""
+        """Admit as many waiting requests as have places and can be read in one step, and begin the next stretch."""
         left = READ_STEPS * self._step_s(self._places, self._context) if self._waiting else 0.0
         while self._waiting and len(self.running) < self._places and left > 0:
             *_, request = heapq.heappop(self._waiting)

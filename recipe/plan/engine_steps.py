@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of an engine's steps, fitted from what its places did and the tokens that they sampled meanwhile.
+"""Fits the time of an engine's steps to what its places did and the tokens that they sampled meanwhile.
 
-Contract: a step takes ``base_s``, and more for each request in a place, for each token that these have so far and for
-each token that is read for those which join at it, or where prompts' lengths are not known for each that joins. No part
-is negative, and one that explains no more than chance would is none. A stretch of the record knows its tokens and how
-many requests were in places, so how many steps it had. What they have is told by the answers: each had its last token
-at its end, and one fewer a step before. Where a stretch had validation or retries it is left out: their first tokens
-are not told apart.
-Shown by tests/plan/test_engine_steps.py.
+Contract: a step takes ``base_s``, and more for each request in a place, for each token that these requests have, and
+for each token that is read for requests that join at the step. If the lengths of prompts are not known, that part is
+for each request that joins. No part is negative, and a part that explains no more than chance would is 0. A stretch of
+the record has its tokens and the number of requests in places, which give the number of its steps. The answers tell how
+many tokens the requests had: each had its last token at its end, and one fewer a step before. Stretches with validation
+or retries are left out, since the record does not tell their first tokens from others. Shown by
+tests/plan/test_engine_steps.py.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _USED = (*_FIRST, Class.DECODING)
 _KNOWN = (*_USED, Class.IDLE_PLACES)
 
 VARIES = 0.25
-"""By so much of its mean, or nothing is told of a part."""
-_SMALLEST = 1e-300  # an error of nothing has no logarithm
+"""How much of its mean a quantity has to vary by, so that its cost can be told."""
+_SMALLEST = 1e-300  # An error of 0 would have no logarithm.
 
 
 @dataclass(frozen=True)
 class EngineSteps:
-    """See the module's contract; in seconds."""
+    """The parts of a step's time, in seconds."""
 
     base_s: float
     request_s: float
@@ -42,7 +42,7 @@ class EngineSteps:
     join_s: float = 0.0
 
     def read_s(self, tokens: int) -> float:
-        """Of a request that joins with so many tokens."""
+        """Return what a request that joins with so many tokens adds to a step."""
         return self.join_s + self.read_token_s * tokens
 
     def step_s(self, batch: int, context: int) -> float:
@@ -52,10 +52,14 @@ class EngineSteps:
 def fit_steps(
     events: Iterable[Event], answers: Sequence[tuple[int, float]], places: float, replicas: int, prompt: float = 0.0
 ) -> EngineSteps | None:
-    """Least squares over all stretches of all engines; None if no stretch can be used.
+    """Fit by least squares over all stretches of all engines; return None if no stretch can be used.
 
-    answers: (tokens, when it ended). places: of one engine. replicas: engines that share the answers evenly. prompt:
-    tokens of a prompt; 0 if not known.
+    Args:
+        events: the record's events.
+        answers: for each answer its tokens and when it ended.
+        places: the places of one engine.
+        replicas: the engines, which share the answers evenly.
+        prompt: the tokens of a prompt; 0 if not known.
     """
     stretches: defaultdict[tuple[str, float, float], list[Event]] = defaultdict(list)
     for event in events:
@@ -67,7 +71,7 @@ def fit_steps(
         batch = places * sum(part.share for part in parts if part.what in _USED)
         if tokens and batch > 0 and all(part.what in _KNOWN for part in parts):
             new, again = (sum(part.tokens or 0 for part in parts if part.what == what) for what in _FIRST)
-            # A request that finds a free place is in it before the next step begins, half a step on average.
+            # A request that finds a free place waits in it for the next step, half a step on average.
             finds = new + again if any(part.what == Class.IDLE_PLACES for part in parts) else 0
             steps = (tokens + finds / 2) / batch
             rows.append((batch, (new + again) / steps, again / steps, (end - start) / steps, steps))
@@ -76,7 +80,7 @@ def fit_steps(
         return None
     batches, joined, again, took, weight = np.array(rows).T
     answered = np.array([*_contexts(answers, middles, np.average(took, weights=weight))]) / replicas
-    # Those that come again have as many tokens as the others.
+    # Requests that come again have as many tokens as the others, on average.
     read = prompt * joined + again * answered / batches if prompt else joined
     table = np.column_stack((np.ones(len(took)), batches, answered + prompt * batches, read))
     known = [column for column in (1, 2, 3) if _varies(table[:, column], weight)]
@@ -89,7 +93,7 @@ def fit_steps(
 
 
 def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], step_s: float) -> Iterator[float]:
-    """Tokens that the answers under way have in all, at each of these moments, if a token takes so long."""
+    """Yield, for each moment, the tokens that all answers under way have, if a token takes ``step_s``."""
     tokens, ended = (np.array(column, float) for column in zip(*answers, strict=True))
     for moment in moments:
         had = tokens - (ended - moment) / step_s
@@ -97,7 +101,7 @@ def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], st
 
 
 def _varies(values: np.ndarray, weight: np.ndarray) -> bool:
-    """Whether there is enough of it, and not always as much, to tell what it costs."""
+    """Return whether a quantity varies enough to tell what it costs."""
     mean = np.average(values, weights=weight)
     return bool(mean > 0 and math.sqrt(np.average((values - mean) ** 2, weights=weight)) > VARIES * mean)
 
@@ -105,7 +109,7 @@ def _varies(values: np.ndarray, weight: np.ndarray) -> bool:
 def _least_squares(
     table: np.ndarray, took: np.ndarray, weight: np.ndarray, columns: list[int]
 ) -> tuple[float, list[float]]:
-    """(criterion, parts) of a fit with these parts alone; the time of a stretch is known to a step."""
+    """Fit only the parts of these columns; return the fit's criterion and the parts."""
     parts = np.zeros(table.shape[1])
     parts[columns] = np.linalg.lstsq(table[:, columns] * weight[:, None], took * weight, rcond=None)[0]
     error = float((((table @ parts - took) * weight) ** 2).mean())

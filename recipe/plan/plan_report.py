@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's plan as plain text: processes, placement, batches, memory of each device and of the hosts."""
+"""Writes a run's plan as text: processes, placement, batches, memory of each device and of the hosts."""
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
 
-from recipe.async_engine.config.log_prob_servers import LogProbServers
 from recipe.async_engine.config.plan import (
     batch_size,
     places_per_replica,
@@ -17,9 +16,9 @@ from recipe.async_engine.config.plan import (
     staleness_bound,
     trainer_ranks,
 )
-from recipe.async_engine.config.problems import ConfigError, Problem
-from recipe.async_engine.config.rules import rewards
+from recipe.async_engine.config.problems import ConfigError
 from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.rules.servers import reward_accelerators
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.validation import Findings
 from recipe.plan.memory import estimate as memory
@@ -30,10 +29,12 @@ WIDTH = 34
 
 
 def report(title: str, found: Findings, of_verl: bool) -> str:
-    """The whole plan.
+    """Return the whole plan.
 
     Args:
-        of_verl: whether stock verl's trainer runs, whose batches are its own affair.
+        title: what the plan is of.
+        found: what was found out about the configuration.
+        of_verl: whether one of verl's own trainers runs, which forms its batches itself.
     """
     context = found.context
     sections = {
@@ -46,14 +47,10 @@ def report(title: str, found: Findings, of_verl: bool) -> str:
     lines = [f"plan of {title}; nothing is started"]
     for name, rows in sections.items():
         lines += ["", name, *(f"  {row}" for row in rows)]
-    for name, texts in (("warnings", found.warnings), ("problems", _problems(found.problems))):
+    for name, texts in (("warnings", found.warnings), ("problems", found.problems)):
         if texts:
             lines += ["", name, *(f"  - {text}" for text in texts)]
     return "\n".join(lines) + "\n"
-
-
-def _problems(problems: Sequence[Problem]) -> list[str]:
-    return [str(problem) for problem in problems]
 
 
 def _row(name: str, value: object, why: str = "") -> str:
@@ -87,19 +84,20 @@ def _scorers(context: RuleContext) -> str:
 
 
 def _accelerators(context: RuleContext) -> Iterator[str]:
-    """Which part takes how many, as one placement group each, in the order of their settings."""
+    """Yield how many accelerators each part takes."""
     settings, servers = context.settings, context.settings.servers
-    ranks, reward = trainer_ranks(context.config), rewards.accelerators(context)
-    total, kind = ranks, "training and generation in turns" if _is_shared(context) else "training"
-    yield _row(kind, ranks, _nodes(context, "trainer"))
-    if not _is_shared(context):
+    ranks, reward = trainer_ranks(context.config), reward_accelerators(context)
+    shared, total = settings.async_training.placement == SHARED, ranks
+    of_trainer = _nodes(context.get("trainer.nnodes"), context.get("trainer.n_gpus_per_node"))
+    yield _row("training and generation in turns" if shared else "training", ranks, of_trainer)
+    if not shared:
         rollout = settings.rollout
-        total += rollout.nnodes * rollout.n_gpus_per_node
-        where = f"{rollout.nnodes} x {rollout.n_gpus_per_node} (nodes x accelerators of a node)"
-        yield _row("generation", rollout.nnodes * rollout.n_gpus_per_node, where)
+        generation = rollout.nnodes * rollout.n_gpus_per_node
+        total += generation
+        yield _row("generation", generation, _nodes(rollout.nnodes, rollout.n_gpus_per_node))
     if servers.enabled:
         total += servers.accelerators
-        yield _row("log-probs", servers.accelerators, _of_servers(servers))
+        yield _row("log-probs", servers.accelerators, _nodes(servers.nnodes, servers.n_gpus_per_node))
     if reward:
         total += reward
         yield _row("reward model", reward)
@@ -107,17 +105,8 @@ def _accelerators(context: RuleContext) -> Iterator[str]:
     yield _row("in all", total, "" if there is None else f"{there} are there")
 
 
-def _of_servers(servers: LogProbServers) -> str:
-    return f"{servers.nnodes} x {servers.n_gpus_per_node} (nodes x accelerators of a node)"
-
-
-def _nodes(context: RuleContext, section: str) -> str:
-    nodes, each = context.get(f"{section}.nnodes"), context.get(f"{section}.n_gpus_per_node")
+def _nodes(nodes: object, each: object) -> str:
     return f"{nodes} x {each} (nodes x accelerators of a node)"
-
-
-def _is_shared(context: RuleContext) -> bool:
-    return context.settings.async_training.placement == SHARED
 
 
 def _batches(found: Findings) -> Iterator[str]:
@@ -140,7 +129,7 @@ def _batches(found: Findings) -> Iterator[str]:
     yield _row("versions of an answer", bound, "it may take to generate; training waits for one that takes more")
     at_once = replicas * places_per_replica(config, training)
     if bound and not training.whole_batches:
-        # In a version places are filled with its samples, one after the other.
+        # The places of the engines are filled with a version's samples, one after the other.
         times, longest = bound * version * answers / at_once, context.get("data.max_response_length")
         mean = f"{longest} tokens where the mean is {math.ceil(int(longest or 0) / times)}"
         yield _row("longest answer in these", f"{times:.1f}", f"times the mean one's, with all places taken: {mean}")

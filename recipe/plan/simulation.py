@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on a virtual clock: the real ledger, gate and prompt manager, with models of engines, trainer and rewards.
+"""Simulates a run on a virtual clock: the real ledger, gate and prompt manager, with models of everything else.
 
-Contract: what may start, generate next or be trained is decided by the run's own state machines
-(`recipe.async_engine.core`), so a bound holds here as it does there and :class:`Result` has their counts. Engines tell
-the same `EngineActivity`, trainer and scheduler the same `Lane`, and the account is closed over these events. The same
-scenario and seed give the same result. Not modelled: filtered groups, retries of failed attempts, validation,
-tools. Shown by tests/plan/test_simulation.py.
+Contract: the run's own state machines (`recipe.async_engine.core`) decide what may start, what generates next and what
+is trained. So the staleness bound holds as in a real run, and `Result` has their counts. Engines, trainer and scheduler
+report the same events as in a real run, and the account is made of these. The same scenario and seed give the same
+result. Engines, trainer and rewards are models. Filtered groups, failures, validation and tools are not simulated.
+Shown by tests/plan/test_simulation.py.
 """
 
 from __future__ import annotations
@@ -33,21 +33,16 @@ Decided = TypeVar("Decided")
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A replica dies at ``at`` and another one takes its place ``down_s`` seconds later."""
-
-    at: float
-    replica: int
-    down_s: float
-
-
-@dataclass(frozen=True)
 class Scenario:
     """A run to be simulated, in the words of `RunPlan`.
 
-    slots, places: trajectories under way, and those that generate at once, of one replica. shared: both sides take
-    turns on the same accelerators. at_swap: drain, interrupt or keep. beside: training goes on while a version is on
-    its way. reward_processes: that compute rewards, 0 for any number of them at once.
+    Attributes:
+        slots: the trajectories of one replica that are under way.
+        places: how many of these it generates at once.
+        shared: whether training and generation take turns on the same accelerators.
+        at_swap: drain, interrupt or keep.
+        beside: whether training continues while a version is on its way.
+        reward_processes: how many compute rewards; 0 for as many as are needed.
     """
 
     batch_groups: int
@@ -66,15 +61,20 @@ class Scenario:
     trainer_ranks: int = 1
     replica_size: int = 1
     reward_processes: int = 0
-    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True)
 class Result:
     """What a run would report.
 
-    ended: when each step ended, in virtual seconds. staleness: mean over groups, by their oldest token. token_ages:
-    trained tokens by age in versions. decisions_s: CPU seconds that the core took to decide.
+    Attributes:
+        ended: when each step ended, in virtual seconds.
+        tokens: the trained tokens of each step.
+        staleness: the mean over groups, by their oldest tokens.
+        staleness_max: the largest staleness of a group.
+        token_ages: the trained tokens by age in versions.
+        account: the use of each accelerator's time.
+        decisions_s: the CPU seconds that the core took for its decisions.
     """
 
     ended: list[float]
@@ -87,7 +87,7 @@ class Result:
     trained_groups: int
 
     def step_s(self, skip: int) -> float:
-        """Mean over the steps after the first ``skip``."""
+        """Return the mean seconds of the steps after the first ``skip``."""
         return (self.ended[-1] - self.ended[skip - 1]) / (len(self.ended) - skip)
 
     def tokens_per_s(self, skip: int) -> float:
@@ -96,7 +96,7 @@ class Result:
 
 @dataclass
 class _Group:
-    """Of a live group: answers that are not there yet, and the tokens by version of those that are."""
+    """A live group: how many answers are missing, and the tokens of the others by version."""
 
     left: int
     lengths: list[int]
@@ -106,17 +106,20 @@ class _Group:
 
 
 class Simulation:
-    """See the module's contract.
+    """A simulated run, which keeps the module's contract.
 
-    seed: of what is drawn. Without one, groups have the lengths of the record's in their order, as in a run of the same
-    data and seed; what is drawn besides is drawn with seed 0.
+    Args:
+        scenario: the run.
+        times: how long its parts take.
+        seed: the seed of random choices. If None, groups have the lengths of the record's groups, in their order, as
+            in a run of the same data and seed; all other choices are made with seed 0.
     """
 
     def __init__(self, scenario: Scenario, times: Times, seed: int | None = 0) -> None:
         self.scenario, self.times = scenario, times
         self._replays = seed is None
         self.clock = Clock()
-        # Apart, so that a group has the same lengths whatever happened before it.
+        # Lengths have a generator of their own, so that a group has the same lengths whatever happened before.
         self._random, self._lengths = random.Random(seed or 0), random.Random(seed or 0)
         gate = GateSettings(
             scenario.batch_groups, scenario.batches_per_version, scenario.max_staleness, scenario.pipeline_depth
@@ -137,7 +140,6 @@ class Simulation:
             Engine(self.clock, scenario.places, times.step_s, read, self._sampled) for _ in range(scenario.replicas)
         ]
         self._loads = [(0, number) for number in range(scenario.replicas)]
-        self._down: set[int] = set()
         self._groups: dict[int, _Group] = {}
         self._at: dict[str, int] = {}
         self._held: dict[tuple[int, int], Request] = {}
@@ -151,7 +153,7 @@ class Simulation:
         self._books = {"sampled": 0, "trained": 0}
 
     def run(self) -> Result:
-        """Simulate it to its end; raises `CannotPlan` where it has none, since it never has a batch."""
+        """Simulate the run to its end; raise `CannotPlan` if it stands still, since it never has a batch."""
         self.begin()
         self.clock.run(lambda: self._over)
         if not self._over:
@@ -163,16 +165,14 @@ class Simulation:
         return self._result()
 
     def begin(self) -> None:
-        """Have everything begin; nothing happens before ``clock`` runs."""
-        for fault in self.scenario.faults:
-            self.clock.after(fault.at, lambda fault=fault: self._die(fault))  # type: ignore[misc]
+        """Schedule the beginning of the run; nothing happens before ``clock`` runs."""
         self._timeline.restart()
         if not self.scenario.shared:
             self.manager.open_turn()
             self._issue()
         self.clock.start(self._train())
 
-    # The trainer: the order of `AsyncPPOTrainer`'s steps.
+    # The trainer, in the order of `AsyncPPOTrainer`'s steps.
 
     def _train(self) -> Process:
         scenario, times = self.scenario, self.times
@@ -220,7 +220,7 @@ class Simulation:
         self._books["trained"] += sum(lengths)
         self._issue()
 
-    # A version on its way: the order of `_bring`.
+    # A version on its way, in the order of the real publication.
 
     def _bring(self) -> Process:
         scenario, times = self.scenario, self.times
@@ -228,14 +228,12 @@ class Simulation:
         if scenario.at_swap == "drain" and not scenario.shared:
             if not scenario.whole_batches:
                 self.manager.drain()
-            yield lambda: not self.manager.running and not (scenario.whole_batches and self._fills())
+            yield lambda: not self.manager.running and not (scenario.whole_batches and self._may_start())
             self.manager.drain()
             self._why()
         rest = max(engine.rest_s for engine in self.engines)
         cut: list[Request] = []
-        for number, engine in enumerate(self.engines):
-            if number in self._down or scenario.shared:
-                continue
+        for engine in () if scenario.shared else self.engines:
             found = engine.hold() if scenario.at_swap == "keep" else engine.cut()
             for request in found:
                 self._label(engine, request)
@@ -243,7 +241,7 @@ class Simulation:
                 cut += found
         yield rest
         for request in cut:
-            # They are back at their servers as soon as they are, and wait there.
+            # Requests that were cut return to the servers at once, and wait there.
             request.work = Work.AGAIN if request.tokens else request.work
             self._through_agents(request)
         yield max(0.0, times.swap_s - rest)
@@ -255,22 +253,22 @@ class Simulation:
         self._publishing = False
         self._issue()
 
-    def _fills(self) -> bool:
+    def _may_start(self) -> bool:
         return self.manager.anything_waits() or self.ledger.can_issue()
 
     def _label(self, engine: Engine, request: Request) -> None:
-        """What it has so far is of the version that generates until now."""
+        """Note that the request's newest tokens were sampled by the version that has generated until now."""
         known = sum(tokens for _, tokens in request.versions)
         if (more := engine.tokens_of(request) - known) > 0:
             request.versions.append((self.ledger.announced, more))
 
     def _open_engines(self) -> None:
-        for number, engine in enumerate(self.engines):
-            if number not in self._down and engine.closed:
+        for engine in self.engines:
+            if engine.closed:
                 engine.reopen(again=True)
 
     def _end_turn(self) -> float:
-        """Returns how long the step under way takes to its end."""
+        """End the generation turn, and return the seconds until the engines' steps under way end."""
         rest = max(engine.rest_s for engine in self.engines)
         for engine in self.engines:
             for request in engine.cut():
@@ -298,7 +296,7 @@ class Simulation:
         group = self.manager.issue(PromptRef(number, 0, str(number)))
         groups = self.times.groups
         lengths = groups[(number - 1) % len(groups)] if self._replays else self.times.lengths(self._lengths)
-        # A group of another size takes answers of the lengths that this one has.
+        # If the record's groups have another size, their lengths are repeated.
         of_answers = [lengths[n % len(lengths)] for n in range(self.scenario.answers)]
         self._groups[group.id] = _Group(self.scenario.answers, of_answers)
         return True
@@ -311,14 +309,14 @@ class Simulation:
         self._through_agents(request)
 
     def _go_on(self) -> None:
-        """What the last turn interrupted goes on, the oldest group first."""
+        """Continue what the last turn interrupted, the oldest group first."""
         for key in sorted(self._held):
             request = self._held.pop(key)
             request.work = Work.AGAIN if request.tokens else request.work
             self._through_agents(request)
 
     def _through_agents(self, request: Request) -> None:
-        """To an engine, after those that come before it in the agent loops."""
+        """Send a request to an engine, after those that are before it in the agent loops."""
         self._agents_free = max(self._agents_free, self.clock.now) + self.times.agents_s
         wait = self._agents_free - self.clock.now + self.times.begin_s
         self.clock.after(wait, lambda: self._send(request))
@@ -333,11 +331,9 @@ class Simulation:
         heapq.heappush(self._loads, (self.engines[number].load, number))
 
     def _least_loaded(self) -> int:
-        """The live engine with the fewest requests; an entry that is out of date is put right when it is met."""
+        """Return the engine with the fewest requests; entries that are out of date are corrected when they are met."""
         while True:
             load, number = heapq.heappop(self._loads)
-            if number in self._down:
-                continue
             if load == self.engines[number].load:
                 return number
             heapq.heappush(self._loads, (self.engines[number].load, number))
@@ -378,25 +374,10 @@ class Simulation:
             self._timed(lambda: self.manager.complete(request.group, start))
             self._issue()
 
-    def _die(self, fault: Fault) -> None:
-        engine = self.engines[fault.replica]
-        self._down.add(fault.replica)
-        lost = engine.die()
-        for request in lost:
-            self._label(engine, request)
-            request.work = Work.AGAIN
-            self._send(request)
-        self.clock.after(fault.down_s, lambda: self._come_back(fault.replica))
-
-    def _come_back(self, number: int) -> None:
-        self._down.discard(number)
-        self.engines[number].reopen()
-        heapq.heappush(self._loads, (self.engines[number].load, number))
-
-    # What is told.
+    # Reports.
 
     def _timed(self, decide: Callable[[], Decided]) -> Decided:
-        """What the core decides, and how long it takes for that."""
+        """Have the core decide, and add the time that it takes."""
         began = time.process_time()
         try:
             return decide()
@@ -407,7 +388,7 @@ class Simulation:
         waits = self._scoring > 0 and not self.ledger.may_take()
         why = self.manager.why(prompts_left=True, waits_for_rewards=waits)
         if why != self._lane.what:
-            # Free places are there for this reason until now; a run asks its engines once a second.
+            # Free places were idle for this reason until now, so engines are asked before it changes.
             self._ask_engines()
             self._lane.turn_to(why)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long what a run does takes, and how long its answers are: fitted from a run's record, or of a device profile.
+"""Tells how long the parts of a run take, and how long its answers are, from a run's record or a device profile.
 
-Contract: `fitted` takes one run's record of events, and of its metrics how long prompts were; what these cannot tell
-stays as it was in that run. `estimated` takes a model's shape, a device profile and lengths; nothing in it was
+Contract: `fitted` reads one run's record of events and, in its metrics, the lengths of prompts; whatever these do not
+tell stays as it was in that run. `estimated` takes a model's shape, a device profile and lengths; nothing in it was
 measured. Shown by tests/plan/test_times.py.
 """
 
@@ -28,10 +28,10 @@ from recipe.report.run import Run, about, load
 
 Seconds = Callable[[Sequence[int], float], float]
 
-# In which engines that were empty are full again, if answers wait for places.
 FILLED_S = 1.0
-# From so many steps on, and where tokens explain so much of their times, a line through them says something.
+"""Within this time, empty engines are full again if answers wait for places."""
 ENOUGH, EXPLAINED = 5, 0.9
+"""How many steps, and which correlation of tokens and seconds, it takes to fit a line."""
 _UNDER_WAY = (
     Class.PREFILL,
     Class.RE_PREFILL,
@@ -41,16 +41,28 @@ _UNDER_WAY = (
     Class.WAIT_TAIL,
     Class.WAIT_AGENTS,
 )
-"""What an engine does, or misses, while answers are under way."""
+"""What the places of an engine do, or miss, while answers are under way."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each part.
+    """The seconds of each part of a run, and the lengths of its answers.
 
-    groups: lengths of groups' answers in tokens, in the order in which they began. agents_s: of an answer's way through
-    the agent loops, one after the other; begin_s, end_s: latencies before its first and after its last token. rewards:
-    from an answer's end to its reward, without a wait for a process that computes it.
+    Attributes:
+        groups: the tokens of each group's answers, in the order in which groups began.
+        step_s: a decode step, by requests and tokens of context.
+        read_s: reading so many tokens.
+        update_s: an update, by the tokens of its answers and the trainer's ranks.
+        log_probs_s: the log-probs of a batch, in the same way.
+        rewards: from an answer's end to its reward, without the wait for a process that computes it.
+        prompt: the tokens of a prompt.
+        begin_s: the latency before an answer's first token.
+        agents_s: an answer's way through the agent loops, which take answers one after the other.
+        end_s: the latency after an answer's last token.
+        driver_s: the rest of a training step.
+        snapshot_s: what a weight sync takes of the trainer's time.
+        stage_s: the way of a version to the engines.
+        swap_s: the swap of weights.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -69,7 +81,7 @@ class Times:
     swap_s: float = 0.0
 
     def lengths(self, draw: random.Random) -> tuple[int, ...]:
-        """Of the answers of one group."""
+        """Draw the lengths of a group's answers."""
         return draw.choice(self.groups)
 
     def reward_s(self, draw: random.Random) -> float:
@@ -77,19 +89,19 @@ class Times:
 
 
 class CannotPlan(BadFile):
-    """What was asked for cannot be planned, or a record does not have what that needs; the message names it."""
+    """A plan cannot be made: the question has no answer, or the record lacks what it needs. The message says which."""
 
 
 OLDER = ("reward_workers", "concurrent_samples_per_replica", "max_num_seqs", "staging")
-"""Settings that a plan can do without."""
+"""Settings that older records lack and that a plan can do without."""
 
 
 def fitted(folder: Path) -> tuple[Times, Run]:
-    """The times of the run in ``folder``, from its record alone.
+    """Return the times of the run in ``folder``, from its record alone.
 
     Raises:
-        CannotPlan: no answer, no update or no sync is in its record, or not how the run was set.
-        BadFile: it cannot be read.
+        CannotPlan: the record lacks answers, updates, weight syncs or settings of the run.
+        BadFile: the record cannot be read.
     """
     run = load(folder)
     if absent := unsaid(run.settings, but=OLDER):
@@ -114,7 +126,7 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
     first = used[Class.PREFILL] / len(lengths)
     overhead = [end - start - first - step * (tokens - 1) for group in answers.values() for tokens, start, end in group]
-    # That of the quickest: the others waited for agent loops, at the engine, or lived through a sync.
+    # The quickest answer tells the latency. Others waited in agent loops or at the engine, or lived through a sync.
     latency = max(0.0, min(overhead))
     agents = _agents_s(run, used, len(lengths), places, replicas)
     if not pc.sum(about(run.groups, "trained")["tokens"]).as_py():
@@ -144,11 +156,12 @@ def fitted(folder: Path) -> tuple[Times, Run]:
 
 
 def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float, replicas: int) -> float:
-    """Of an answer in the agent loops, from the place-seconds that engines missed because of them.
+    """Return the seconds of an answer in the agent loops, from the place-seconds that engines missed because of them.
 
-    Where more answers run than there are places, those are missed while the places fill: answers come one after the
-    other at the beginning and after each swap that has sent them away, so the n-th place is missed n times as long.
-    Later, places are free for other reasons. And all answers have come while any were under way.
+    If more answers run than there are places, places are missed while they fill: answers come one after the other at
+    the beginning and after each swap that has sent them away, so the n-th place is missed n times as long as the first.
+    Later, places are free for other reasons. The result is at most the time in which any answers were under way, shared
+    by all answers.
     """
     most = sum(used[what] for what in _UNDER_WAY) / (places * replicas * answers)
     if run.settings["max_concurrent_trajectories"] <= places * replicas:
@@ -162,12 +175,12 @@ def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float
 
 
 def scorers(run: Run) -> int:
-    """Processes that compute rewards; 0 for as many as there are answers."""
+    """Return the number of processes that compute rewards; 0 for as many as there are answers."""
     return run.settings["reward_processes"] * (run.settings.get("reward_workers") or 1)
 
 
 def _rewards(scored: Iterable[tuple[float, float]], processes: int) -> tuple[float, ...]:
-    """Seconds of each reward once a process took it up; they take up answers in the order in which these ended."""
+    """Return the seconds of each reward from when a process began it, if processes take answers in order."""
     free, took = [0.0] * processes, []
     for start, end in sorted(scored):
         begun = max(start, heapq.heapreplace(free, end)) if free else start
@@ -176,7 +189,7 @@ def _rewards(scored: Iterable[tuple[float, float]], processes: int) -> tuple[flo
 
 
 def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -> Iterator[Piece]:
-    """The parts of pieces that are in so many seconds after any of the moments."""
+    """Yield the parts of pieces that lie within so many seconds after one of the moments."""
     spans: list[tuple[float, float]] = []
     for moment in sorted(moments):
         begin = max(moment, spans[-1][1]) if spans else moment
@@ -192,13 +205,13 @@ def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -
 
 
 def group_size(run: Run) -> int:
-    """Answers of a group: as many as any has in its record."""
+    """Return the answers of a group: the most that any group in the record has."""
     rows = run.trajectories.group_by("group").aggregate([("trajectory", "count_distinct")])
     return int(pc.max(rows["trajectory_count_distinct"]).as_py())
 
 
 def steps_trained(run: Run) -> int:
-    """Steps whose groups its record has as trained, at least 1; the ages of a batch's tokens are told at one moment."""
+    """Return how many steps the record has as trained, at least 1; each reports its tokens' ages at one moment."""
     last = pc.max(about(run.groups, "trained")["end"]).as_py() or 0.0
     return max(1, sum(start <= last for start in run.tokens["start"].unique().to_pylist()))
 
@@ -206,7 +219,7 @@ def steps_trained(run: Run) -> int:
 def estimated(
     rollout: DeviceTimes, trainer: Callable[[int], DeviceTimes], groups: Sequence[Sequence[int]], prompt: int
 ) -> Times:
-    """Of a device profile: an estimate. ``trainer``: the trainer's times on so many devices."""
+    """Return an estimate by a device profile; ``trainer`` returns the trainer's times on a number of devices."""
     return Times(
         groups=tuple(tuple(group) for group in groups),
         step_s=rollout.decode_step_s,
@@ -220,10 +233,11 @@ def estimated(
 
 
 def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
-    """How long the trainer is at this, by the lengths of a batch's answers and its ranks.
+    """Return how long the trainer takes for a phase, by the lengths of a batch's answers and the trainer's ranks.
 
-    Seconds a token of prompts and answers, which more ranks make fewer, and seconds an answer, which they do not. Where
-    it is not known how long prompts were (0), what answers' tokens do not explain is taken for theirs.
+    The phase takes seconds for each token of prompts and answers, fewer with more ranks, and seconds for each answer,
+    whatever the ranks. If the lengths of prompts are not known (0), what the answers' tokens do not explain is counted
+    as the time of the prompts.
     """
     steps = steps_trained(run)
     groups = about(run.groups, "trained")
@@ -231,7 +245,7 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
     prompts = answers * prompt
     line = _line(run, what)
     if line is None:
-        # Of batches that are alike a token is a token.
+        # Batches that are alike do not tell tokens of prompts from tokens of answers.
         per_token = sum(_phases(run, what)) / (pc.sum(groups["tokens"]).as_py() + steps * prompts)
         base = per_token * prompts
     else:
@@ -244,14 +258,14 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
 
 
 def _prompt(run: Run) -> float:
-    """Mean length of its prompts; 0 where its metrics do not have it."""
+    """Return the mean length of the run's prompts; 0 if its metrics do not have it."""
     means = [line.get("prompt_length/mean") for line in run.metrics]
     known = [mean for mean in means if mean is not None and 0 <= mean < LIMIT]
     return statistics.fmean(known) if known else 0.0
 
 
 def _line(run: Run, what: str) -> tuple[float, float] | None:
-    """Seconds of a batch and of each token of its answers, least squares over the steps; None if these are alike."""
+    """Fit the seconds of a batch and of each token of its answers over the steps; None if the steps are alike."""
     tokens: defaultdict[float, int] = defaultdict(int)
     for row in run.tokens.to_pylist():
         tokens[row["start"]] += row["tokens"]
@@ -269,7 +283,7 @@ def _line(run: Run, what: str) -> tuple[float, float] | None:
 
 
 def _answers(run: Run) -> dict[int, list[tuple[int, float, float]]]:
-    """By group, the (tokens, start, end) of its answers."""
+    """Return the (tokens, start, end) of each group's answers."""
     found: defaultdict[int, list[tuple[int, float, float]]] = defaultdict(list)
     for row in about(run.trajectories, "generating").to_pylist():
         if row["tokens"]:
@@ -278,10 +292,12 @@ def _answers(run: Run) -> dict[int, list[tuple[int, float, float]]]:
 
 
 def _phases(run: Run, what: str) -> list[float]:
+    """Return the seconds of each of the trainer's phases with this name."""
     return [event.end - event.start for event in run.events if event.lane == TRAINER and event.what == what]
 
 
 def _place_seconds(pieces: Iterable[Piece], places: float) -> dict[Class, float]:
+    """Return the place-seconds of the engines by what the places did."""
     used: defaultdict[Class, float] = defaultdict(float)
     for piece in pieces:
         if piece.device.startswith(ROLLOUT):

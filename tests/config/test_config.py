@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings are read with all their faults, plans are derived, and what cannot run is refused with advice."""
+"""Settings are read with all their faults, plans are derived, and configurations that cannot run are refused."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ from recipe.async_engine.config.plan import derive, rehearses
 from recipe.async_engine.config.problems import ConfigError, Problem
 from recipe.async_engine.config.rules.batches import tight_bound
 from recipe.async_engine.config.sections import SECTIONS, Alarms, AsyncTraining, read_settings
-from recipe.async_engine.config.validation import judge, validate
+from recipe.async_engine.config.validation import judge
 from recipe.async_engine.core.alarms import WATCHED
 from recipe.async_engine.core.scoring import Anchor, ScoringSettings
 from tools.config_docs import main as write_documentation
@@ -100,7 +100,7 @@ CPU = {
 
 
 def configured(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`BASE` with some settings changed, by dotted path."""
+    """Return `BASE` with some settings changed, by dotted path."""
     config = copy.deepcopy(dict(BASE))
     for setting, value in changes.items():
         *path, name = setting.split(".")
@@ -112,20 +112,20 @@ def configured(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refused(changes: Mapping[str, Any], **facts: Any) -> dict[str, Problem]:
-    """The problems of a changed configuration, by setting."""
-    return {problem.setting: problem for problem in validate(configured(changes), **facts)}
+    """Return the problems of a changed configuration, by setting."""
+    return {problem.setting: problem for problem in judge(configured(changes), **facts)[0]}
 
 
 def test_a_runnable_configuration_has_no_problems() -> None:
-    assert validate(configured({}), dataset_rows=500, available=Resources(accelerators=8)) == []
-    assert validate(configured(CPU)) == []
-    assert validate(configured(WHOLE), dataset_rows=500) == []
+    assert judge(configured({}), dataset_rows=500, available=Resources(accelerators=8))[0] == []
+    assert judge(configured(CPU))[0] == []
+    assert judge(configured(WHOLE), dataset_rows=500)[0] == []
     for prompts in (1, 64):
-        assert validate(configured(WHOLE | {"data.gen_batch_size": prompts})) == []
-    assert validate(configured({"rollout.total_rollout_steps": 32})) == []
-    assert validate(configured({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "inline"})) == []
-    assert validate(configured({"data": {"max_prompt_length": 64, "max_response_length": 64}})) == []
-    assert validate(configured(REWARD_MODEL), available=Resources(accelerators=10)) == []
+        assert judge(configured(WHOLE | {"data.gen_batch_size": prompts}))[0] == []
+    assert judge(configured({"rollout.total_rollout_steps": 32}))[0] == []
+    assert judge(configured({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "inline"}))[0] == []
+    assert judge(configured({"data": {"max_prompt_length": 64, "max_response_length": 64}}))[0] == []
+    assert judge(configured(REWARD_MODEL), available=Resources(accelerators=10))[0] == []
 
 
 ACTOR = "actor_rollout_ref.actor"
@@ -173,7 +173,7 @@ def test_source_of_proximal_log_probs_is_asked_for_or_follows_from_the_rest(
     changes: dict[str, Any], proximal: str
 ) -> None:
     config = configured(changes)
-    assert validate(config, dataset_rows=500) == []
+    assert judge(config, dataset_rows=500)[0] == []
     assert derive(config, dataset_rows=500).proximal == proximal
 
 
@@ -222,7 +222,7 @@ def test_what_a_rehearsal_cannot_be_is_refused_with_what_it_can(value: Any) -> N
 
 def test_whole_batches_are_those_of_synchronous_training() -> None:
     plan = derive(configured(WHOLE), dataset_rows=200)
-    # Three epochs of 200 prompts: three batches of 64 each, the last 8 prompts of an epoch are left out.
+    # Three epochs of 200 prompts have three batches of 64 each; the last 8 prompts of an epoch are left out.
     assert (plan.batch_groups, plan.max_staleness, plan.total_steps) == (64, 1, 9)
     assert plan.total_groups == 576
     one_mini_batch = derive(configured({**WHOLE, "data.train_batch_size": 0}), dataset_rows=200)
@@ -245,7 +245,7 @@ SAVE = f"{ACTOR}.checkpoint.save_contents"
     ],
 )
 def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants(changes: dict[str, Any]) -> None:
-    found = validate(configured(changes), available=Resources(accelerators=8))
+    found = judge(configured(changes), available=Resources(accelerators=8))[0]
     assert not [problem for problem in found if "checkpoint" in problem.setting or "start_from" in problem.setting]
 
 
@@ -465,7 +465,7 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         ({f"{WEIGHTS}.staging": "disk"}, f"{WEIGHTS}.staging", "device or host or none"),
         ({f"{WEIGHTS}.publish": "later"}, f"{WEIGHTS}.publish", "beside or inline, or null"),
         (IN_TURNS | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "inline with placement=shared"),
-        ({f"{WEIGHTS}.encoding": "delta"}, f"{WEIGHTS}.encoding", "travel as a whole"),
+        ({f"{WEIGHTS}.encoding": "delta"}, f"{WEIGHTS}.encoding", "always sent whole"),
         ({NCCL_RELAYS: True}, NCCL_RELAYS, "false where weights are published beside training"),
         ({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "beside"}, NCCL_RELAYS, "set async_training.weights.publish=inline"),
         (SERVERS | LATEST | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "remove the setting"),
@@ -551,7 +551,7 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(changes: dict[str, Any], setting: str, words: str) -> None:
     config = configured(changes)
-    problems = validate(config)
+    problems = judge(config)[0]
     assert config == configured(changes), "it is left as it is"
     assert [problem.setting for problem in problems] == [setting]
     assert words in str(problems[0])
@@ -613,7 +613,7 @@ def test_reward_model_without_a_parallel_size_takes_any_number_of_accelerators()
 
 def test_all_problems_are_reported_in_one_error_that_survives_pickling() -> None:
     changes = {f"{ROLLOUT}.n": 0, "rollout.n": 0, "async_training.on_non_finite": "skip", "critic.enable": 3}
-    error = ConfigError(validate(configured(changes)))
+    error = ConfigError(judge(configured(changes))[0])
     assert str(error).startswith("The configuration has 3 problems:")
     assert all(setting in str(error) for setting in (f"{ROLLOUT}.n=0", "on_non_finite=skip", "critic.enable=3"))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
@@ -636,7 +636,7 @@ def test_the_bound_and_the_depth_follow_from_the_threshold(given: dict[str, Any]
     config = configured({"async_training": given})
     plan = derive(config)
     assert (plan.max_staleness, plan.pipeline_depth) == (bound, depth)
-    assert validate(config) == []
+    assert judge(config)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -661,10 +661,10 @@ def test_a_plan_has_the_amounts_of_the_run() -> None:
     plan = derive(configured({}), dataset_rows=500)
     assert (plan.batch_groups, plan.batches_per_version) == (32, 2)
     assert (plan.trainer_ranks, plan.rollout_replicas, plan.answers_per_group) == (4, 2, 8)
-    # Sixteen groups of eight at each of two replicas, whose engines have 16 places.
+    # Two replicas have sixteen groups of eight answers each, and their engines have 16 places.
     assert (plan.max_concurrent_trajectories, plan.engine_places) == (256, 32)
     assert (plan.total_steps, plan.total_groups) == (31, 1000)
-    # A quarter more answers than the engines have places for, and never fewer than a group's.
+    # A replica has a quarter more answers than its engine has places, and never fewer than those of a group.
     filled = derive(configured({"async_training.concurrent_samples_per_replica": None}))
     assert (filled.max_concurrent_trajectories, filled.engine_places) == (40, 32)
     one_group = derive(
@@ -714,15 +714,15 @@ def test_a_setting_with_a_problem_keeps_its_default_so_that_others_are_still_rea
 def test_integers_are_read_as_numbers_where_a_number_is_meant() -> None:
     settings, problems = read_settings(configured({"async_training.timeouts": {"trajectory": 5}}))
     assert problems == []
-    assert settings.async_training.timeouts.drain == 5.0
-    assert isinstance(settings.async_training.timeouts.drain, float)
+    assert settings.async_training.timeouts.trajectory == 5.0
+    assert isinstance(settings.async_training.timeouts.trajectory, float)
 
 
 def test_the_documentation_has_every_setting() -> None:
     document = render_document()
     for path, cls in SECTIONS.items():
         for name in cls.__dataclass_fields__:
-            # The alarms are in one row.
+            # The documentation has all alarms in one row.
             assert (f"`{name}" if cls is Alarms else f"`{path}.{name}") in document
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that go by the model and by who computes log-probs: micro-batches, parallel sizes, memory."""
+"""Rules that depend on the model and on who computes log-probs: micro-batches, parallel sizes, memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.config.validation import judge
 from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.items import GIB
-from recipe.plan.memory.known import known_model
+from recipe.plan.memory.shape import known_model
 
 KL, IN_REWARD = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
 REF, CRITIC = "actor_rollout_ref.ref", "critic"
@@ -86,7 +86,7 @@ def test_accelerators_that_both_sides_share_are_counted_once() -> None:
             "at least 64. The longest sequence has data.max_prompt_length + max_response_length tokens, a share of it "
             "on each of 2 ranks: raise it.",
         ),
-        # A critic goes by tokens whatever is set, and by its own split.
+        # A critic's micro-batches are always sized by tokens, and by its own parallel sizes.
         (GAE | {f"{CRITIC}.ppo_max_token_len_per_gpu": 127}, f"{CRITIC}.ppo_max_token_len_per_gpu", "tokens: raise it"),
         (
             GAE | {f"{ACTOR}.ulysses_sequence_parallel_size": 2, f"{CRITIC}.ppo_max_token_len_per_gpu": 127},
@@ -100,7 +100,7 @@ def test_accelerators_that_both_sides_share_are_counted_once() -> None:
             f"{CRITIC}.ppo_max_token_len_per_gpu",
             "at least 64",
         ),
-        # By sequences: each kind of work has its size, which divides what a rank has of a step of 32 x 8 on 4 ranks.
+        # Sized by sequences, each kind of work has a size that divides a rank's share of a step of 32 x 8 on 4 ranks.
         (
             {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None},
             f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
@@ -154,7 +154,7 @@ ENGINE = "model_engine_server.engine"
 @pytest.mark.parametrize(
     ("name", "changes", "setting"),
     [
-        # 24 layers, 14 heads, no experts.
+        # The model has 24 layers, 14 heads and no experts.
         ("Qwen/Qwen2.5-0.5B", MEGATRON | {f"{ACTOR}.megatron": {}}, None),
         (
             "Qwen/Qwen2.5-0.5B",
@@ -177,7 +177,7 @@ ENGINE = "model_engine_server.engine"
             f"{ENGINE}.tensor_model_parallel_size",
         ),
         ("Qwen/Qwen2.5-0.5B", {f"{ENGINE}.tensor_model_parallel_size": 4}, None),
-        # 128 experts, 32 heads, 48 layers.
+        # The model has 128 experts, 32 heads and 48 layers.
         (
             "Qwen/Qwen3-30B-A3B",
             MEGATRON
@@ -200,7 +200,7 @@ LENGTH, OVERRIDE = f"{ROLLOUT}.max_model_len", f"{MODEL}.override_config"
 
 
 def with_positions(changes: dict[str, Any], **config: Any) -> tuple[dict[str, Problem], list[str]]:
-    """Problems by setting and warnings where the policy's config.json is a 7B model's and has this too."""
+    """Return problems by setting, and warnings, if the policy's config.json is a 7B model's with these changes."""
     known = known_model("Qwen/Qwen2.5-7B") or {}
     model = FileFact(f"{MODEL}.path", "7B", "model", model_config={**known, **config})
     problems, context = judge(configured(changes), Resources(None, 80 * GIB), [model], 5000, [memory])
@@ -242,7 +242,7 @@ def test_answers_that_end_with_the_models_positions_are_warned_about() -> None:
 @pytest.mark.parametrize(
     ("changes", "config", "refused"),
     [
-        # 80 GiB hold 40 GiB of weights and cache; of 7.6 billion parameters each of two ranks has 7.1 GiB, and a token
+        # The engine has 40 GiB for weights and cache. Each of two ranks has 7.1 GiB of 7.6 billion weights, and a token
         # takes 28,672 bytes: 1,232,000 tokens at most.
         ({}, {"max_position_embeddings": 1_200_000}, False),
         ({}, {"max_position_embeddings": 1_300_000}, True),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a cluster's nodes by what they have answered."""
+"""The problems of a cluster's nodes follow from their answers."""
 
 from __future__ import annotations
 

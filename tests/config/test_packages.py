@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that a run would import on accelerators and that are not installed."""
+"""A run on accelerators is refused if packages that it would import are not installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_config import ACTOR, CPU, GAE, MEGATRON, MEGATRON_SERVERS, MODEL, ROLL
 
 from recipe.async_engine.config.facts import NodeFact, Resources
 from recipe.async_engine.config.packages import MODULES, needs
-from recipe.async_engine.config.validation import validate
+from recipe.async_engine.config.validation import judge
 from recipe.async_engine.inspection.node_probe import absent
 from recipe.async_engine.inspection.nodes import node_problems
 
@@ -68,7 +68,7 @@ def test_what_to_do_about_a_missing_package_is_said() -> None:
 def test_package_that_is_looked_for_here_and_not_there_is_refused_by_the_setting(
     lacking: tuple[str, ...], refused: set[str]
 ) -> None:
-    problems = validate(configured({}), available=Resources(None, absent=frozenset(lacking)), dataset_rows=5000)
+    problems = judge(configured({}), available=Resources(None, absent=frozenset(lacking)), dataset_rows=5000)[0]
     assert {problem.setting for problem in problems} == refused
     assert all("see docs/dependencies.md" in problem.advice for problem in problems)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel sizes that a configuration may ask for, against what Megatron builds and what vLLM and verl assert."""
+"""Parallel sizes are accepted exactly if Megatron can build the model and vLLM and verl assert nothing."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from recipe.async_engine.config.facts import FileFact
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.rules.parallel import ranks
 from recipe.async_engine.config.sections import read_settings
-from recipe.plan.memory.known import known_model
 from recipe.plan.memory.parallel import parallel_sizes
+from recipe.plan.memory.shape import known_model
 
 SIZE, CHUNKS = (f"{ACTOR}.megatron.{name}pipeline_model_parallel_size" for name in ("", "virtual_"))
 LAYOUT = f"{ACTOR}.megatron.override_transformer_config"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
-# Qwen2.5-0.5B's.
+# The layers of Qwen2.5-0.5B.
 LAYERS = 24
 
 
 def megatron_builds(size: int, virtual: int | None, layout: dict[str, Any]) -> bool:
-    """Whether Megatron finds a number of layers for each stage and chunk, all of the model's and as many as asked.
+    """Return whether Megatron finds the number of layers that was asked for, for each stage and chunk.
 
-    It takes some numbers that do not add up: of both a first and a last stage where there is but one.
+    Megatron itself accepts some numbers that do not add up: those for a first and a last stage if there is only one.
     """
     try:
         config = TransformerConfig(
@@ -57,8 +57,8 @@ def megatron_builds(size: int, virtual: int | None, layout: dict[str, Any]) -> b
 
 
 def refused(size: int, virtual: int | None, layout: dict[str, Any]) -> set[str]:
-    """Settings of pipeline stages that are refused."""
-    # As many ranks as a stage each takes, and trajectories that divide among them.
+    """Return the settings of pipeline stages that are refused."""
+    # There is a rank for each stage, and trajectories that divide among the ranks.
     devices = {"trainer.n_gpus_per_node": size, f"{ACTOR}.ppo_mini_batch_size": 60}
     stages: dict[str, Any] = {SIZE: size, CHUNKS: virtual, LAYOUT: layout}
     problems, _ = judged("Qwen/Qwen2.5-0.5B", MEGATRON | devices | stages)
@@ -89,7 +89,7 @@ def test_what_is_refused_is_named() -> None:
 
 
 def named(changes: dict[str, Any], **models: str) -> dict[str, str]:
-    """What the rule refuses where the policy, critic and judge are these models, and what it allows."""
+    """Return what is refused if policy, critic and judge are these models, and what would be allowed."""
     paths = {
         "policy": "actor_rollout_ref.model.path",
         "critic": "critic.model.path",
@@ -132,9 +132,9 @@ def test_heads_are_divided_or_repeated_where_megatron_does_it(name: str, size: i
     ("changes", "models", "setting", "allowed"),
     [
         ({f"{ROLLOUT}.{TENSOR}": 4}, {"policy": SMALL}, f"{ROLLOUT}.{TENSOR}", "14 attention heads"),
-        # 14 heads, of which 7 ranks would have two each, and two of keys and values.
+        # Of 14 heads 7 ranks would have two each, but there are only two heads of keys and values.
         ({f"{ROLLOUT}.{TENSOR}": 7}, {"policy": SMALL}, f"{ROLLOUT}.{TENSOR}", "multiple of the model's 2 heads of"),
-        # 28 heads and 4 of keys and values, an MLP of 18,944 columns.
+        # The model has 28 heads, 4 heads of keys and values, and an MLP of 18,944 columns.
         ({f"{ROLLOUT}.{TENSOR}": 28}, {"policy": LARGE}, f"{ROLLOUT}.{TENSOR}", "18944 columns of the MLP"),
         (
             {f"{ROLLOUT}.expert_parallel_size": 2},
@@ -192,7 +192,7 @@ def test_size_that_does_not_divide_a_model_is_named_whoever_has_it(
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        # Each head of keys and values on two ranks.
+        # Each head of keys and values is on two ranks.
         ({f"{ROLLOUT}.{TENSOR}": 4}, LARGE),
         ({f"{ROLLOUT}.{TENSOR}": 32, f"{ROLLOUT}.expert_parallel_size": 32}, SPARSE),
         ({f"{ENGINE}.ulysses_sequence_parallel_size": 4}, SMALL),
@@ -244,7 +244,7 @@ FSDP, PIPELINE = "fsdp_config.fsdp_size", "pipeline_model_parallel_size"
     ],
 )
 def test_ranks_of_an_engine_are_divided_by_its_sizes(changes: dict[str, Any], setting: str | None) -> None:
-    """Of 4 in the trainer, and 8 in a log-prob server."""
+    """The trainer has 4 ranks, and a log-prob server 8."""
     config = configured(changes)
     problems = list(ranks(RuleContext(config, read_settings(config)[0], None, None, ())))
     assert [problem.setting for problem in problems] == ([setting] if setting else [])

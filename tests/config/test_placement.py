@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of a run reserve, and which nodes have no room for all of it."""
+"""The parts of a run reserve accelerators, and nodes without room for all of them are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test_config import JUDGE, REWARD_MODEL, SERVERS, configured
 from recipe.async_engine.config.facts import NodeRoom, Resources
 from recipe.async_engine.config.placement import Wanted, unplaceable, wanted
 from recipe.async_engine.config.sections import read_settings
-from recipe.async_engine.config.validation import validate
+from recipe.async_engine.config.validation import judge
 
 ROOMY = 1000.0
 
@@ -28,7 +28,7 @@ def rooms(*accelerators: int, cpus: float = ROOMY) -> list[NodeRoom]:
 
 
 def fits_somehow(groups: Sequence[int], nodes: Sequence[int]) -> bool:
-    """By trying every arrangement."""
+    """Return whether the parts fit on the nodes, by trying every arrangement."""
     for places in itertools.product(range(len(nodes)), repeat=len(groups)):
         left = list(nodes)
         for size, node in zip(groups, places, strict=True):
@@ -129,7 +129,7 @@ def test_a_placement_that_can_never_be_met_is_refused_by_the_setting_of_its_part
     nodes: list[NodeRoom], change: dict[str, int], setting: str | None
 ) -> None:
     available = Resources(8 if setting is None or change == {} else 100, nodes=tuple(nodes))
-    problems = validate(configured(change), dataset_rows=500, available=available)
+    problems = judge(configured(change), dataset_rows=500, available=available)[0]
     assert [problem.setting for problem in problems] == ([setting] if setting else [])
     if setting:
         assert "on one node" in str(problems[0]) and f"with {nodes[0].accelerators} accelerators" in str(problems[0])
@@ -137,7 +137,7 @@ def test_a_placement_that_can_never_be_met_is_refused_by_the_setting_of_its_part
 
 def test_a_replica_over_several_nodes_fills_them() -> None:
     size = {"actor_rollout_ref.rollout.tensor_model_parallel_size": 6}
-    refused = validate(configured(size | {"rollout.nnodes": 3, "rollout.n_gpus_per_node": 4}))
+    refused = judge(configured(size | {"rollout.nnodes": 3, "rollout.n_gpus_per_node": 4}))[0]
     assert [problem.setting for problem in refused] == ["rollout.n_gpus_per_node"]
     assert "a divisor of a replica's 6 accelerators" in str(refused[0])
-    assert validate(configured(size | {"rollout.nnodes": 2, "rollout.n_gpus_per_node": 3})) == []
+    assert judge(configured(size | {"rollout.nnodes": 2, "rollout.n_gpus_per_node": 3}))[0] == []

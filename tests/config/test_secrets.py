@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a configuration when its secrets are taken out."""
+"""A configuration that is written down has no secrets, and is otherwise unchanged."""
 
 from __future__ import annotations
 

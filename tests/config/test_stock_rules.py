@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of standalone replicas and profiled steps: refused, taken, or said to have no effect."""
+"""Shares of memory and steps to profile are refused, accepted, or said to have no effect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def context(placement: str = "separate", top: tuple[int, int] = (1, 8), **rollou
         "async_training": {"placement": placement},
         "rollout": dict(zip(SIZES, top, strict=True)),
         "trainer": {"nnodes": 1, "n_gpus_per_node": 4},
-        # verl's defaults: the latter is an interpolation of the trainer's.
+        # These are verl's defaults; n_gpus_per_node is an interpolation of the trainer's.
         "actor_rollout_ref": {"rollout": {"nnodes": 0, "n_gpus_per_node": 4, **rollout}},
     }
     return RuleContext(config, read_settings(config)[0], None, None, ())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read, and refused, of a configuration of verl's own trainers."""
+"""Configurations of verl's own trainers are read, or refused with the settings' names."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from recipe.async_engine.config.problems import ConfigError
 from recipe.async_engine.config.sections import RolloutResources
 from recipe.async_engine.config.v1_validation import MANAGER, as_placed, judge_v1, read_v1
 from recipe.plan.memory import estimate as memory
-from recipe.plan.memory.known import known_model
+from recipe.plan.memory.shape import known_model
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVERS = "model_engine_server"
 
 
 def config(device: str = "cuda", servers: dict[str, Any] | None = None, **rollout: Any) -> dict[str, Any]:
-    """A configuration that can run; with ``rollout``, changed settings of the rollout."""
+    """Return a configuration that can run, with the changes ``rollout`` to settings of the rollout."""
     agent, engine = {"agent_loop_manager_class": MANAGER}, {"backend": "nccl"}
     return {
         "trainer": {"device": device},
@@ -37,7 +37,7 @@ def config(device: str = "cuda", servers: dict[str, Any] | None = None, **rollou
 
 
 def refused(settings: dict[str, Any]) -> dict[str, str]:
-    """The problems, rendered, by setting."""
+    """Return the problems as text, by setting."""
     with pytest.raises(ConfigError) as error:
         read_v1(settings)
     return {problem.setting: str(problem) for problem in error.value.problems}
@@ -129,7 +129,7 @@ def test_where_verls_trainers_generate_is_by_their_name_and_verls_own_defaults(t
 
 
 def test_a_model_that_does_not_divide_is_refused_for_verls_trainers_too() -> None:
-    # 14 attention heads.
+    # The model has 14 attention heads.
     model = FileFact("actor_rollout_ref.model.path", "x", "model", model_config=known_model("Qwen/Qwen2.5-0.5B"))
     problems, _ = judge_v1(config(tensor_model_parallel_size=4), "", files=[model], judges=[memory])
     assert [problem.setting for problem in problems] == [f"{ROLLOUT}.tensor_model_parallel_size"]

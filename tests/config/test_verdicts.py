@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each of verl's settings has a verdict; what has no effect is said, what is refused is so by name."""
+"""Each of verl's settings has a verdict: settings without effect are named, and so are those that are refused."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ REWARD_MODEL = {
 
 
 def told(changes: Mapping[str, Any]) -> list[str]:
-    """The notices of a configuration; verl's own values are nulls."""
+    """Return the notices of a configuration, if all of verl's own values are null."""
     problems, context = judge(configured(changes), None, ())
     assert list(map(str, problems)) == []
     return list(notices(context, {}))
 
 
 def test_every_setting_of_every_configuration_of_verls_has_been_judged() -> None:
-    """Red where verl has a new one: `verl_keys` says what to do."""
+    """It fails if verl has a new setting; `verl_keys` says what to do then."""
     now, then = table(), FILE.read_text("utf-8")
     assert "NO VERDICT" not in now
     assert now.splitlines() == then.splitlines()
@@ -76,11 +76,15 @@ def test_what_has_no_effect_or_is_refused_says_what_to_do() -> None:
         ({"trainer.device": "npu"}, "trainer.device", "cuda or cpu"),
         ({"trainer.device": "xpu"}, "trainer.device", "cuda or cpu"),
         ({"rollout.nnodes": 0}, "rollout.nnodes", "partial_rollout"),
-        # By older names.
+        # Settings by their older names.
         ({"reward_model": {"enable": True}}, "reward.reward_model.enable_resource_pool", "of its own"),
         ({"reward_model": {"num_workers": 0}}, "reward.num_workers", "an integer >= 1"),
         # Names.
-        ({f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"}, f"{ROLLOUT}.checkpoint_engine.backend", "torn"),
+        (
+            {f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"},
+            f"{ROLLOUT}.checkpoint_engine.backend",
+            "whole versions",
+        ),
         (
             {f"{ROLLOUT}.checkpoint_engine.backend": "kimi_ckpt_engine"},
             "async_training.weights.publish",
@@ -125,7 +129,7 @@ def test_what_has_no_effect_or_is_refused_says_what_to_do() -> None:
             "critic.strategy",
             "no critic on torchtitan",
         ),
-        # What trains nothing.
+        # Values that train nothing.
         *(({f"{ROLLOUT}.temperature": value}, f"{ROLLOUT}.temperature", "> 0") for value in (0, -1)),
         *(({f"{ROLLOUT}.temperature": value}, f"{ROLLOUT}.temperature", "a number") for value in (float("nan"), "1")),
         *(({f"{ROLLOUT}.top_k": value}, f"{ROLLOUT}.top_k", "greedy") for value in (1, -2, None, 1.5)),
@@ -165,27 +169,27 @@ def test_what_cannot_run_is_refused_by_name(changes: Mapping[str, Any], setting:
     ("setting", "value", "advice"),
     [
         ("skip.rollout.enable", True, "always generated"),
-        ("data.val_batch_size", 64, "all of the validation data"),
+        ("data.val_batch_size", 64, "all validation data"),
         (f"{ROLLOUT}.moe_load_balance_metrics_interval", 2, "v1"),
         ("algorithm.filter_groups.max_inflight_gen_batches", 2, "one by one"),
         ("trainer.max_critic_ckpt_to_keep", 2, "max_actor_ckpt_to_keep"),
         ("trainer.v1.separate_async.parameter_sync_step", 2, "trigger_parameter_sync_step"),
         ("trainer.v1.sampler.max_off_policy_threshold", 2, "max_staleness"),
         (f"{QUEUE}.MooncakeStore.protocol", "rdma", "TransferQueue"),
-        ("data.sampler.class_path", "mine.py", "reads it nowhere"),
-        ("data.return_full_prompt", True, "reads it nowhere"),
-        (f"{ROLLOUT}.over_sample_rate", 0.2, "reads it nowhere"),
-        (f"{ROLLOUT}.multi_turn.interaction_config_path", "x.yaml", "reads it nowhere"),
+        ("data.sampler.class_path", "mine.py", "does not read it either"),
+        ("data.return_full_prompt", True, "does not read it either"),
+        (f"{ROLLOUT}.over_sample_rate", 0.2, "does not read it either"),
+        (f"{ROLLOUT}.multi_turn.interaction_config_path", "x.yaml", "does not read it either"),
         (f"{ACTOR}.grad_clip", 0.1, "set optim.clip_grad"),
         ("async_training.use_trainer_do_validate", True, "same scores"),
         ("trainers.save_freq", 3, "neither verl nor this package"),
         ("data.truncation", "left", "filter_overlong_prompts"),
-        (f"{ACTOR}.freeze_vision_tower", True, "reads it nowhere"),
-        (f"{ACTOR}.megatron.router_replay.record_file", "x", "reads it nowhere"),
+        (f"{ACTOR}.freeze_vision_tower", True, "does not read it either"),
+        (f"{ACTOR}.megatron.router_replay.record_file", "x", "does not read it either"),
         (f"{ACTOR}.fsdp_config.turbo_config.distributed.tensor_parallel_size", 2, "NPUs"),
         ("actor_rollout_ref.model.mtp.speculative_num_steps", 2, "SGLang"),
         (f"{ROLLOUT}.multi_turn.enable", True, "default_agent_loop=tool_agent"),
-        ("trainer.del_local_ckpt_after_load", True, "stay"),
+        ("trainer.del_local_ckpt_after_load", True, "not deleted"),
     ],
 )
 def test_what_has_no_effect_is_said_with_what_to_use(
@@ -272,7 +276,7 @@ def test_a_value_of_another_kind_than_verls_is_refused_by_name(setting: str, val
 
 def test_kinds_that_verl_takes_are_accepted() -> None:
     verl = OmegaConf.to_container(OmegaConf.load(VERL / "trainer/config/_generated_ppo_trainer.yaml"))
-    # Of its own, verl has what refers to others.
+    # verl's own values are interpolations of other settings.
     assert [one for one in well_formed(migrated(verl))[1] if "${" not in one.value] == []
     taken = {
         "trainer": {"experiment_name": 20261127, "logger": "console", "balance_batch": 0, "rollout_data_dir": "3"},
@@ -360,7 +364,7 @@ def test_an_engine_that_nobody_tried_is_said_and_a_described_agent_loop_is_known
 
 
 def _a_section(chance: random.Random, section: Any) -> Any:
-    """The section with some of its nulls filled."""
+    """Return the section with some of its null values replaced."""
     if isinstance(section, dict):
         return {name: _a_section(chance, value) for name, value in section.items()}
     return chance.choice((None, "x", 3, True)) if section is None and chance.random() < 0.5 else section
@@ -387,7 +391,7 @@ def test_older_names_are_moved_as_verl_moves_them() -> None:
 
 
 def test_a_run_says_what_of_its_script_has_no_effect(tmp_path: Path) -> None:
-    """By verl's own values, which come with it."""
+    """The values are compared with those of the installed verl."""
     found = look(configured({f"{ROLLOUT}.engine_kwargs": {"sglang": {"x": 1}}, f"{ROLLOUT}.layered_summon": False}))
     assert [said for said in found.warnings if "engine_kwargs.sglang.x=1 has no effect" in said]
     assert not [said for said in found.warnings if "layered_summon" in said]

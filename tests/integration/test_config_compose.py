@@ -21,7 +21,7 @@ from recipe.async_engine.config.fields import read_section
 from recipe.async_engine.config.legacy import of_stock
 from recipe.async_engine.config.plan import derive
 from recipe.async_engine.config.sections import AsyncTraining, BuiltinTask, RolloutResources
-from recipe.async_engine.config.validation import validate
+from recipe.async_engine.config.validation import judge
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 
@@ -119,7 +119,7 @@ def run_main(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(("name", "script"), [(FSDP, STOCK_FSDP), (MEGATRON, STOCK_MEGATRON)])
 def test_a_script_for_stock_verl_composes_validates_and_has_a_plan(name: str, script: list[str]) -> None:
     config = plain(composed(name, script))
-    assert validate(config, dataset_rows=17000, available=Resources(accelerators=8)) == []
+    assert judge(config, dataset_rows=17000, available=Resources(accelerators=8))[0] == []
     plan = derive(config, dataset_rows=17000)
     assert (plan.batch_groups, plan.batches_per_version, plan.answers_per_group) == (64, 4, 16)
     assert (plan.trainer_ranks, plan.rollout_replicas, plan.max_staleness) == (4, 2, 4)
@@ -133,7 +133,7 @@ def test_a_script_for_stock_verl_composes_validates_and_has_a_plan(name: str, sc
 )
 def test_a_script_for_stock_one_step_off_composes_validates_and_has_a_plan(name: str, script: list[str]) -> None:
     config = plain(composed(name, script))
-    assert validate(config, dataset_rows=17000, available=Resources(accelerators=8)) == []
+    assert judge(config, dataset_rows=17000, available=Resources(accelerators=8))[0] == []
     plan = derive(config, dataset_rows=17000)
     assert (plan.batch_groups, plan.batches_per_version, plan.answers_per_group) == (64, 1, 16)
     assert (plan.trainer_ranks, plan.rollout_replicas, plan.max_staleness) == (4, 2, 1)
@@ -182,7 +182,7 @@ def test_the_yaml_files_and_the_types_have_the_same_settings_and_defaults(overri
 def test_the_presets_validate_and_have_a_plan(name: str, preset: str) -> None:
     config = plain(composed(name, [f"preset={preset}"]))
     logical = Resources(accelerators=config["ray_kwargs"]["ray_init"]["num_gpus"])
-    assert validate(config, available=logical) == []
+    assert judge(config, available=logical)[0] == []
     plan = derive(config)
     assert (plan.batch_groups, plan.answers_per_group, plan.trainer_ranks, plan.rollout_replicas) == (16, 8, 1, 1)
     assert config["rollout"]["n"] == 8
@@ -201,7 +201,7 @@ def test_the_command_line_wins_over_the_preset_and_the_preset_over_the_defaults(
 def test_two_ranks_and_two_replicas_need_only_their_numbers() -> None:
     numbers = ["trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=4"]
     config = plain(composed(FSDP, ["preset=tiny_cpu", *numbers]))
-    assert validate(config, available=Resources(accelerators=4)) == []
+    assert judge(config, available=Resources(accelerators=4))[0] == []
     assert (derive(config).trainer_ranks, derive(config).rollout_replicas) == (2, 2)
 
 
@@ -253,7 +253,7 @@ def test_an_unknown_key_is_refused_by_hydra() -> None:
 
 def test_an_unknown_key_that_was_added_is_refused_by_the_types() -> None:
     config = plain(composed(FSDP, ["preset=tiny_cpu", "+async_training.stalenes_threshold=1"]))
-    assert [str(problem) for problem in validate(config) if "Did you mean" in problem.advice] != []
+    assert [str(problem) for problem in judge(config)[0] if "Did you mean" in problem.advice] != []
 
 
 def test_hydra_finds_the_shared_groups_through_the_plugin() -> None:

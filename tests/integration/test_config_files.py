@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from recipe.async_engine.config.problems import ConfigError
 from recipe.async_engine.inspection.check import check, file_facts, plain
-from recipe.mains.judges import JUDGES
+from recipe.mains.plan_only import JUDGES
 from recipe.programs import reward as programs
 from recipe.programs import sandbox
 

@@ -21,12 +21,12 @@ from recipe.async_engine.config.rules.learning import LIMITS
 from recipe.async_engine.config.sections import SECTIONS, read_settings
 from recipe.async_engine.config.validation import RULES
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT, expected
-from recipe.async_engine.inspection.check import check_plain, file_facts, look, plain
+from recipe.async_engine.inspection.check import check, file_facts, look, plain
 from recipe.async_engine.inspection.verl_check import verl_problems
 from recipe.async_engine.outside import MODES
 from recipe.laptop.task.tokenizer import build_tokenizer
 from recipe.mains import run
-from recipe.mains.judges import JUDGES
+from recipe.mains.plan_only import JUDGES
 
 NAMED = re.compile(r"[A-Za-z_0-9]+(\.[^.=]+)*")
 DEEP_SECTION: dict[str, Any] = {}
@@ -46,7 +46,7 @@ EACH = 500
 
 @pytest.fixture(scope="module", params=MODES)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A whole configuration that runs."""
+    """Return a whole configuration that runs."""
     folder = tmp_path_factory.mktemp("fuzz")
     build_tokenizer().save_pretrained(folder / "model")
     (folder / "model" / "config.json").write_text("{}")
@@ -63,7 +63,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     GlobalHydra.instance().clear()
     with initialize_config_module(f"recipe.{request.param}.config", version_base=None):
         config = plain(compose(f"{request.param}_ppo_trainer", overrides=overrides))
-    check_plain(config, judges=JUDGES)
+    check(config, judges=JUDGES)
     return config
 
 
@@ -73,7 +73,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings_of(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every setting of a configuration, and every section."""
+    """Yield every setting and every section of a configuration."""
     for name, value in section.items():
         yield (*above, name)
         if isinstance(value, Mapping):
@@ -81,7 +81,7 @@ def settings_of(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iter
 
 
 def an_odd_one(base: Mapping[str, Any], chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A configuration with some settings changed, left out or added, and these."""
+    """Return a configuration with some settings changed, left out or added, and these changes."""
     changes: dict[str, Any] = {}
     config = dict(base)
     everything = BY_BASE.setdefault(id(base), list(settings_of(base)))
@@ -108,7 +108,7 @@ BY_BASE: dict[int, list[tuple[str, ...]]] = {}
 
 
 def judge_odd_ones(base: Mapping[str, Any], count: int, seed: int, with_types: int) -> tuple[int, int]:
-    """How many are accepted and how many refused; verl's types are built of the first ``with_types`` accepted ones."""
+    """Return how many are accepted and how many refused; verl's types are built for the first ``with_types``."""
     chance = random.Random(seed)
     accepted = refused = 0
     for number in range(count):
@@ -119,7 +119,7 @@ def judge_odd_ones(base: Mapping[str, Any], count: int, seed: int, with_types: i
             if not found.problems and accepted < with_types:
                 found.problems.extend(verl_problems(found.context, []))
             plan = None if found.problems else found.plan
-        except ConfigError as error:  # nothing bounds the number of steps
+        except ConfigError as error:  # Nothing limits the number of steps.
             found.problems.extend(error.problems)
             plan = None
         except Exception as error:
@@ -142,13 +142,13 @@ def test_every_odd_configuration_is_accepted_or_refused_by_name(base: dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 41))
 def test_many_odd_configurations_are_accepted_or_refused_by_name(base: dict[str, Any], seed: int) -> None:
-    """With the modes 20,000 in all."""
+    """All seeds and modes together judge 20,000 configurations."""
     accepted, refused = judge_odd_ones(base, EACH // len(MODES) + 1, seed, with_types=EACH)
     assert min(accepted, refused) >= EACH // 20
 
 
-# What verl takes and is read without a type: numbers, which have limits, what only matters if it is there, and the name
-# of the engine, of which everything else is refused.
+# Settings that are read although verl's configuration gives them no type: thresholds and other numbers with limits of
+# their own, settings that only matter if they are set, and the engine's name, for which a rule accepts one value.
 WITHOUT_TYPE = re.compile(
     r"ray_kwargs\.ray_init\.runtime_env\..*|.*_threshold|.*\.kv_cache_dtype|.*\.(ppo_mini_batch_size|policy_loss\.dro_beta)"
     r"|critic\.ulysses_sequence_parallel_size|actor_rollout_ref\.rollout\.name"
@@ -183,7 +183,7 @@ def test_every_setting_of_verls_that_is_read_has_a_type(base: dict[str, Any]) ->
     files = file_facts(Read(base, read))
     context = RuleContext(Read(base, read), settings, 64, None, files)
     assert [str(problem) for rule in RULES for problem in rule(context)] == []
-    limited = {limit.setting for limit in LIMITS} | {f"{section}.ppo_epochs" for section in ("critic", ACTOR)}
+    limited = LIMITS.keys() | {f"{section}.ppo_epochs" for section in ("critic", ACTOR)}
     limited |= {f"{section}.optim.clip_grad" for section in ("critic", ACTOR)} | {f"{ROLLOUT}.top_k"}
     own = (*SECTIONS, "plan_only", "rehearse_only")
     untyped = {setting for setting in read - expected().keys() - limited if not setting.startswith(own)}

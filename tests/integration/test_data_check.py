@@ -31,7 +31,7 @@ from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from recipe.async_engine.config.problems import ConfigError
 from recipe.async_engine.core.columns import ARGUMENTS
 from recipe.async_engine.inspection import data_files
-from recipe.async_engine.inspection.check import check_plain, plain
+from recipe.async_engine.inspection.check import check, plain
 from recipe.async_engine.inspection.data_files import data_facts
 from recipe.laptop.task.tokenizer import build_tokenizer
 
@@ -86,7 +86,7 @@ def problems(model: Path, train: Any, *more: str, folder: Path | None = None) ->
         reduce(dict.__getitem__, sections, config)[key] = yaml.safe_load(value)
     config["actor_rollout_ref"]["rollout"]["prompt_length"] = config["data"]["max_prompt_length"]
     try:
-        check_plain(config)
+        check(config)
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
     return []

@@ -15,19 +15,19 @@ from omegaconf import OmegaConf
 from recipe.async_engine.config.facts import FileFact, Resources
 from recipe.async_engine.config.log_prob_servers import Proximal
 from recipe.async_engine.config.plan import plan_of, rollout_accelerators
-from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.problems import Problem, lookup
 from recipe.async_engine.config.rules.context import RuleContext
-from recipe.async_engine.config.sections import SHARED, lookup
+from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.v1_validation import as_placed, judge_v1
 from recipe.async_engine.config.validation import judge
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.inspection.verl_check import verl_problems
 from recipe.async_engine.outside import MODES
 from recipe.mains.arguments import PREFIX, take_arguments
-from recipe.mains.judges import JUDGES, V1_JUDGES
+from recipe.mains.plan_only import JUDGES, V1_JUDGES
 from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.items import GIB
-from recipe.plan.memory.known import known_model
+from recipe.plan.memory.shape import known_model
 
 ROWS = 7000
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -26,9 +26,9 @@ from recipe.async_engine.config.plan import derive
 from recipe.async_engine.config.problems import ConfigError
 from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.config.v1_validation import read_v1
-from recipe.async_engine.config.validation import validate
+from recipe.async_engine.config.validation import judge
 from recipe.async_engine.inspection.check import plain
-from recipe.mains.arguments import CHOSEN, MAIN, FlagError, check_main, settle, take_arguments
+from recipe.mains.arguments import CHOSEN, MAIN, check_main, settle, take_arguments
 from recipe.mains.before_run import BeforeRun
 from recipe.mains.register import VARIABLE
 
@@ -38,11 +38,12 @@ from published import GRPO_GEO3K_IMAGES, GRPO_GSM8K
 MODES = ("fully_async", "one_step_off", "partial_rollout")
 TRAINERS = ("sync", "separate_async", "colocate_async")
 FLAGS = (*MODES, "model_engine_server", "separate_async", "colocate_async")
-# A main of hydra's with a flag's callback, whose judgement of the rest is left out.
+# A main of Hydra's with a flag's callback, which does not judge the rest of the configuration here.
 USERS_MAIN = """
+import types
 import hydra
-from recipe.mains import before_run
-before_run._check = lambda config, trainer: print("judged", trainer) or 0
+from recipe.mains import plan_only
+plan_only.findings = lambda config, trainer: print("judged", trainer) or types.SimpleNamespace(problems=[])
 
 @hydra.main(config_path={folder!r}, config_name="ppo_trainer", version_base=None)
 def main(config):
@@ -100,10 +101,10 @@ def test_a_script_for_images_composes_and_validates_in_each_mode(mode: str, monk
 
     problems = []
 
-    def judge(config: Any, available: Any, judges: Any) -> None:
-        problems.extend(validate(plain(config), dataset_rows=2101))
+    def checked(config: Any, available: Any, judges: Any) -> None:
+        problems.extend(judge(plain(config), dataset_rows=2101)[0])
 
-    monkeypatch.setattr(flagged, "check", judge)
+    monkeypatch.setattr(flagged, "check", checked)
     nccl = "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"
     (trainer,) = [trainer for trainer in flagged.TRAINERS if trainer.mode == mode]
     config = trainer(composed(*GRPO_GEO3K_IMAGES, f"+recipe={mode}", nccl)).config
@@ -181,7 +182,9 @@ def test_the_mode_that_a_flag_names_runs_whatever_else_the_script_says(flag: str
 
 
 def test_a_flag_beside_another_mode_is_refused_and_no_flag_changes_nothing() -> None:
-    with pytest.raises(FlagError, match=r"trainer_mode=recipe_one_step_off: \+recipe has chosen recipe_fully_async"):
+    with pytest.raises(
+        ConfigError, match=r"trainer_mode=recipe_one_step_off: allowed is recipe_fully_async\. \+recipe has chosen"
+    ):
         settle(composed("+recipe=fully_async", "trainer.v1.trainer_mode=recipe_one_step_off"))
     stock = composed("trainer.use_v1=false")
     assert settle(stock) == []
@@ -208,7 +211,7 @@ def test_two_flags_do_not_compose(flags: list[str]) -> None:
 )
 def test_a_flag_is_refused_in_a_main_that_would_not_look_at_it(main: str) -> None:
     flagged = composed("+recipe=fully_async")
-    with pytest.raises(FlagError, match=rf"{re.escape(main)} would never look at it"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(main)} would never look at it"):
         check_main(flagged, main)
     check_main(composed(), main)
     for other in (MAIN, "", "__main__", "my.own.main"):
@@ -219,7 +222,7 @@ def test_agent_loops_of_a_flag_name_the_cause_where_verls_own_trainer_asks_for_t
     from recipe.mains.trainer import NoAgentLoops
 
     NoAgentLoops.create(config=None, llm_client=None)
-    with pytest.raises(FlagError, match="use_v1=true"):
+    with pytest.raises(ConfigError, match="use_v1=true"):
         NoAgentLoops.create(config=None, llm_client=object())
 
 
@@ -244,7 +247,7 @@ def test_of_several_runs_each_is_judged_and_a_mode_that_would_be_off_is_refused(
     assert "task True recipe_one_step_off" in finished.stdout
     assert "task False" not in finished.stdout
     assert finished.returncode == 1
-    assert "in a multirun: trainer.use_v1=false has no effect" in finished.stderr
+    assert "In a multirun trainer.use_v1=false has no effect" in finished.stderr
 
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -273,7 +276,9 @@ def test_generation_has_the_accelerators_that_a_script_of_either_kind_gives_it(
 
 def test_accelerators_that_both_kinds_of_settings_name_differently_are_refused() -> None:
     config = composed(*GRPO_GSM8K, "+recipe=fully_async", f"{ROLLOUT}.nnodes=2", "rollout.nnodes=1")
-    with pytest.raises(FlagError, match=r"rollout\.nnodes=1 and actor_rollout_ref\.rollout\.nnodes=2 both say"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.nnodes=1: allowed is 2\. actor_rollout_ref\.rollout\.nnodes=2 says too"
+    ):
         take_arguments(config, "fully_async")
 
 

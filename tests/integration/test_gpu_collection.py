@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from short_modes import overrides
 
 from recipe.async_engine.config.facts import Resources
-from recipe.async_engine.config.validation import validate
+from recipe.async_engine.config.validation import judge
 from recipe.async_engine.inspection.check import plain
 from recipe.laptop.task import TaskPaths
 
@@ -111,4 +111,4 @@ def test_runs_on_accelerators_validate(mode: str, tmp_path: Path) -> None:
     with initialize_config_module(f"recipe.{mode}.config", version_base=None):
         composed = compose(f"{mode}_ppo_trainer", overrides=overrides("cuda", mode, task, tmp_path, tmp_path))
     available = Resources(accelerators=1 if mode == "partial_rollout" else 2)
-    assert validate(plain(composed), dataset_rows=256, available=available) == []
+    assert judge(plain(composed), dataset_rows=256, available=available)[0] == []

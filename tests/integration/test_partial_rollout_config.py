@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from recipe.async_engine.config.facts import Resources
 from recipe.async_engine.config.plan import derive
-from recipe.async_engine.config.validation import validate
+from recipe.async_engine.config.validation import judge
 from recipe.async_engine.inspection.check import plain
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def test_a_script_for_stock_synchronous_training_composes_validates_and_has_a_pl
     name: str, script: list[str]
 ) -> None:
     config = composed(name, script)
-    assert validate(config, dataset_rows=7000, available=Resources(accelerators=8)) == []
+    assert judge(config, dataset_rows=7000, available=Resources(accelerators=8))[0] == []
     plan = derive(config, dataset_rows=7000)
     assert (plan.batch_groups, plan.batches_per_version, plan.answers_per_group) == (1024, 1, 8)
     # Both sides have all accelerators; every place of the four engines is used, and a quarter as many answers wait.
@@ -105,14 +105,14 @@ def test_a_script_for_stock_synchronous_training_composes_validates_and_has_a_pl
 @pytest.mark.parametrize("preset", ["tiny_cpu", "tiny_cpu_long_tail"])
 def test_the_presets_of_a_laptop_need_one_place_for_both_sides(preset: str) -> None:
     config = composed(FSDP, [f"preset={preset}"])
-    assert validate(config, available=Resources(accelerators=1)) == []
+    assert judge(config, available=Resources(accelerators=1))[0] == []
     plan = derive(config)
     assert (plan.batch_groups, plan.trainer_ranks, plan.rollout_replicas, plan.max_staleness) == (16, 1, 1, 4)
 
 
 def test_the_preset_of_one_gpu_validates_on_one() -> None:
     config = composed(FSDP, ["preset=one_gpu", "data.train_files=/data/a.parquet", "data.val_files=/data/b.parquet"])
-    assert validate(config, dataset_rows=7473, available=Resources(accelerators=1)) == []
+    assert judge(config, dataset_rows=7473, available=Resources(accelerators=1))[0] == []
     plan = derive(config, dataset_rows=7473)
     assert (plan.batch_groups, plan.engine_places, plan.max_staleness) == (64, 256, 2)
 
@@ -137,7 +137,7 @@ def test_the_script_for_two_nodes_composes_and_validates() -> None:
     config = OmegaConf.to_container(OmegaConf.create(shown.stdout), resolve=True)
     assert isinstance(config, dict)
     assert config["data"]["train_files"] == "/home/user/data/dapo-math-17k.parquet"
-    assert validate(config, dataset_rows=17_000, available=Resources(accelerators=16)) == []
+    assert judge(config, dataset_rows=17_000, available=Resources(accelerators=16))[0] == []
     plan = derive(config, dataset_rows=17_000)
     assert (plan.trainer_ranks, plan.rollout_replicas, plan.batch_groups) == (16, 16, 128)
 
@@ -156,12 +156,12 @@ REFUSED = {
 
 @pytest.mark.parametrize(("override", "setting"), REFUSED.items())
 def test_what_does_not_fit_the_mode_is_refused_by_name(override: str, setting: str | None) -> None:
-    found = {problem.setting for problem in validate(composed(FSDP, ["preset=tiny_cpu", override]))}
+    found = {problem.setting for problem in judge(composed(FSDP, ["preset=tiny_cpu", override]))[0]}
     assert setting in found if setting else not found
 
 
 def test_more_ranks_than_accelerators_are_refused_by_the_settings_of_both_sides() -> None:
     config = composed(FSDP, ["preset=tiny_cpu", "trainer.n_gpus_per_node=2"])
-    (problem,) = validate(config, available=Resources(accelerators=1))
+    (problem,) = judge(config, available=Resources(accelerators=1))[0]
     assert problem.setting == "trainer.n_gpus_per_node"
     assert "The run needs 2 trainer ranks." in problem.advice

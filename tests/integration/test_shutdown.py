@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from recipe.async_engine.record.run_record import RunRecord
 from recipe.async_engine.run import driver
 from recipe.async_engine.run.shutdown import EndingOnSignal, StartedProcesses, end_in_order
-from recipe.mains.parts import PARTS
+from recipe.mains.run import PARTS
 
 MAIN = """
 import sys, threading, time

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from recipe.plan.memory.engines import rollout_engine
 from recipe.plan.memory.items import GIB, MIB
-from recipe.plan.memory.known import known_model
-from recipe.plan.memory.shape import ModelShape, shape_of
+from recipe.plan.memory.shape import ModelShape, known_model, shape_of
 from recipe.plan.memory.training import CONTEXT, FSDP, Megatron, Rank, Work, fsdp_rank, megatron_rank
 
 GB = 10**9
@@ -89,7 +88,7 @@ PUBLISHED = (
     Figure(
         "torchtitan, FSDP2: Llama 3.1 8B on 8 ranks, 32,768 tokens, full recomputation",
         83.9 * GIB,
-        # Its loss has logits in bf16 and fp32, their log-softmax, and the gradient in bf16.
+        # The loss takes logits in bf16 and fp32, their log-softmax, and the gradient in bf16.
         lambda: sum(
             item.bytes for item in fsdp_rank(sized("llama", **LLAMA_8B), FSDP(8), Work(32768, 12), None).updating
         ),

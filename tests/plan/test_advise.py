@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The advisor: the split that a closed form names, what it refuses, and what its command prints."""
+"""The advisor finds the split that a closed form names, refuses bad questions, and prints its advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.emulation.models import MODELS
 from recipe.async_engine.config.plan import derive
-from recipe.async_engine.config.validation import validate
+from recipe.async_engine.config.validation import judge
 from recipe.plan.__main__ import assumed, main
 from recipe.plan.advise import Advice, advise, candidates, parts_of_nodes
 from recipe.plan.simulation import Scenario
@@ -30,7 +30,7 @@ def test_the_best_split_balances_both_sides() -> None:
         log_probs_s=lambda lengths, ranks: 0.0,
     )
     base = Scenario(batch_groups=48, answers=2, replicas=1, slots=8, places=8, steps=16, at_swap="keep")
-    # 16 devices: generation takes 120 s / replicas and training 80 s / ranks, equal at 6.4 ranks.
+    # On 16 devices generation takes 120 s / replicas and training 80 s / ranks, which are equal at 6.4 ranks.
     found = advise(base, times, 16, "throughput", [0])
     assert found[0].scenario.trainer_ranks == 6
     assert found[0].scenario.max_staleness > 0
@@ -129,7 +129,7 @@ def test_the_line_to_paste_is_one_that_the_configuration_accepts(accelerators: i
             line = Advice(scenario, accelerators, 1.0, 1.0, 1.0, 0.0, {}, also=assumed(scenario)).overrides.split()
             composed = compose("fully_async_ppo_trainer", [*data, *others, *deeper, *line])
             config = OmegaConf.to_container(composed, resolve=True)
-            assert not validate(config), line
+            assert not judge(config)[0], line
             plan = derive(config)
             assert (plan.trainer_ranks, plan.rollout_replicas) == (scenario.trainer_ranks, scenario.replicas)
             assert (plan.max_staleness, plan.pipeline_depth) == (scenario.max_staleness, scenario.pipeline_depth)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of an accelerator's work: values worked out by hand, and that more work never takes less time."""
+"""The times of an accelerator's work are those worked out by hand, and more work never takes less time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.emulation.models import MODELS
-from recipe.plan.device import H100, DeviceProfile, DeviceTimes, active_parameters, shape_of
+from recipe.plan.device import H100, DeviceProfile, DeviceTimes, active_parameters
+from recipe.plan.memory.shape import shape_of
 
-# Small enough to count by hand.
+# A model that is small enough to count by hand.
 SMALL = shape_of(
     {
         "model_type": "llama",
@@ -38,30 +39,30 @@ ROUND = DeviceProfile(
     step_overhead_s=0.25,
     update_overhead_s=2.0,
 )
-# A layer: attention 2*4*(4+2) = 48 and two norms of 4; an MLP of 3*4*8 = 96: 152. Three of them: 456.
+# A layer has 152 parameters: attention with 2*4*(4+2) = 48, two norms of 4, an MLP with 3*4*8 = 96. Three have 456.
 LAYERS, EMBEDDING, NORM = 456, 40, 4
 TIMES = DeviceTimes(ROUND, SMALL)
 
 
 def test_a_decode_step_reads_weights_and_cache_once() -> None:
-    # Keys and values of a token: 2 * 3 layers * width 2 * 2 bytes = 24 bytes. Read: 496 * 2 + 10 * 24 = 1232 bytes at
-    # 50 bytes/s; arithmetic: 2 * 496 + 4 * 3 * 4 * 10 = 1472 FLOPs at 500 FLOP/s, which is less.
+    # A token has 2 * 3 layers * width 2 * 2 bytes = 24 bytes of keys and values. A step reads 496 * 2 + 10 * 24 = 1232
+    # bytes at 50 bytes/s. Its arithmetic takes less: 2 * 496 + 4 * 3 * 4 * 10 = 1472 FLOPs at 500 FLOP/s.
     assert TIMES.token_cache_bytes == 24
     assert TIMES.decode_step_s(1, 10) == pytest.approx(1232 / 50 + 0.25)
 
 
 def test_a_large_batch_is_bound_by_arithmetic() -> None:
-    # 100 sequences: 100 * 2 * 496 = 99,200 FLOPs at 500 FLOP/s against 992 bytes at 50 bytes/s.
+    # 100 sequences take 100 * 2 * 496 = 99,200 FLOPs at 500 FLOP/s, longer than 992 bytes at 50 bytes/s.
     assert TIMES.decode_step_s(100, 0) == pytest.approx(99_200 / 500 + 0.25)
 
 
 def test_prefill_log_probs_and_update_count_the_flops_of_a_sequence() -> None:
-    # 6 tokens: 6 * 2 * 496 + 48 * 18 pairs = 6816 FLOPs.
+    # 6 tokens take 6 * 2 * 496 + 48 * 18 pairs = 6816 FLOPs.
     assert TIMES.prefill_s(6) == pytest.approx(6816 / 500 + 0.25)
     assert TIMES.log_probs_s([6, 6]) == pytest.approx(2 * 6816 / 500)
-    # Two after four in the cache: 2 * 2 * 496 + 48 * (2*4 + 2) FLOPs.
+    # Two tokens after four in the cache take 2 * 2 * 496 + 48 * (2*4 + 2) FLOPs.
     assert TIMES.prefill_s(2, 4) == pytest.approx((1984 + 480) / 500 + 0.25)
-    # Three times the forward pass at 250 FLOP/s; AdamW moves 28 bytes of each of 500 parameters at 100 bytes/s.
+    # An update takes three forward passes at 250 FLOP/s; AdamW moves 28 bytes for each of 500 parameters at 100 B/s.
     assert TIMES.update_s([6, 6]) == pytest.approx(3 * 2 * 6816 / 250 + 28 * 500 / 100 + 2.0)
 
 
@@ -82,13 +83,13 @@ def test_devices_share_the_work_and_not_the_overhead() -> None:
 def test_experts_are_read_as_far_as_tokens_need_them() -> None:
     moe = shape_of(MODELS["qwen3-30b-a3b"])
     assert moe is not None
-    # 30.5B parameters, 3.3B of them active (the model's card), the lookup of the input not counted here.
+    # By its card the model has 30.5B parameters, 3.3B of them active; the input's lookup is not counted here.
     assert moe.parameters == pytest.approx(30.5e9, rel=0.01)
     assert active_parameters(moe) + moe.embedding == pytest.approx(3.35e9, rel=0.01)
     times = replace(TIMES, shape=moe, device=replace(H100, step_overhead_s=0.0))
     alone = times.decode_step_s(1, 0)
     assert alone == pytest.approx(2 * active_parameters(moe) / (3.35e12 * 0.7))
-    # With 64 sequences 1 - (15/16)^64 = 98.4% of the experts are read.
+    # 64 sequences read 1 - (15/16)^64 = 98.4% of the experts.
     rest = moe.layer_parameters + moe.embedding
     assert times.decode_step_s(64, 0) == pytest.approx(
         2 * (rest + moe.expert_parameters * (1 - (15 / 16) ** 64)) / (3.35e12 * 0.7)
@@ -101,9 +102,9 @@ def test_a_7b_model_on_an_h100() -> None:
     times = DeviceTimes(H100, shape)
     assert shape.parameters == 7_615_616_512
     assert times.token_cache_bytes == 57_344
-    # 14.1 GB of weights without the lookup and 64 x 4,096 tokens of 57 KB: 29.2 GB at 2.345 TB/s, and 2 ms.
+    # 14.1 GB of weights without the lookup and 64 x 4,096 tokens of 57 KB are 29.2 GB at 2.345 TB/s; 2 ms come on top.
     assert times.decode_step_s(64, 64 * 4096) == pytest.approx(0.01443, rel=0.002)
-    # 15.23 GB at 40 GB/s and 20 ms.
+    # The transfer takes 15.23 GB at 40 GB/s, and 20 ms.
     assert times.transfer_s() == pytest.approx(0.4008, rel=0.001)
 
 
@@ -142,16 +143,11 @@ def test_more_work_never_takes_less_time(model: str, batch: int, context: int, m
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("flops", 0.0, "above 0"),
-        ("decode_efficiency", 1.5, "above 0 and at most 1"),
-        ("training_efficiency", 0.0, "above 0 and at most 1"),
-        ("link_latency_s", -1.0, ">= 0"),
-    ],
+    ("field", "value"),
+    [("flops", 0.0), ("decode_efficiency", 1.5), ("training_efficiency", 0.0), ("link_latency_s", -1.0)],
 )
-def test_a_profile_that_cannot_be_is_refused_by_name(field: str, value: float, allowed: str) -> None:
-    with pytest.raises(ValueError, match=f"DeviceProfile.{field}={value} is not allowed: it must be {allowed}"):
+def test_a_profile_that_cannot_be_is_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)DeviceProfile.{field}.*Input should be .* than"):
         replace(ROUND, **{field: value})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the devices of a run are told, and that work on one takes at least the device's time."""
+"""The emulated devices of a run get their settings, and work on one takes at least the device's time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of an engine's steps come back from the record of a simulated one, whatever they are."""
+"""Whatever the parts of a simulated engine's steps are, they are found again in its record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACES = 8
 
 
 def recorded(steps: EngineSteps, seed: int, prompt: int) -> tuple[list[Event], list[tuple[int, float]]]:
-    """Of an engine that is full at times and decodes a few answers at others, asked every second; and its answers."""
+    """Return the events of an engine that is sometimes full and sometimes nearly empty, and its answers."""
     clock, draw = Clock(), random.Random(seed)
     every_s = max(8.0, 300 * steps.base_s)
     events: list[Event] = []
@@ -29,7 +29,7 @@ def recorded(steps: EngineSteps, seed: int, prompt: int) -> tuple[list[Event], l
     engine = Engine(clock, PLACES, steps.step_s, steps.read_s, ended)
 
     def pause() -> None:
-        """All that is under way is read again."""
+        """Pause the engine, so that everything under way is read again."""
         clock.after(engine.rest_s, engine.reopen)
         for request in engine.cut():
             request.work = Work.AGAIN if request.tokens else request.work
@@ -62,7 +62,7 @@ def recorded(steps: EngineSteps, seed: int, prompt: int) -> tuple[list[Event], l
 @pytest.mark.parametrize("read", [0.0, 0.1])
 @pytest.mark.parametrize("prompt", [0, 20])
 def test_the_parts_come_back(base: float, of_a_request: float, of_a_token: float, read: float, prompt: int) -> None:
-    """The others as parts of the first; ``read`` is that of a prompt."""
+    """The arguments are fractions of the first part; ``read`` is the reading of a prompt."""
     reading = {"read_token_s": base * read / prompt} if prompt else {"join_s": base * read}
     steps = EngineSteps(base, base * of_a_request, base * of_a_token, **reading)
     found = fit_steps(*recorded(steps, 3, prompt), PLACES, replicas=1, prompt=prompt)
@@ -78,7 +78,7 @@ def test_nothing_is_negative_and_validation_is_left_out() -> None:
     def stretch(start: float, **tokens: int) -> list[Event]:
         return [Event(f"{ROLLOUT} 0", what, start, start + 1, 0.5, tokens=count) for what, count in tokens.items()]
 
-    # More requests make it faster here.
+    # Here more requests make a step faster.
     slow, quick = stretch(0, decoding=40), stretch(1, decoding=90, prefill=9)
     answers = [(40, 1.0), (90, 2.0)]
     found = fit_steps([*slow, *quick], answers, PLACES, replicas=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The estimate of memory against published and measured figures, and what it refuses and warns about."""
+"""Estimates of memory agree with published and measured figures, and what does not fit is refused or warned about."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from recipe.async_engine.config.validation import judge
 from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.estimate import ERROR
 from recipe.plan.memory.items import GIB
-from recipe.plan.memory.known import known_model
-from recipe.plan.memory.shape import shape_of
+from recipe.plan.memory.shape import known_model, shape_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text("utf-8")
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-# As their authors publish them, in billions, and as transformers makes them (counted on its `meta` device).
+# Parameters as the authors publish them, in billions, and as transformers makes them on its `meta` device.
 PARAMETERS = {
     "Qwen/Qwen2.5-0.5B": (0.49, 494_032_768),
     "Qwen/Qwen2.5-1.5B": (1.54, 1_543_714_304),
@@ -60,7 +59,7 @@ def test_model_of_an_unknown_family_is_not_guessed() -> None:
 def judged(
     name: str, changes: dict[str, Any], device_bytes: int | None = None
 ) -> tuple[dict[str, Problem], RuleContext]:
-    """Problems by setting of a changed configuration with this model, and what the rules looked at."""
+    """Return the problems, by setting, of a changed configuration with this model, and what the rules looked at."""
     model = FileFact(f"{MODEL}.path", name, "model", model_config=known_model(name))
     base = {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True, f"{MODEL}.path": name}
     problems, context = judge(configured(base | changes), Resources(None, device_bytes), [model], 5000, [memory])
@@ -68,7 +67,7 @@ def judged(
 
 
 def found(name: str, gib: float | None, changes: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Problems by setting, and warnings, in words, on accelerators of a size."""
+    """Return the problems by setting, and the warnings, on accelerators of a size."""
     problems, context = judged(name, changes, None if gib is None else int(gib * GIB))
     return {setting: str(problem) for setting, problem in problems.items()}, memory.warnings(context)
 
@@ -110,7 +109,7 @@ IN_TURNS = {
 
 
 def test_training_that_stays_beside_a_waking_engine_is_refused_and_offloading_cures_it() -> None:
-    """facts: a 30B mixture of experts in turns with Megatron at 0.8."""
+    """A 30B mixture of experts takes turns with Megatron's training, with a memory share of 0.8."""
     megatron = {
         "model_engine": "megatron",
         f"{ACTOR}.strategy": "megatron",
@@ -158,7 +157,7 @@ def test_expert_parallel_sizes_count_the_tensor_parallel_size_that_megatron_take
     ],
 )
 def test_parallel_sizes_that_do_not_divide_the_model_are_refused(changes: dict[str, Any], setting: str) -> None:
-    # 14 attention heads, 24 layers, no experts.
+    # The model has 14 attention heads, 24 layers and no experts.
     assert set(found("Qwen/Qwen2.5-0.5B", None, changes)[0]) == {setting}
 
 

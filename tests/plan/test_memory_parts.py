@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The items of the estimate, one by one, of a model small enough to count by hand."""
+"""Each item of the estimate is right for a model that is small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from test_config import (
     configured,
 )
 
+from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.sections import read_settings
 from recipe.plan.memory.engines import (
     Engine,
@@ -40,11 +41,10 @@ from recipe.plan.memory.engines import (
 )
 from recipe.plan.memory.estimate import Models, parts_of, verdicts
 from recipe.plan.memory.items import GIB, MIB, Item, Moment, Part, listed
-from recipe.plan.memory.known import known_model
-from recipe.plan.memory.shape import ModelShape, shape_of
+from recipe.plan.memory.shape import ModelShape, known_model, shape_of
 from recipe.plan.memory.training import CONTEXT, Megatron, Rank, Work, megatron_rank
 
-# q, k, v and output 2 x 8 x (8 + 4), two norms: 208; the MLP 3 x 8 x 16 = 384. Four layers have 2,368 parameters, the
+# A layer has 208 parameters in attention and two norms, and 3 x 8 x 16 = 384 in the MLP. Four layers have 2,368, the
 # embedding 800,000, and with the last norm it is 802,376.
 SHAPE = ModelShape(
     hidden=8,
@@ -61,7 +61,7 @@ SHAPE = ModelShape(
 PARAMETERS = 802_376
 KL = f"{ACTOR}.use_kl_loss"
 FSDP = f"{ACTOR}.fsdp_config"
-# What `configured` has: four ranks, four sequences a micro-batch, the longest of 64 + 64 tokens.
+# `configured` has four ranks and four sequences in a micro-batch, the longest with 64 + 64 tokens.
 TOKENS = 512
 
 
@@ -73,7 +73,7 @@ def test_parameters_of_a_policy_a_value_model_and_adapters() -> None:
     assert (SHAPE.experts, SHAPE.experts_per_token, SHAPE.expert_mlp, SHAPE.expert_layers) == (0, 0, 0, 0)
     assert SHAPE.parameters == PARAMETERS
     assert SHAPE.without_head == 2_368 + 800_000 + 8 + 8
-    # Rank 2: of q, k, v and output 16 + 12 + 12 + 16 rows and columns, of the MLP 3 x 24.
+    # With rank 2, q, k, v and output have 16 + 12 + 12 + 16 rows and columns, and the MLP 3 x 24.
     assert SHAPE.lora_parameters(2) == 2 * 4 * (56 + 72)
     assert replace(SHAPE, qkv_bias=True).attention == 208 + 8 + 4 + 4
 
@@ -152,7 +152,7 @@ def test_tokens_of_a_micro_batch_by_sequences_their_split_or_a_budget(changes: d
 
 def test_activations_of_fsdp() -> None:
     rank = actor_rank(configured({}), SHAPE)
-    # Inputs of four layers and, at the output, 16 bytes for each hidden entry.
+    # Kept are the inputs of four layers and, at the output, 16 bytes for each hidden entry.
     assert amounts(rank.update)["activations"] == TOKENS * (4 * 8 * 2 + 16 * 8)
     assert amounts(rank.forward)["activations"] == TOKENS * (8 * 8 + 6 * 16)
     narrow = actor_rank(configured({}), replace(SHAPE, mlp=4))
@@ -163,7 +163,7 @@ def test_activations_of_fsdp() -> None:
 def test_activations_of_megatron_by_its_own_setting(granularity: str, kept: int) -> None:
     recompute = {f"{ACTOR}.megatron.override_transformer_config": {"recompute_granularity": granularity}}
     rank = actor_rank(configured(MEGATRON | recompute), SHAPE)
-    # A layer: 8 x 8 for its norms, 6 x 12 for attention, 6 x 16 for the MLP.
+    # A layer keeps 8 x 8 bytes for its norms, 6 x 12 for attention and 6 x 16 for the MLP.
     assert amounts(rank.update)["activations"] == TOKENS * kept
     assert amounts(rank.forward)["activations"] == TOKENS * 232
 
@@ -219,7 +219,7 @@ def test_weights_of_an_engine_and_its_keys_and_values() -> None:
 def test_experts_are_shared_out_with_expert_parallelism_alone(expert_parallel: int | None, spread: int) -> None:
     sizes = {"tensor_model_parallel_size": 1, "data_parallel_size": 2, "expert_parallel_size": expert_parallel}
     shape = replace(SHAPE, experts=4, experts_per_token=2, expert_mlp=16, expert_layers=4)
-    # Of the dense MLPs nothing is left, and each layer has a router of 4 x 8.
+    # There are no dense MLPs, and each layer has a router of 4 x 8.
     dense, experts = PARAMETERS - 4 * 384 + 4 * 32, 4 * 4 * 384
     engine = rollout_engine(configured({f"{ROLLOUT}.{name}": size for name, size in sizes.items()}), shape)
     assert engine.weights == 2 * (dense + experts // spread)
@@ -248,7 +248,7 @@ def test_megatron_counts_the_heavier_of_its_first_and_last_stage() -> None:
     rank = megatron_rank(SHAPE, Megatron(2, pipeline=2), Work(64, 10), Work(64, 10))
     last = 2_368 // 2 + 800_000 + 8
     assert (rank.weights, rank.gradients, rank.optimizer) == (2 * last, 4 * last, 12 * last)
-    # Two layers' inputs of one micro-batch under way, and a layer that is computed again.
+    # Kept are the inputs of two layers for one micro-batch, and a layer that is computed again.
     assert amounts(rank.update)["activations"] == 64 * (2 * 8 * 2 + 232)
     assert amounts(rank.update)["logits"] == amounts(rank.forward)["logits"] == 64 * 100_000 * 10
     first = megatron_rank(SHAPE, Megatron(2, pipeline=2), Work(64, 0), None)
@@ -264,12 +264,12 @@ def test_tensor_parallel_ranks_of_megatron_share_inputs_too() -> None:
 
 def parts(changes: Mapping[str, Any], critic: ModelShape | None = None, device: int | None = None) -> dict[str, Part]:
     config = configured(changes)
-    found = parts_of(config, read_settings(config)[0], Models(SHAPE, critic), device)
+    found = parts_of(RuleContext(config, read_settings(config)[0], None, None, ()), Models(SHAPE, critic), device)
     return {part.name: part for part in found}
 
 
 def training(changes: Mapping[str, Any], critic: ModelShape | None = None) -> dict[str, set[str]]:
-    """What is on a training rank, by what it does."""
+    """Return what is on a training rank at each of its moments."""
     return {moment.name: set(amounts(moment.items)) for moment in parts(changes, critic)["trainer rank"].moments}
 
 
@@ -343,7 +343,7 @@ def test_accelerators_in_turns_hold_what_the_other_side_keeps() -> None:
         assert {"weights of the critic", "optimizer of the critic"} <= moments[moment].keys()
     reference = {KL: True, "actor_rollout_ref.ref.strategy": "megatron"}
     megatron = parts(IN_TURNS | MEGATRON | reference)["accelerator in turns"]
-    # Megatron's stays on the device, where FSDP2's is in host memory.
+    # Megatron's reference policy stays on the device; FSDP2's is in host memory.
     for moment in megatron.moments:
         kept = amounts(moment.items)
         assert ("weights of the reference policy" in kept) is (moment.name != "log-probs of the reference policy")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times fitted from a record whose run is known."""
+"""Times that are fitted to a record are those of the run that made it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENGINE = f"{ROLLOUT} 0"
 
 
 def record(folder: Path, events: list[Event], **settings: int) -> Path:
-    """Of one engine with two places that decoded for 16 s, after reading for 2 s, and of one step of training."""
+    """Return the record of an engine with two places that read for 2 s and decoded for 16 s, and of a step."""
     folder.mkdir(exist_ok=True)
     header = {"settings": SETTINGS | settings, "accelerators": {TRAINER: 1, ROLLOUT: 1}, "shared": False, "began": 0.0}
     file = EventFile(folder, header)
@@ -58,9 +58,9 @@ TRAINED = [
 
 def test_a_record_gives_back_the_times_of_its_run(tmp_path: Path) -> None:
     times, run = fitted(record(tmp_path, TRAINED))
-    # Two places for 16 s, and 16 tokens of each answer after its first.
+    # Two places decoded for 16 s, and each answer has 16 tokens after its first.
     assert times.step_s(2, 0) == pytest.approx(1.0)
-    # Both first steps took 2 s, of which 1 s is a step.
+    # Both first steps took 2 s, of which a decode step is 1 s.
     assert 2 * times.read_s(0) == pytest.approx(1.0)
     assert times.begin_s + times.end_s == pytest.approx(20.0 - 18.0)
     assert times.update_s([17, 17], 1) == pytest.approx(6.8)
@@ -76,7 +76,7 @@ def test_a_record_gives_back_the_times_of_its_run(tmp_path: Path) -> None:
 
 def test_what_is_generated_and_not_trained_yet_makes_no_update_faster(tmp_path: Path) -> None:
     ahead = [Event(TRAJECTORIES, "generating", 20.0, 40.0, 1.0, 0, 7, n, 17) for n in range(2)]
-    # Four steps make a version, of which three were trained, and a batch is taken that is not.
+    # A version has four steps. Three of them were trained, and one more batch was taken.
     more = [Event(GROUPS, "trained", 0.0, 30.0 + n, version=0, group=n, tokens=34) for n in (1, 2)]
     taken = [Event(TOKENS, "0", at, at, version=0, tokens=34) for at in (30.5, 31.5, 32.5)]
     times, run = fitted(record(tmp_path, [*TRAINED, *ahead, *more, *taken], trigger_parameter_sync_step=4))
@@ -86,7 +86,7 @@ def test_what_is_generated_and_not_trained_yet_makes_no_update_faster(tmp_path: 
 
 
 def updates(*steps: tuple[int, float]) -> list[Event]:
-    """Of so many tokens and seconds each, an event a second as a lane tells them."""
+    """Return the events of updates with these tokens and seconds, one event per second, as a lane reports them."""
     found = []
     for number, (tokens, seconds) in enumerate(steps):
         at = 100.0 + 20 * number
@@ -97,7 +97,7 @@ def updates(*steps: tuple[int, float]) -> list[Event]:
 
 
 def with_prompts(folder: Path, length: float | None) -> Path:
-    """A run whose metrics have the mean length of its prompts, if any is given."""
+    """Return a run whose metrics have the mean length of its prompts, if one is given."""
     if length is not None:
         (folder / "metrics.jsonl").write_text(json.dumps({"prompt_length/mean": length}) + "\n")
     return folder
@@ -114,7 +114,7 @@ def test_what_answers_do_not_explain_of_an_update_is_of_prompts_as_far_as_their_
     times, _ = fitted(with_prompts(record(tmp_path, [*TRAINED, *LINE]), prompt))
     other = 6.0 - of_prompts
     assert times.update_s([250, 250], 1) == pytest.approx(6.0 + 0.025 * 500, rel=0.01)
-    # More ranks leave what is not of tokens.
+    # More ranks shorten only the part that depends on tokens.
     assert times.update_s([250, 250], 2) == pytest.approx(other + (of_prompts + 0.025 * 500) / 2, rel=0.01)
     assert times.update_s([500], 2) == pytest.approx(other / 2 + (of_prompts / 2 + 0.025 * 500) / 2, rel=0.01)
 
@@ -132,7 +132,7 @@ def test_where_tokens_explain_nothing_of_an_update_all_of_it_is_theirs(tmp_path:
 def test_what_a_reward_waited_for_a_process_is_no_part_of_its_time(
     tmp_path: Path, processes: int, own: set[float]
 ) -> None:
-    # Four answers end together, and each half second a reward is there.
+    # Four answers end together, and a reward is ready every half second.
     queued = [Event(TRAJECTORIES, "reward", 40.0, 40.5 + n / 2, 1.0, 0, 9, n) for n in range(4)]
     alone = [event for event in TRAINED if event.what != "reward"]
     times, run = fitted(record(tmp_path, [*alone, *queued], reward_processes=processes, reward_workers=1))
@@ -141,12 +141,12 @@ def test_what_a_reward_waited_for_a_process_is_no_part_of_its_time(
 
 
 def test_answers_come_through_the_agent_loops_as_fast_as_places_fill_after_a_swap(tmp_path: Path) -> None:
-    """Two places are filled at the beginning and after the swap; free ones at another time say nothing of that."""
+    """Two places are filled at the beginning and after the swap; places that are free at other times do not count."""
     filling = [Event(ENGINE, "wait_agents", 30.5, 30.6), Event(ENGINE, "wait_agents", 32.0, 42.0)]
-    # 0.2 place-seconds, and the second place of a filling waits twice as long as the first.
+    # 0.2 place-seconds were missed; each time, the second place waits twice as long as the first.
     times, _ = fitted(record(tmp_path / "few", [*TRAINED, *filling]))
     assert times.agents_s == pytest.approx(2 * 0.2 / (2 * 2**2))
-    # All of them came while any were under way.
+    # All answers arrived while some were under way.
     more = [Event(TRAJECTORIES, "generating", 18.0, 28.0, 1.0, 0, 1, n, 17) for n in range(58)]
     times, _ = fitted(record(tmp_path / "many", [*TRAINED, *more, Event(ENGINE, "wait_agents", 30.5, 31.5)]))
     assert times.agents_s == pytest.approx((18.0 + 1.0) / 60)

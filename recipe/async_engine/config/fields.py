@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the settings of this package are declared and read: pydantic checks them, and its errors become our sentences.
+"""Declares and reads the settings of this package: pydantic checks them, and its errors become our sentences.
 
-Contract: a section is a frozen dataclass of pydantic's, `STRICT`, whose fields are made by `setting`: default, unit,
-limits and meaning stand there once, for reading, checking and documentation. `read_section` reports every fault of a
-mapping at once, each with the setting, its value, what is allowed and what to change; of a setting that was removed,
-what to use.
-Shown by tests/config/test_config.py.
+Contract: a section is a frozen, `STRICT` dataclass of pydantic, whose fields are made by `setting`. Default, unit,
+limits and meaning of a setting are given there once, for reading, checking and documentation. `read_section` reports
+every fault of a mapping at once, each with the setting, its value, what is allowed and what to change. For a setting
+that was removed it says what to use instead. Shown by tests/config/test_config.py.
 """
 
 import dataclasses
@@ -25,33 +24,41 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def setting(default: Any, meaning: str, *, unit: str = "", instead: str = "", **limits: Any) -> Any:
-    """A documented setting; ``limits`` are pydantic's (`ge`, `gt`), ``instead`` says what to use for other values."""
+    """Declare a setting.
+
+    Args:
+        default: its value if nobody sets it.
+        meaning: what it does, for the documentation.
+        unit: the unit of its values.
+        instead: what to use for values that are refused.
+        limits: pydantic's own limits (`ge`, `gt`).
+    """
     extra: Any = {"unit": unit, "instead": instead}
     return Field(default=default, description=meaning, json_schema_extra=extra, **limits)
 
 
 def seconds(default: float, meaning: str) -> Any:
-    """A deadline."""
+    """Declare a deadline in seconds."""
     return setting(default, meaning, unit="s", gt=0)
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether it is an integer of at least 1."""
+    """Return whether the value is an integer of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number, which a truth value is not."""
+    """Return whether the value is a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def settings_of(cls: Any) -> dict[str, FieldInfo]:
-    """The settings of a section, as pydantic has them."""
+    """Return the settings of a section, as pydantic describes them."""
     return dict(cls.__pydantic_fields__)
 
 
 def accepted_types(info: FieldInfo) -> tuple[Any, ...]:
-    """What a setting's annotation names, one by one."""
+    """Return the types in a setting's annotation, one by one."""
     parts = () if get_origin(info.annotation) is Literal else get_args(info.annotation)
     return parts or (info.annotation,)
 
@@ -60,7 +67,7 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a s
 
 
 def allowed_values(info: FieldInfo) -> str:
-    """What a setting accepts, in words."""
+    """Say in words what a setting accepts."""
     parts = [part for part in accepted_types(info) if part is not types.NoneType]
     words = " or ".join(_WORDS[part] if part in _WORDS else " or ".join(get_args(part)) for part in parts)
     for limit in info.metadata:
@@ -73,8 +80,9 @@ def allowed_values(info: FieldInfo) -> str:
 def read_section(cls: type[Section], mapping: Mapping[str, Any] | None, path: str) -> tuple[Section, list[Problem]]:
     """Build a section from a mapping found at ``path``.
 
-    Returns the section and the problems found; a setting with a problem has its default in the section, so that
-    checks across settings can go on.
+    Returns:
+        The section and the problems found. A setting with a problem has its default in the section, so that checks
+        across settings can go on.
     """
     if mapping is not None and not isinstance(mapping, Mapping):
         return cls(), [Problem(path, render(mapping), "a section of settings", "Give its settings one by one.")]
@@ -93,6 +101,7 @@ def read_section(cls: type[Section], mapping: Mapping[str, Any] | None, path: st
 
 
 def _problem(known: Mapping[str, FieldInfo], name: str, value: Any, path: str) -> Problem:
+    """Say what is wrong with a setting that pydantic refuses: its value, or that there is no such setting."""
     setting = f"{path}.{name or repr(name)}"
     if name in known:
         extra: Any = known[name].json_schema_extra

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings by other names: verl's older ones of rewards, stock's that are read here, and those that were removed.
+"""Settings by other names: verl's older names for rewards, names of stock's asynchronous modes, and removed settings.
 
-Contract: verl moves the older names of rewards to the newer ones in the trainer's process, after its checks. `migrated`
-gives what `verl.experimental.reward_loop.migrate_legacy_reward_impl` makes of a configuration, so that what was written
-by older names is judged as what it will be; tests/config/test_verdicts.py compares the two. Nothing given is changed.
+Contract: verl moves the older names for rewards to the newer ones in the trainer's process, after its own checks.
+`migrated` returns what `verl.experimental.reward_loop.migrate_legacy_reward_impl` makes of a configuration, so that
+settings with older names are judged like the newer ones; tests/config/test_verdicts.py compares the two functions. No
+mapping that is passed in is changed.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ OLDER = {
     "reward_model.model.path": "reward.reward_model.model_path",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
 }
-# Read with the source alone, null or not.
+# verl moves these only together with `reward_loop_source`, and then also if they are null.
 OF_LOOPS = {
     "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
     "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
@@ -29,7 +30,7 @@ SECTIONS = ("custom_reward_function", "sandbox_fusion")
 
 
 def migrated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with each older name's value at its newer name, and without the older sections."""
+    """Return the configuration with each older name's value at its newer name, and without the older sections."""
     moved = {new: value for old, new in OLDER.items() if (value := lookup(config, old)) is not None}
     if "reward.reward_manager.source" in moved:
         moved |= {new: lookup(config, old) for old, new in OF_LOOPS.items()}
@@ -46,7 +47,7 @@ def migrated(config: Mapping[str, Any]) -> dict[str, Any]:
         *parents, last = setting.split(".")
         node: Any = kept
         for parent in parents:
-            # A section of another type is named where types are judged.
+            # If this is no section, `well_formed` reports it.
             section = node.get(parent, {}) if isinstance(node, dict) else None
             if isinstance(node, dict) and isinstance(section, Mapping):
                 node[parent] = section = dict(section)
@@ -64,15 +65,16 @@ UNREAD_OF_STOCK = {
     "async_training.dynamic_schedule_enable_rebalance": True,
     "rollout.n": None,
 }
-"""What stock's asynchronous modes have and nothing here reads, by stock's values; verdicts and rules judge it."""
+"""Settings of stock's asynchronous modes that nothing here reads, with stock's values; `verdicts` judges them."""
 INTERRUPTS = "async_training.partial_rollout"
+"""Stock's name for `async_training.weights.at_swap`."""
 _GONE = {
-    "async_training.weights.encoding": "Versions travel as a whole now, as with encoding=full. Remove it.",
+    "async_training.weights.encoding": "Versions are now always sent whole, as with encoding=full; remove it.",
     "async_training.pipeline_depth": "Set async_training.staleness_threshold: it is the depth.",
     "async_training.prometheus": "The run's figures always go to Ray's exporter; remove it.",
     "async_training.timeouts.drain": "Set async_training.timeouts.trajectory: a drain waits as long.",
     "async_training.timeouts.validation": "Set async_training.timeouts.batch_wait.",
-    "async_training.timeouts.trackers": "Set async_training.timeouts.stop: a third of it is theirs, 120 s at most.",
+    "async_training.timeouts.trackers": "Set async_training.timeouts.stop: trackers get a third of it, 120 s at most.",
     "builtin_task.family": "The model is a qwen3; remove it.",
     "model_engine_server.drain": "Weights wait 10 s for late requests; remove it.",
     "model_engine_server.while_loading": "Requests wait for the version that is on its way; remove it.",
@@ -80,11 +82,11 @@ _GONE = {
 REMOVED = {name: ("nothing: it is no setting any more", advice) for name, advice in _GONE.items()} | {
     INTERRUPTS: ("true or false, or null", "It is stock's name for async_training.weights.at_swap.")
 }
-"""Of settings of earlier versions, what is allowed and what to use."""
+"""For each setting that was removed, what is allowed and what to use instead."""
 
 
 def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what nothing here reads, and with `INTERRUPTS` as what it means."""
+    """Return the configuration without `UNREAD_OF_STOCK`, and with `INTERRUPTS` translated to `weights.at_swap`."""
     found = dict(config)
     for setting in (*UNREAD_OF_STOCK, INTERRUPTS):
         name, _, last = setting.partition(".")
@@ -93,11 +95,12 @@ def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
             if setting == INTERRUPTS and isinstance(section[last], bool):
                 found[name] = _at_swap(found[name], "interrupt" if section[last] else "drain")
             elif setting == INTERRUPTS and section[last] is not None:
-                found[name] = dict(section)  # of another type
+                found[name] = dict(section)  # The value is no truth value, and is refused where the section is read.
     return found
 
 
 def _at_swap(training: dict[str, Any], said: str) -> dict[str, Any]:
+    """Return the section `async_training` with `weights.at_swap` set, unless it is set already."""
     weights = training.get("weights") or {}
     if not isinstance(weights, Mapping) or weights.get("at_swap") is not None:
         return training

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the log-prob servers, and whose log-probs the trainer takes as proximal ones."""
+"""The settings of the log-prob servers, and the sources of proximal log-probs."""
 
 from enum import StrEnum
 from typing import Literal
@@ -13,7 +13,7 @@ DISABLED = "disabled"
 
 
 class Proximal(StrEnum):
-    """Where the proximal log-probs come from: those of the policy that an update starts from."""
+    """Where the proximal log-probs come from, which are those of the policy that an update starts from."""
 
     BYPASS = "bypass"
     RECOMPUTE = "recompute"
@@ -36,13 +36,13 @@ class LogProbServers:
     reference_replicas: int = setting(
         0,
         "Servers beside these, each with as many accelerators as one of them, that keep the initial weights and compute"
-        " the log-probs of the reference policy. What they do not answer the trainer's reference workers compute.",
+        " the log-probs of the reference policy. If they fail to answer, the trainer's reference workers compute them.",
         ge=0,
     )
     anchor: Literal[Anchor.GENERATION, Anchor.LATEST] = setting(
         Anchor.GENERATION,
-        "Whose log-probs: `generation`, for each token those of the version that sampled it; `latest`, those of the"
-        " newest published version, computed anew for samples that wait when it changes.",
+        "Which version computes log-probs: `generation`, for each token the version that sampled it; `latest`, the"
+        " newest published version, and again for samples that still wait when it changes.",
     )
     max_batch_tokens: int = setting(
         16384,
@@ -54,10 +54,10 @@ class LogProbServers:
     max_delay: float = setting(0.05, "How long a request waits for others to fill its batch.", unit="s", ge=0)
     staging: Literal["device", "host"] = setting(
         "device",
-        "Where new weights gather beside the live ones until all of them are there.",
+        "Where new weights are kept beside the live ones until all of them have arrived.",
     )
     timeout: float = seconds(
-        120.0, "One request, whichever server answers it; after it the trainer computes those log-probs itself."
+        120.0, "One request, whichever server answers it; then the trainer computes these log-probs itself."
     )
 
     @property
@@ -66,22 +66,22 @@ class LogProbServers:
 
     @property
     def shared_accelerators(self) -> int:
-        """Of the servers that follow the policy, together."""
+        """The accelerators of all servers that follow the policy."""
         return self.nnodes * self.n_gpus_per_node if self.enabled else 0
 
     @property
     def ranks(self) -> int:
-        """Accelerators of one server."""
+        """The accelerators of one server."""
         return self.shared_accelerators // self.replicas
 
     @property
     def accelerators(self) -> int:
-        """Of all servers together."""
+        """The accelerators of all servers, those of the reference policy included."""
         return self.shared_accelerators + self.reference_replicas * self.ranks
 
     @property
     def scoring(self) -> ScoringSettings:
-        """What each server is told."""
+        """The settings that each server gets."""
         return ScoringSettings(
             anchor=self.anchor,
             max_batch_tokens=self.max_batch_tokens,

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a script has no effect, said with what to use in its place.
+"""Names the settings of a script that have no effect, and what to use in their place.
 
-Contract: a setting whose verdict is that it has none is said where it is not as verl has it; so is one that a script
-has added where verl takes any name, and one by an older name that verl drops. Shown by tests/config/test_verdicts.py.
+Contract: a setting without effect is named if its value differs from verl's default. So are a setting that a script
+adds to a section in which verl accepts any name, and one whose older name verl drops. Shown by
+tests/config/test_verdicts.py.
 """
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recipe.async_engine.config.fields import settings_of
@@ -18,7 +19,7 @@ from recipe.async_engine.config.verdicts import BY_SETTING, TABLE, Kind, verdict
 from recipe.async_engine.config.verl_types import ROLLOUT, verls_own
 
 UNTYPED = ("data", "global_profiler", "reward", "trainer")
-"""Sections of which verl makes no type, so that it takes any name in them."""
+"""verl has no types for these sections, so it accepts any name in them."""
 TYPED = frozenset({"reward.reward_model.rollout"})
 READ = frozenset(
     {
@@ -28,9 +29,9 @@ READ = frozenset(
         *(f"trainer.{name}" for name in ("remove_previous_ckpt_in_save", "rl_insight", "wandb_proxy")),
     }
 )
-"""What verl reads of them, and its configurations do not have."""
+"""Settings in these sections that verl reads although its configurations lack them."""
 
-# What scripts for verl 0.7 and before have there, and where it is now.
+# Settings of scripts for verl 0.7 and before, and their names of today.
 NOW = {
     "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
     "reward_model.sandbox_fusion": "reward.sandbox_fusion",
@@ -38,15 +39,16 @@ NOW = {
 
 
 def notices(context: RuleContext, defaults: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Of settings without effect, those that are not as verl has them; ``defaults``: what verl has, if not its own."""
+    """Name the settings without effect whose values are not those of ``defaults``, verl's configuration if None."""
     found: dict[str, list[str]] = {}
     defaults = verls_own(str(context.get("model_engine", "dp"))) if defaults is None else defaults
     for verdict in TABLE:
         if verdict.kind is not Kind.NO_EFFECT or not verdict.here(context):
             continue
         for setting, value in leaves({verdict.setting: context.get(verdict.setting)}):
-            usual = value is None or value in verdict.quiet or value in _usual(setting, defaults, context)
-            if not usual and verdict_of(setting, context) is verdict:
+            usual = _usual(setting, defaults, context)
+            is_usual = value is None or usual is None or value in (*verdict.quiet, *usual)
+            if not is_usual and verdict_of(setting, context) is verdict:
                 found.setdefault(verdict.advice, []).append(f"{setting}={render(value)}")
     if unknown := [f"{setting}={render(value)}" for setting, value in _unknown(context, defaults)]:
         found["neither verl nor this package reads such a setting; only code of yours may"] = unknown
@@ -55,7 +57,7 @@ def notices(context: RuleContext, defaults: Mapping[str, Any] | None = None) -> 
 
 
 def _unknown(context: RuleContext, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a script has added where verl takes any name."""
+    """Yield the settings that a script has added to sections in which verl accepts any name."""
     yield from ((name, value) for name, value in context.config.items() if name not in BY_SETTING)
     for section in UNTYPED if defaults else ():
         given, known = context.get(section), defaults.get(section)
@@ -68,6 +70,7 @@ def _unknown(context: RuleContext, defaults: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _added(given: Mapping[str, Any], known: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings below ``above`` that are given and that verl does not know."""
     for name, value in given.items():
         setting, usual = f"{above}{name}", known.get(name)
         if name not in known and value is not None and setting not in READ and setting not in BY_SETTING:
@@ -76,15 +79,8 @@ def _added(given: Mapping[str, Any], known: Mapping[str, Any], above: str) -> It
             yield from _added(value, usual, f"{setting}.")
 
 
-class _Anything:
-    """What verl derives from several settings, and what a script says, cannot be told apart."""
-
-    def __contains__(self, value: Any) -> bool:
-        return True
-
-
-def _usual(setting: str, defaults: Mapping[str, Any], context: RuleContext) -> Container[Any]:
-    """Values that a setting has where nobody has set it."""
+def _usual(setting: str, defaults: Mapping[str, Any], context: RuleContext) -> tuple[Any, ...] | None:
+    """Return the values that a setting has if nobody has set it; None if verl derives its value from several others."""
     section, _, name = setting.rpartition(".")
     if section in SECTIONS and (own := settings_of(SECTIONS[section]).get(name)) is not None:
         return (own.default,)
@@ -93,22 +89,22 @@ def _usual(setting: str, defaults: Mapping[str, Any], context: RuleContext) -> C
     node: Any = defaults
     for part in setting.split("."):
         if isinstance(node, str) and node.startswith("${"):
-            return _Anything()
+            return None
         node = node.get(part) if isinstance(node, Mapping) else None
     if not (isinstance(node, str) and node.startswith("${")):
         return (node,)
     if (other := OTHER.fullmatch(node)) is None:
-        return _Anything()
+        return None
     value = context.get(f"{section}.{other[2]}" if other[1] else other[2])
-    return _Anything() if value is None else (value,)
+    return None if value is None else (value,)
 
 
 OTHER = re.compile(r"\$\{(?:oc\.select:)?(\.?)([\w.]+)(?:,[^{}]*)?\}")
-"""Of verl's configurations: a setting that is as another one, if nobody has set it."""
+"""How verl's configuration says that a setting has the value of another one by default."""
 
 
 def leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Each setting of a section by its whole name, with its value."""
+    """Yield each setting of a section, by its whole name, with its value."""
     for name, value in section.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{above}{name}.")
@@ -117,7 +113,7 @@ def leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def left_behind(config: Mapping[str, Any]) -> Iterator[str]:
-    """Of `reward_model`, what verl moves nowhere and drops, each with what to use."""
+    """Name the settings in `reward_model` that verl drops, each with the setting to use."""
     for setting, value in leaves({"reward_model": config.get("reward_model")}):
         moved = (*OLDER, *OF_LOOPS, "reward_model.rollout")
         if value not in (None, {}) and not any(f"{setting}.".startswith(f"{old}.") for old in moved):
@@ -127,7 +123,7 @@ def left_behind(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def beside_others(context: RuleContext) -> Iterator[str]:
-    """What is another mode's, or is asked for in a way in which verl leaves it out."""
+    """Name settings that have no effect because of the values of other settings."""
     estimator = context.get("algorithm.adv_estimator")
     if context.get("algorithm.use_pf_ppo") and estimator != "gae":
         yield f"algorithm.use_pf_ppo=true has no effect: verl resamples with adv_estimator=gae alone, not {estimator}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packages that verl's engines import where they run, and that an installation may lack.
 
-Contract: `needs` names each with the settings that ask for it, of a run on accelerators; a CPU's run has what this
-package installs. What is missing is found by whoever can look (`inspection/check.py` here, `inspection/nodes.py` on the
-nodes of a cluster). Shown by tests/config/test_packages.py.
+Contract: `needs` names each package that a run on accelerators imports, with the settings that ask for it. A run on a
+CPU needs only what this package installs. Which packages are missing is found by `inspection/check.py` on this machine,
+and by `inspection/nodes.py` on the nodes of a cluster. Shown by tests/config/test_packages.py.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -18,19 +18,20 @@ ATTENTION = f"{MODEL}.override_config.attn_implementation"
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 SEE = "see docs/dependencies.md"
 OTHERS = ("torchtitan", "veomni")
-"""Training engines whose packages have their names."""
+"""The training engines whose packages have the same names."""
 MODULES = ("flash_attn", "kernels", "mbridge", "megatron.bridge", "cupy", "nixl", "liger_kernel", *OTHERS)
-"""All that `needs` may name."""
+"""All modules that `needs` may name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One package.
+    """A package that a setting asks for.
 
     Attributes:
-        modules: any of them will do.
-        setting, allowed: what asks for it, and what does not.
-        instead: what to set in its place; empty if nothing would do.
+        modules: the package is there if any of these modules is.
+        setting: the setting that asks for it.
+        allowed: the values of the setting that do not.
+        instead: what to change if it is missing; empty if there is no other way.
     """
 
     package: str
@@ -40,16 +41,17 @@ class Need:
     instead: str = ""
 
     def is_lacking(self, absent: Collection[str]) -> bool:
+        """Return whether the package is missing where the modules ``absent`` are."""
         return all(module in absent for module in self.modules)
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """What to do if the package is missing."""
         return f"Install {self.package} ({SEE}){f', or {self.instead}' if self.instead else ''}."
 
 
 def needs(config: Mapping[str, Any]) -> Iterator[Need]:
-    """Those of a run; none where it is on a CPU."""
+    """Yield the packages that a run needs; none if it is on a CPU."""
     if lookup(config, "trainer.device") == "cpu":
         return
     sections = (ACTOR, "critic") if has_critic(config) else (ACTOR,)
@@ -77,13 +79,14 @@ def needs(config: Mapping[str, Any]) -> Iterator[Need]:
 
 
 def attention(config: Mapping[str, Any], model: str = MODEL) -> str:
-    """How FSDP's engines compute a model's; verl's choice (verl/workers/config/model.py:185) where nothing is said."""
+    """Return how FSDP's engines compute attention: as set, else verl's choice (verl/workers/config/model.py:185)."""
     places = (f"{model}.override_config{part}.attn_implementation" for part in (".model_config", ""))
     return next((str(said) for place in places if (said := lookup(config, place))), "flash_attention_2")
 
 
 def _of_fsdp(config: Mapping[str, Any]) -> Iterator[Need]:
-    # Transformers takes a kernel of its hub too.
+    """Yield the packages that FSDP's engines need."""
+    # Transformers can take the kernel from its hub instead, with the package `kernels`.
     if attention(config).startswith("flash_attention"):
         modules = ("flash_attn", "kernels")
         yield Need("flash-attn", modules, ATTENTION, "sdpa without flash-attn", f"set +{ATTENTION}=sdpa")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which accelerators and CPUs the parts of a run reserve, and whether nodes have room for all of them.
+"""Lists the accelerators and CPUs that the parts of a run reserve, and checks whether the nodes have room for them.
 
-Contract: `wanted` lists what verl reserves: groups of accelerators, each on one node, with so many CPUs beside each
-accelerator. The part that `unplaceable` names fits in no arrangement; where sizes divide each other, what it passes has
-one, and is reserved in the order of `wanted`, larger groups first, without blocking itself.
+Contract: `wanted` lists what verl reserves: groups of accelerators, each group on one node, with some CPUs beside each
+accelerator. The part that `unplaceable` names fits in no arrangement. If group sizes divide each other, then parts
+that it accepts do fit, and can be reserved in the order of `wanted`, larger groups first, without blocking each other.
 
 Shown by tests/config/test_placement.py.
 """
@@ -20,7 +20,7 @@ from recipe.async_engine.config.plan import replica_size, rollout_accelerators
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.config.sections import SHARED, Settings
 
-# verl's, of each accelerator's bundle (single_controller/ray/base.py:214, workers/rollout/replica.py:185).
+# The CPUs in verl's bundle for an accelerator (single_controller/ray/base.py:214, workers/rollout/replica.py:185).
 TRAINER_CPUS, REPLICA_CPUS = 3, 2
 TRAINER_POOL = "trainer_pool"
 
@@ -38,56 +38,47 @@ class Wanted:
 
 
 def replica_pool(number: int, kind: str = "") -> str:
-    """verl's name of the resource pool of a replica; ``kind``: "", "reward_" or, of log-prob servers, "servers_"."""
+    """Return verl's name for the resource pool of a replica.
+
+    ``kind`` is "" for a rollout replica, "reward_" for a reward model's server and "servers_" for a log-prob server.
+    """
     return f"rollout_pool_{number}_model_engine" if kind == "servers_" else f"rollout_pool_{kind}{number}"
 
 
 def wanted(config: Mapping[str, Any], settings: Settings) -> list[Wanted]:
-    """What the parts of a valid configuration reserve, larger groups first, the trainer first among equals."""
+    """Return what the parts of a valid configuration reserve: larger groups first, the trainer first among equals."""
     nodes, per_node = int(lookup(config, "trainer.nnodes")), int(lookup(config, "trainer.n_gpus_per_node"))
     setting = "trainer.n_gpus_per_node"
     parts = [Wanted(TRAINER_POOL, "the training ranks", setting, per_node, nodes, TRAINER_CPUS)]
-    parts += [*_rollout(config, settings), *_servers(settings), *_reward_model(config)]
+    if settings.async_training.placement != SHARED:
+        size, per_node = replica_size(config), settings.rollout.n_gpus_per_node
+        count = rollout_accelerators(config, settings) // size
+        parts += _replicas("rollout replica", "rollout.n_gpus_per_node", "", count, size, per_node)
+    if (servers := settings.servers).enabled:
+        setting, count = "model_engine_server.n_gpus_per_node", servers.replicas + servers.reference_replicas
+        parts += _replicas("log-prob server", setting, "servers_", count, servers.ranks, servers.n_gpus_per_node)
+    section = "reward.reward_model"
+    if lookup(config, f"{section}.enable") and lookup(config, f"{section}.enable_resource_pool"):
+        size, setting = replica_size(config, f"{section}.rollout"), f"{section}.n_gpus_per_node"
+        per_node = int(lookup(config, setting) or 0)
+        count = per_node * int(lookup(config, f"{section}.nnodes") or 0) // size
+        parts += _replicas("reward model's server", setting, "reward_", count, size, per_node)
     return sorted(parts, key=lambda part: -part.on_a_node)
 
 
 def _replicas(what: str, setting: str, kind: str, count: int, size: int, per_node: int) -> Iterator[Wanted]:
     on_a_node = min(per_node, size)
-    # Of what a rule refuses there may be none.
+    # There may be none if a rule refuses the configuration.
     for number in range(count if on_a_node else 0):
         pool = replica_pool(number, kind)
         yield Wanted(pool, f"{what} {number}", setting, on_a_node, size // on_a_node, REPLICA_CPUS)
 
 
-def _rollout(config: Mapping[str, Any], settings: Settings) -> Iterator[Wanted]:
-    if settings.async_training.placement != SHARED:
-        size, per_node = replica_size(config), settings.rollout.n_gpus_per_node
-        count = rollout_accelerators(config, settings) // size
-        yield from _replicas("rollout replica", "rollout.n_gpus_per_node", "", count, size, per_node)
-
-
-def _servers(settings: Settings) -> Iterator[Wanted]:
-    servers = settings.servers
-    if servers.enabled:
-        setting, count = "model_engine_server.n_gpus_per_node", servers.replicas + servers.reference_replicas
-        yield from _replicas("log-prob server", setting, "servers_", count, servers.ranks, servers.n_gpus_per_node)
-
-
-def _reward_model(config: Mapping[str, Any]) -> Iterator[Wanted]:
-    section = "reward.reward_model"
-    if lookup(config, f"{section}.enable") and lookup(config, f"{section}.enable_resource_pool"):
-        per_node = int(lookup(config, f"{section}.n_gpus_per_node") or 0)
-        size = replica_size(config, f"{section}.rollout")
-        count = per_node * int(lookup(config, f"{section}.nnodes") or 0) // size
-        setting = f"{section}.n_gpus_per_node"
-        yield from _replicas("reward model's server", setting, "reward_", count, size, per_node)
-
-
 def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | None:
-    """The first of ``parts`` that no arrangement has room for together with those before it; None if all may fit.
+    """Return the first of ``parts`` that cannot fit together with those before it; None if all may fit.
 
-    A node has room for so many times a group, and a larger group takes the room of several: of sizes that divide each
-    other this leaves nothing open. The trainer's process takes a CPU beside them.
+    For each size of group, it compares how many such groups the nodes have room for with how many the parts take. That
+    is exact if sizes divide each other. The trainer's process takes one CPU more.
     """
     groups = [(part.on_a_node, part.on_a_node * part.cpus) for part in parts for _ in range(part.groups)]
     groups.append((0, 1))
@@ -97,10 +88,10 @@ def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | 
         room = sum(_times(unit, (node.accelerators, node.cpus)) for node in rooms)
         taken = itertools.accumulate(_times(unit, group) for group in groups)
         first += [index for index, count in enumerate(taken) if count > room][:1]
-    # Without a CPU for the trainer's process the last part takes one too many.
+    # If only the CPU for the trainer's process is missing, the last part is named.
     return owners[min(*first, len(owners) - 1)] if first else None
 
 
 def _times(unit: tuple[int, int], room: tuple[int, float]) -> int:
-    """How many groups like ``unit`` fit beside each other."""
+    """Return how many groups of the size ``unit`` fit into a room."""
     return int(min(have // need for need, have in zip(unit, room, strict=True) if need))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does, derived from its configuration: sizes, bounds, numbers of steps.
+"""Derives what a run does from its configuration: sizes, bounds, the number of steps.
 
-Contract: what can be derived is derived here and nowhere else.
+Contract: whatever follows from several settings is computed here and nowhere else.
 """
 
 import dataclasses
@@ -14,9 +14,8 @@ from recipe.async_engine.config.log_prob_servers import Proximal
 from recipe.async_engine.config.problems import ConfigError, Problem, lookup
 from recipe.async_engine.config.sections import SHARED, AsyncTraining, Settings, read_settings
 
-# Versions that a group may be old by default: more than a long answer needs, and no more than learning allows
-# (docs/benchmarks.md, "Learning by mode and bound").
 USUAL_BOUND = 4
+"""The default bound in versions: long answers need less, and learning does not suffer (docs/benchmarks.md)."""
 MODEL = "actor_rollout_ref.model"
 
 
@@ -31,49 +30,49 @@ class RunPlan:
     pipeline_depth: float  # how far generation runs ahead, in versions; at most S
     trainer_ranks: int  # processes of the training engine
     rollout_replicas: int
-    # At most; filtered and failed groups can only make it fewer. 0: the data set will say it, when the run has made it.
-    total_steps: int
-    total_groups: int | None  # prompt groups issued at most; None where only `total_steps` bounds them
+    total_steps: int  # at most, since groups may be filtered or fail; 0 until the number of rows is known
+    total_groups: int | None  # prompt groups issued at most; None if only `total_steps` bounds them
     max_concurrent_trajectories: int  # at the engines at the same time, over all replicas
-    max_trajectories_with_tools: int  # under way at the same time, while some are at tools
-    engine_places: int  # how many of these the engines generate at once; the others wait at them
+    max_trajectories_with_tools: int  # at most under way at the same time, while some of them wait for tools
+    engine_places: int  # how many the engines generate at once; the others wait at the engines
     proximal: Proximal  # where the proximal log-probs come from
     settings: Settings
 
 
 def has_critic(config: Mapping[str, Any]) -> bool:
-    """Whether verl trains a critic (verl/trainer/ppo/utils.py:96)."""
+    """Return whether verl trains a critic (verl/trainer/ppo/utils.py:96)."""
     enabled = lookup(config, "critic.enable")
     return bool(lookup(config, "algorithm.adv_estimator") == "gae" if enabled is None else enabled)
 
 
 def adapter_rank(config: Mapping[str, Any]) -> int:
-    """Rank of the LoRA adapters that are trained; 0 without. Each training engine has its own name for it."""
+    """Return the rank of the LoRA adapters, 0 if there are none; training engines have two names for the setting."""
     ranks = (lookup(config, f"{MODEL}.{name}") for name in ("lora_rank", "lora.rank"))
     return max((rank for rank in ranks if is_count(rank)), default=0)
 
 
 def has_adapter(config: Mapping[str, Any]) -> bool:
-    """Whether verl trains adapters, whose base is the reference policy (verl/trainer/ppo/ray_trainer.py:360)."""
+    """Return whether verl trains adapters, so that their base is the reference policy (ppo/ray_trainer.py:360)."""
     return adapter_rank(config) > 0 or lookup(config, f"{MODEL}.lora_adapter_path") is not None
 
 
 def uses_kl(config: Mapping[str, Any]) -> bool:
-    """Whether a reference policy is asked for log-probs (verl/trainer/ppo/utils.py:75)."""
+    """Return whether the log-probs of a reference policy are needed (verl/trainer/ppo/utils.py:75)."""
     actor = "actor_rollout_ref.actor"
     return bool(lookup(config, "algorithm.use_kl_in_reward") or lookup(config, f"{actor}.use_kl_loss"))
 
 
 def has_reference(config: Mapping[str, Any]) -> bool:
-    """Whether the trainer's workers keep a reference policy of their own."""
+    """Return whether the trainer's workers keep the weights of a reference policy."""
     return uses_kl(config) and not has_adapter(config)
 
 
 def staleness_bound(training: AsyncTraining) -> int:
-    """S, the hard bound in versions; by default wide enough for answers that are generated for several versions.
+    """Return S, the hard bound in versions.
 
-    The depth alone decides how old samples usually are. A bound as tight as the depth makes training wait for the
-    slowest answer of each batch, which the depth of stock verl, a count of samples, does not.
+    By default it is wide enough for answers that take several versions to generate. Only `staleness_threshold` decides
+    how old samples usually are. If the bound were as tight as that, training would wait for the slowest answer of each
+    batch; it does not in stock verl, where the threshold counts samples.
     """
     if training.max_staleness is not None:
         return training.max_staleness
@@ -82,47 +81,49 @@ def staleness_bound(training: AsyncTraining) -> int:
 
 
 def replica_size(config: Mapping[str, Any], rollout: str = "actor_rollout_ref.rollout") -> int:
-    """Accelerators of one replica of a rollout section: tensor x data x pipeline parallel size."""
+    """Return the accelerators of one replica: tensor x data x pipeline parallel size."""
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
     return math.prod(int(lookup(config, f"{rollout}.{name}") or 1) for name in sizes)
 
 
 def synchronous_batch(training: AsyncTraining) -> bool:
-    """Whether a step trains `data.train_batch_size` prompts in mini-batches, as synchronous training does."""
+    """Return whether a step trains `data.train_batch_size` prompts in mini-batches, as synchronous training does."""
     return training.whole_batches or training.placement == SHARED
 
 
 def rollout_accelerators(config: Mapping[str, Any], settings: Settings) -> int:
-    """Accelerators that the rollout replicas run on: their own, or those that they share with the trainer."""
+    """Return the accelerators that the rollout replicas run on: their own, or those shared with the trainer."""
     if settings.async_training.placement == SHARED:
         return trainer_ranks(config)
     return settings.rollout.nnodes * settings.rollout.n_gpus_per_node
 
 
 def trainer_ranks(config: Mapping[str, Any]) -> int:
-    """Processes of the training engine, one for each of its accelerators."""
+    """Return the number of processes of the training engine, one for each of its accelerators."""
     return int(lookup(config, "trainer.nnodes")) * int(lookup(config, "trainer.n_gpus_per_node"))
 
 
 def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """b, the prompt groups of a step.
+    """Return b, the prompt groups of a step.
 
-    `data.train_batch_size` where a step is one of synchronous training (whole batches, shared placement); where that
-    is 0, and in the other modes, `ppo_mini_batch_size * require_batches`.
+    With whole batches or a shared placement it is `data.train_batch_size`, as in synchronous training. If that is 0,
+    and in the other modes, it is `ppo_mini_batch_size * require_batches`.
     """
     whole = int(lookup(config, "data.train_batch_size") or 0) if synchronous_batch(training) else 0
     return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size")) * training.require_batches
 
 
-# Of an engine's places: how many trajectories wait at it. One that ends is followed by the next in the same step; from
-# farther away the next one would come a step or two later.
 WAITING_SHARE = 0.25
-# Where nobody says how many trajectories a replica has, tools may make them so many times more.
+"""How many trajectories wait at an engine, as a share of its places.
+
+When one ends, a waiting one takes its place in the same step; from elsewhere it would arrive a step or two later.
+"""
 TOOLS_FACTOR = 4
+"""How many times as many trajectories may be under way while tools run, if no setting says how many a replica has."""
 
 
 def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Trajectories that one replica has at the same time; at least a group's."""
+    """Return how many trajectories one replica has at the same time; at least those of one group."""
     answers = int(lookup(config, "actor_rollout_ref.rollout.n"))
     groups = training.concurrent_samples_per_replica
     if groups is not None:
@@ -132,23 +133,23 @@ def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int
 
 
 def places_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """How many of a replica's trajectories its engine generates at once."""
+    """Return how many of a replica's trajectories its engine generates at once."""
     slots = slots_per_replica(config, training)
     return min(slots, int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs") or slots))
 
 
 def rehearses(config: Mapping[str, Any], training: AsyncTraining) -> bool:
-    """Whether the run begins with a rehearsal."""
+    """Return whether the run begins with a rehearsal."""
     return training.rehearsal is True or (training.rehearsal == "auto" and lookup(config, "trainer.device") != "cpu")
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
-    """Prompts used of each pass over the data: whole batches leave out the last, incomplete one, as verl does."""
+    """Return the prompts used in each pass over the data; as in verl, whole batches leave out an incomplete one."""
     return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows
 
 
 def proximal_source(config: Mapping[str, Any], settings: Settings) -> Proximal:
-    """Where a run's proximal log-probs come from: what is asked for, else what follows from the rest."""
+    """Return where a run's proximal log-probs come from: as set, else as follows from other settings."""
     if settings.async_training.proximal_log_probs is not None:
         return Proximal(settings.async_training.proximal_log_probs)
     if settings.servers.enabled:
@@ -157,7 +158,7 @@ def proximal_source(config: Mapping[str, Any], settings: Settings) -> Proximal:
 
 
 def group_limits(epochs: int | None, settings: Settings, batch_groups: int, dataset_rows: int | None) -> dict[str, int]:
-    """Prompt groups that may be issued at most, by the setting that says so."""
+    """Return, for each setting that limits the prompt groups of a run, how many may be issued."""
     limits = {}
     if settings.rollout.total_rollout_steps is not None:
         limits["rollout.total_rollout_steps"] = settings.rollout.total_rollout_steps
@@ -170,7 +171,7 @@ def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> Run
     """Derive the plan of a run from a whole configuration.
 
     Args:
-        config: The composed configuration as a plain, resolved mapping; validated before (`validate`).
+        config: The composed configuration as a plain, resolved mapping, which `judge` has accepted.
         dataset_rows: Prompts in the training data after filtering; None where not known yet.
 
     Raises:
@@ -183,7 +184,7 @@ def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> Run
 
 
 def plan_of(config: Mapping[str, Any], settings: Settings, dataset_rows: int | None) -> RunPlan:
-    """`derive`, of a configuration whose sections have been read."""
+    """Derive the plan of a configuration whose sections have been read already; see `derive` for the arguments."""
     training = settings.async_training
     batch_groups = batch_size(config, training)
     epochs = lookup(config, "trainer.total_epochs")

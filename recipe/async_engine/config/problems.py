@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings by their dotted names: their values, what is wrong with them, and the one error that reports all of it."""
+"""Looks settings up by their dotted names, and reports everything that is wrong with them as one error."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from recipe.async_engine.core.errors import RecipeError
 
 
 def lookup(config: Mapping[str, Any], setting: str, default: Any = None) -> Any:
-    """The value at a dotted path, or `default` where a part of the path is absent or null on the way."""
+    """Return the value at a dotted path, or ``default`` if a part of the path is missing."""
     node: Any = config
     for part in setting.split("."):
         if not isinstance(node, Mapping) or part not in node:
@@ -19,7 +19,7 @@ def lookup(config: Mapping[str, Any], setting: str, default: Any = None) -> Any:
 
 
 def render(value: object) -> str:
-    """A value as a config file writes it."""
+    """Return a value as a configuration file writes it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

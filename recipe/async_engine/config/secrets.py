@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration as it may be written down: without the values that are secrets.
+"""Hides the secrets of a configuration that is to be written down.
 
-Contract: values of environment variables never appear, whatever their names; of other settings those whose name says
-that they are a secret, and what stands before the host of a URL. Everything else is as it was. Applied to whatever
-leaves a run's processes: ``config.yaml`` in its folder, and the configuration that trackers get.
-Test: tests/config/test_secrets.py.
+Contract: hidden are the values of all environment variables, the values of settings whose names say that they are
+secrets, and what stands before the host of a URL. Everything else is unchanged. It is applied to whatever leaves a
+run's processes: ``config.yaml`` in its folder, and the configuration that trackers get. Shown by
+tests/config/test_secrets.py.
 """
 
 import re
@@ -18,7 +18,7 @@ USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+@")
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:
-    """``settings``, a plain value found under ``name``, with `HIDDEN` in the place of each secret."""
+    """Return ``settings``, a plain value found under ``name``, with `HIDDEN` in place of each secret."""
     if isinstance(settings, Mapping):
         if name == ENVIRONMENT:
             return dict.fromkeys(settings, HIDDEN)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings this package adds to verl's, as types.
 
-Contract: a setting has one meaning, stands here once with its default, unit, limits and meaning, and is documented from
-here (docs/configuration.md is generated). They are read from plain mappings
-(`OmegaConf.to_container(config, resolve=True)`).
+Contract: each setting is declared here once, with its default, unit, limits and meaning, and docs/configuration.md is
+generated from that. Sections are read from plain mappings (`OmegaConf.to_container(config, resolve=True)`).
 """
 
 import dataclasses
@@ -15,14 +14,12 @@ from pydantic.dataclasses import dataclass
 from recipe.async_engine.config.fields import STRICT, read_section, seconds, setting
 from recipe.async_engine.config.legacy import of_stock
 from recipe.async_engine.config.log_prob_servers import LogProbServers
-from recipe.async_engine.config.problems import Problem, lookup
+from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.core.scoring import Anchor
-
-__all__ = ["SECTIONS", "SHARED", "AsyncTraining", "Settings", "Timeouts", "Weights", "lookup", "read_settings"]
 
 SHARED: Final = "shared"
 LONGEST_END_S = 120.0
-"""What the trackers get of `Timeouts.stop`, at most; and a third of it."""
+"""The most that the trackers get of `Timeouts.stop`; otherwise they get a third of it."""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -83,18 +80,8 @@ class Timeouts:
     )
 
     @property
-    def drain(self) -> float:
-        """How long a weight sync waits for running answers: as long as one may take."""
-        return self.trajectory
-
-    @property
-    def validation(self) -> float:
-        """One validation pass over all prompts."""
-        return self.batch_wait
-
-    @property
     def trackers(self) -> float:
-        """How long the trackers have at a run's end, all at the same time."""
+        """How long all trackers together have at a run's end."""
         return min(LONGEST_END_S, self.stop / 3)
 
 
@@ -131,10 +118,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Alarms:
-    """By the name of an alarm of `core.alarms`, how many times in a row end the run; null: it is counted and shown.
+    """How many times in a row each alarm of `core.alarms` occurs before it ends the run; null: it never does.
 
-    Of `failed_groups` it is a share. ``exit_status``: whether a run that ended with alarms, and otherwise well, exits
-    with status 3.
+    `failed_groups` is a share of groups instead. ``exit_status`` says whether a run that was otherwise fine, but raised
+    alarms, exits with status 3.
     """
 
     failed_groups: float | None = setting(0.5, "", gt=0)
@@ -168,10 +155,10 @@ class AsyncTraining:
     )
     on_non_finite: Literal["fail", "drop"] = setting(
         "fail",
-        "What a group counts as in which a reward, what groups are filtered by, or a log-prob of the rollout is NaN or"
-        " infinite: `fail`, failed (after `max_group_retries` where another attempt may help, which it may not for a"
-        " reward), or `drop`, filtered. It is not trained either way, and either way the run ends when a batch of"
-        " groups in a row came to nothing.",
+        "How a group counts whose rewards, filter metric or rollout log-probs are NaN or infinite: `fail`, as failed"
+        " (after `max_group_retries` if another attempt may help, which it may not for a reward), or `drop`, as"
+        " filtered. It is not trained either way, and the run ends when a whole batch of groups in a row came to"
+        " nothing.",
     )
     trigger_parameter_sync_step: int = setting(4, "Batches trained from one weight sync to the next.", ge=1)
     placement: Literal["separate", "shared"] = setting(
@@ -203,8 +190,8 @@ class AsyncTraining:
     concurrent_samples_per_replica: int | None = setting(
         16,
         "Prompt groups a rollout replica works on at the same time. null: a quarter more answers than its engine has"
-        " places for (`actor_rollout_ref.rollout.max_num_seqs`), so that one waits at the engine wherever one ends;"
-        " where agent loops use tools, more by the time that they are there, four times as many at most.",
+        " places for (`actor_rollout_ref.rollout.max_num_seqs`), so that another answer waits at the engine when one"
+        " ends; while agent loops use tools, up to four times as many.",
         unit="groups",
         ge=1,
     )
@@ -222,10 +209,9 @@ class AsyncTraining:
     )
     max_replica_restarts: int = setting(
         3,
-        "How many rollout replicas and log-prob servers, in all, are started in the place of those that died. The run"
-        " goes on meanwhile and without them; a new one takes part from the next weight sync on. Where they share the"
-        " trainer's accelerators, the next weight sync waits for it. Each reward worker is started again as often; an"
-        " agent-loop worker is as often as it dies.",
+        "How many rollout replicas and log-prob servers, in all, are replaced when they die. The run continues without"
+        " them meanwhile. A new one joins at the next weight sync, which waits for it if they share the trainer's"
+        " accelerators. Each reward worker is restarted as often; agent-loop workers are restarted whenever they die.",
         ge=0,
     )
     partial_tokens_interval: float | None = setting(
@@ -253,7 +239,7 @@ class AsyncTraining:
     device_memory_gib: float | None = setting(
         None,
         "Memory of an accelerator, for the check before anything starts ([memory.md](memory.md)). null: as this"
-        " machine's driver says, or Ray by the accelerators' type; where neither does, nothing is refused for it.",
+        " machine's driver says, or Ray by the accelerators' type; if neither does, memory is not checked.",
         unit="GiB",
         gt=0,
     )
@@ -265,8 +251,8 @@ class AsyncTraining:
     )
     events: bool = setting(
         True,
-        "Keep a record of events in `trainer.default_local_dir`: what every part did, from when to when. From it come"
-        " the account of every accelerator's seconds in `summary.json` and the report (docs/run-record.md).",
+        "Keep a record of events in `trainer.default_local_dir`: what every part did, and when. The account of every"
+        " accelerator's seconds in `summary.json` and the report are made from it (docs/run-record.md).",
     )
     start_from: str | None = setting(
         None,
@@ -277,13 +263,12 @@ class AsyncTraining:
     )
     alarms: Alarms = setting(
         Alarms(),
-        "What ends a run that goes on without learning: by the name of an alarm"
-        " ([reliability.md](reliability.md)), how many times in a row do; null: it is counted and shown, and never"
-        " does."
-        " Of `failed_groups` it is the share of the last four batches' worth of groups (32 at least, or of all in a run"
-        " of fewer). By default `failed_groups: 0.5`, `skipped_updates: 3`, `unchanged_weights: 3`, and null for"
-        " `zero_gradients`, `uniform_rewards`, `empty_answers` and `failed_validation`. `exit_status: false`: a run"
-        " that ended with alarms, and otherwise well, exits with status 0 in place of 3.",
+        "How many times in a row an alarm ([reliability.md](reliability.md)) occurs before it ends a run that continues"
+        " without learning, by the alarm's name; null: it is only counted and shown. `failed_groups` is a share of the"
+        " last four batches' worth of groups instead (at least 32, or all in a run of fewer). By default"
+        " `failed_groups: 0.5`, `skipped_updates: 3`, `unchanged_weights: 3`, and null for `zero_gradients`,"
+        " `uniform_rewards`, `empty_answers` and `failed_validation`. `exit_status: false`: a run that was fine except"
+        " for alarms exits with status 0 instead of 3.",
     )
     weights: Weights = setting(Weights(), "")
     timeouts: Timeouts = setting(Timeouts(), "")
@@ -295,7 +280,7 @@ class AsyncTraining:
 
     @property
     def whole_batches(self) -> bool:
-        """Whether a prompt's batch is fixed when it is issued, as in synchronous training."""
+        """Whether a prompt's batch is fixed when the prompt is issued, as in synchronous training."""
         return self.policy == "whole_batches"
 
 
@@ -346,7 +331,7 @@ class Settings:
 
     @property
     def weights(self) -> Weights:
-        """`async_training.weights`, with what is null there decided."""
+        """`async_training.weights`, with its null values replaced by what they stand for."""
         training = self.async_training
         waits = training.placement == SHARED or (self.servers.enabled and self.servers.anchor == Anchor.LATEST)
         return dataclasses.replace(
@@ -379,7 +364,7 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
         problems += more
     servers = config.get("model_engine_server")
     if isinstance(servers, Mapping):
-        # verl's own type, which verl reads.
+        # verl reads its engine's section, with a type of its own.
         servers = {key: value for key, value in servers.items() if key != "engine"}
     log_probs, more = read_section(LogProbServers, servers, "model_engine_server")
     return Settings(training, rollout, task, log_probs), problems + more

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses configurations that cannot run, before any process starts.
 
-Contract: `validate` is a pure function of a configuration and of facts about the outside; it finds all problems at
-once, and each names the setting, its value, what is allowed and what to change. The rules are in
+Contract: `judge` is a pure function of a configuration and of facts about files and nodes. It finds all problems at
+once, and each problem names the setting, its value, what is allowed and what to change. The rules are in
 `recipe.async_engine.config.rules`; tests/config/test_config.py has one case for each.
 """
 
@@ -23,7 +23,6 @@ from recipe.async_engine.config.rules import (
     learning,
     names,
     parallel,
-    rewards,
     servers,
 )
 from recipe.async_engine.config.rules.context import RuleContext
@@ -56,7 +55,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     engines.packages,
     servers.proximal_log_probs,
     servers.log_prob_servers,
-    rewards.reward_model,
+    servers.reward_model,
     engines.resources,
     engines.builtin_task,
     data.files,
@@ -65,32 +64,14 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
 )
 
 
-def validate(
-    config: Mapping[str, Any],
-    *,
-    dataset_rows: int | None = None,
-    available: Resources | None = None,
-    files: Sequence[FileFact] = (),
-) -> list[Problem]:
-    """All problems of a configuration; none means that it may run.
-
-    Args:
-        config: The composed configuration as a plain, resolved mapping.
-        dataset_rows: Prompts in the training data, where known; else `training_rows`.
-        available: What there is to place workers on, where known.
-        files: What was found at the paths that the configuration names.
-    """
-    return judge(config, available, files, dataset_rows)[0]
-
-
 class Judge(Protocol):
-    """What a main has judge its configuration beside the rules of the engine; `recipe.plan.memory.estimate` is one."""
+    """Judges a configuration beside the engine's rules, if a main passes it; `recipe.plan.memory.estimate` is one."""
 
     def problems(self, context: RuleContext) -> Iterable[Problem]:
-        """What cannot run."""
+        """Return what cannot run."""
 
     def warnings(self, context: RuleContext) -> Iterable[str]:
-        """What may not run well."""
+        """Return what may not run well."""
 
 
 WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
@@ -104,14 +85,14 @@ WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
 
 
 def warnings_of(context: RuleContext, judges: Sequence[Judge] = (), of_v1: bool = False) -> list[str]:
-    """What may not run well, or has no effect, of what is accepted; in a trainer of verl's own by the judges alone."""
+    """Return what may not run well or has no effect; with ``of_v1``, verl's own v1 trainer runs: only judges warn."""
     rules = (*(other.warnings for other in judges), *(() if of_v1 else (*WARNINGS, notices.notices)))
     return [text for rule in rules for text in rule(context)]
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found of a configuration."""
+    """Everything that was found out about a configuration."""
 
     problems: list[Problem]
     warnings: list[str]
@@ -119,7 +100,7 @@ class Findings:
 
     @property
     def plan(self) -> RunPlan:
-        """What the run does.
+        """What the run would do.
 
         Raises:
             ConfigError: nothing bounds the number of its steps.
@@ -129,14 +110,19 @@ class Findings:
 
 def judge(
     config: Mapping[str, Any],
-    available: Resources | None,
-    files: Sequence[FileFact],
+    available: Resources | None = None,
+    files: Sequence[FileFact] = (),
     dataset_rows: int | None = None,
     judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """All problems of a configuration, those that ``judges`` find too, and what all of them looked at.
+    """Return all problems of a configuration, those of ``judges`` included, and what they looked at.
 
-    For the other arguments see `validate`.
+    Args:
+        config: the composed configuration as a plain, resolved mapping.
+        available: what there is to place workers on, where known.
+        files: what was found at the paths that the configuration names.
+        dataset_rows: the prompts in the training data, where known; else those of `training_rows`.
+        judges: who else judges it.
     """
     config, problems = well_formed(migrated(config))
     settings, own = read_settings(config)
@@ -150,7 +136,7 @@ def judge(
 
 
 def training_rows(config: Mapping[str, Any], files: Sequence[FileFact]) -> int | None:
-    """Prompts in the training data, or None where a file's rows are not known without loading it."""
+    """Return the prompts in the training data, or None if the rows of a file are not known."""
     counts = [fact.rows for fact in files if fact.setting == "data.train_files"]
     known = [count for count in counts if count is not None]
     if not known or len(known) < len(counts):

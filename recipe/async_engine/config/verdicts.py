@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each of verl's settings here: it takes effect, has none, or is refused.
+"""Says of each of verl's settings whether it takes effect here, has no effect, or is refused.
 
-Contract: the longest entry of `TABLE` that a setting is, or stands below, is its verdict in a run; where two are as
-long, the first that applies to the run. A setting without effect is said to have none where it is not as verl has it
-(`config.notices`), and what is refused is so by name (`refusals`), each with what to use in its place. Whatever
-depends on several settings or on the outside is the affair of the rules. tests/config/test_verdicts.py composes all
-of verl's configurations, and fails for a setting that is not among those that were judged.
+Contract: a setting's verdict is the longest entry of `TABLE` that names it or a section around it; if two are equally
+long, the first that applies to the run. `config.notices` warns of settings without effect whose values are not verl's
+defaults, and `refusals` reports what is refused, each with what to use instead. Whatever depends on several settings,
+files or nodes is left to the rules. tests/config/test_verdicts.py composes all of verl's configurations, and fails for
+a setting without a verdict.
 """
 
 import itertools
@@ -21,13 +21,13 @@ from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 ENGINES = {"vllm": "recipe.async_engine.engines.vllm.replica.GatedVLLMReplica"}
-"""The rollout engines, by ``rollout.name``: of each the class that `recipe.async_engine.engines.protocol` describes."""
+"""The class of each rollout engine, by ``rollout.name``; `recipe.async_engine.engines.protocol` describes it."""
 
-UNREAD = "verl 0.9.1 reads it nowhere either; remove it"
+UNREAD = "verl 0.9.1 does not read it either; remove it"
 QUEUE = "nothing goes through TransferQueue here"
 V1 = "trainer.v1"
 PLACEHOLDER = "recipe.mains.trainer.NoAgentLoops"
-"""What a flag has stock verl's task runner make in place of an agent-loop manager."""
+"""The class that stock verl's task runner makes in place of an agent-loop manager, if a flag has chosen a mode."""
 
 
 class Kind(StrEnum):
@@ -40,15 +40,15 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a setting and of all below it that has no verdict of its own.
+    """What becomes of a setting, and of all settings below it that have no verdict of their own.
 
     Attributes:
-        advice: what to use in its place.
-        allowed: what is taken of a setting that is refused otherwise, in words.
-        refuses: whether a value is refused; true ones are, unless said otherwise.
-        switch: the setting below it whose value is judged, and which nothing else there matters without.
-        here: whether the verdict applies to a run.
-        quiet: values that go without a notice, beside verl's own: this package's configurations have them.
+        advice: what to use instead.
+        allowed: in words, the values that are accepted if others are refused.
+        refuses: returns whether a value is refused; by default, true values are.
+        switch: the setting below this section whose value is judged; it turns the whole section on.
+        here: returns whether the verdict applies to a run.
+        quiet: values that cause no notice although they are not verl's, since this package's configurations have them.
     """
 
     setting: str
@@ -70,16 +70,17 @@ def separate(context: RuleContext) -> bool:
 
 
 def by_flag(context: RuleContext) -> bool:
-    """Whether a flag of stock verl's main has chosen the mode."""
+    """Return whether a flag of stock verl's main has chosen the mode."""
     return str(context.get(f"{V1}.trainer_mode", "")).startswith("recipe_")
 
 
 def judged(context: RuleContext) -> bool:
+    """Return whether a reward model scores answers."""
     return bool(context.get(f"{REWARD_MODEL}.enable"))
 
 
 def _expanded(names: str) -> Iterator[str]:
-    """Settings of a text: ``a.{b,c}`` is `a.b` and `a.c`; ROLLOUT and the like stand for their sections."""
+    """Yield the settings in a text: ``a.{b,c}`` is `a.b` and `a.c`; ROLLOUT and the like stand for their sections."""
     for name in names.split():
         for parts in itertools.product(*(part.split(",") for part in re.split("[{}]", name))):
             first, dot, rest = "".join(parts).partition(".")
@@ -109,20 +110,22 @@ COMMITTED = "A checkpoint is committed when all of it is written; remove the set
 OWN = """actor_rollout_ref algorithm critic custom_reward_function data global_profiler model_engine ray_kwargs reward
     reward_model sandbox_fusion trainer
     async_training chosen_by_flag builtin_task model_engine_server plan_only rehearse_only rollout"""
-"""Sections of verl's, and of this package's."""
+"""The sections of verl's configuration, and those of this package."""
 
 TABLE: tuple[Verdict, ...] = (
     *map(Verdict, OWN.split()),
-    # Features of verl that this package has no part for.
+    # Features of verl that this package does not support.
     *_refused("On-policy distillation has no teacher here; use verl's own trainers.", "distillation", switch="enabled"),
     *_refused(
         "Weights that are trained for quantization do not reach the engines here; use verl's own trainers.",
         "ACTOR.{qat,fsdp_config.qat,megatron.qat} ROLLOUT.qat",
         switch="enable",
     ),
-    *_refused("Replicas answer prompts whole here: remove it.", "ROLLOUT.disaggregation", switch="enabled"),
     *_refused(
-        "Its servers answer prompts whole here: remove it.",
+        "Here each replica both reads prompts and answers them; remove it.", "ROLLOUT.disaggregation", switch="enabled"
+    ),
+    *_refused(
+        "Here each server both reads prompts and answers them; remove it.",
         "JUDGE.rollout.disaggregation",
         switch="enabled",
         here=judged,
@@ -145,16 +148,16 @@ TABLE: tuple[Verdict, ...] = (
         "TRAINING.use_dynamic_resource_scheduling",
     ),
     *_refused(
-        "Rollout servers bring the scheduler that takes up answers which a weight sync has cut. Remove it.",
+        "Rollout servers need their own scheduler, which continues answers that a weight sync has cut. Remove it.",
         "ROLLOUT.engine_kwargs.vllm.scheduler_cls",
         allowed="null",
     ),
-    # Settings of which a run here takes one value.
+    # Settings of which a run here accepts only some values.
     *_refused(
         "Other rollout engines are not supported yet in this mode.",
         "ROLLOUT.name",
         allowed=" or ".join(ENGINES),
-        refuses=lambda name: name not in tuple(ENGINES),  # whatever it is, a list too
+        refuses=lambda name: name not in tuple(ENGINES),  # The value may even be a list.
     ),
     *_refused(
         "Other engines are not supported for reward models.",
@@ -200,9 +203,9 @@ TABLE: tuple[Verdict, ...] = (
         allowed="false with trainer.logger=rl_insight",
         here=lambda context: "rl_insight" in str(context.get("trainer.logger")),
     ),
-    # Settings of other trainers, and those that another one decides here.
-    *_none("this run has a trainer of its own", "trainer.use_v1"),
-    *_none("it is for verl's own v1 trainers; async_training has what this one reads", V1),
+    # Settings of other trainers, and settings in whose place another setting decides here.
+    *_none("this run uses this package's trainer", "trainer.use_v1"),
+    *_none("only verl's own v1 trainers read it; this package's trainer reads async_training", V1),
     Verdict(f"{V1}.trainer_mode", here=by_flag),
     *_none("set async_training.trigger_parameter_sync_step", f"{V1}.separate_async.parameter_sync_step"),
     *_none("set async_training.staleness_threshold", f"{V1}.{{separate,colocate}}_async.num_warmup_batches"),
@@ -211,7 +214,7 @@ TABLE: tuple[Verdict, ...] = (
     *_none(QUEUE, "transfer_queue.enable", quiet=(True,)),
     *_none(QUEUE, "transfer_queue.backend.SimpleStorage.num_data_storage_units", quiet=(1,)),
     *_none("answers are always generated, none is dumped or taken from a dump", "skip"),
-    *_none("all of the validation data is scored at once, by what the engines have places for", "data.val_batch_size"),
+    *_none("all validation data is generated at once, as far as the engines have places", "data.val_batch_size"),
     *_none("metrics of routing are verl's v1 trainers' own", "ROLLOUT.moe_load_balance_metrics_interval"),
     *_none("prompts are issued one by one", "algorithm.filter_groups.max_inflight_gen_batches"),
     *_none("trainer.max_actor_ckpt_to_keep decides for whole checkpoints", "trainer.max_critic_ckpt_to_keep"),
@@ -221,7 +224,10 @@ TABLE: tuple[Verdict, ...] = (
         here=lambda context: separate(context) and not by_flag(context),
     ),
     *_none(
-        "replicas keep their memory, which is theirs alone", "ROLLOUT.free_cache_engine", here=separate, quiet=(False,)
+        "replicas keep their memory, since nothing else uses their accelerators",
+        "ROLLOUT.free_cache_engine",
+        here=separate,
+        quiet=(False,),
     ),
     *_none("rollout replicas validate, with the same scores", "TRAINING.use_trainer_do_validate"),
     *_none(
@@ -262,9 +268,9 @@ TABLE: tuple[Verdict, ...] = (
         {ACTOR,REF,critic}.{megatron,veomni}.router_replay.{record,replay}_file
         global_profiler.global_tool_config.torch_memory.{stacks,kw_args}""",
     ),
-    *_none("verl 0.9.1 reads it nowhere either; set optim.clip_grad beside it", "{ACTOR,critic}.grad_clip"),
+    *_none("verl 0.9.1 does not read it either; set optim.clip_grad beside it", "{ACTOR,critic}.grad_clip"),
     *_none(
-        "verl 0.9.1 reads it nowhere either; data.filter_overlong_prompts leaves out prompts that are too long",
+        "verl 0.9.1 does not read it either; data.filter_overlong_prompts leaves out prompts that are too long",
         "data.truncation",
     ),
     *_none("it is read by an engine of NPUs alone", "{ACTOR.fsdp_config,REF.fsdp_config,critic.fsdp}.turbo_config"),
@@ -283,20 +289,15 @@ TABLE: tuple[Verdict, ...] = (
         "{ACTOR,REF}.use_remove_padding",
         here=lambda context: context.get(f"{ACTOR}.strategy") != "veomni",
     ),
-    *_none("checkpoints are loaded from where they are, and stay", "trainer.del_local_ckpt_after_load"),
+    *_none("checkpoints are loaded in place, and are not deleted after that", "trainer.del_local_ckpt_after_load"),
 )
 
 
 def verdict_of(setting: str, context: RuleContext) -> Verdict | None:
-    """The verdict of a setting in a run; None for one that neither verl nor this package has."""
-    applying = [verdict for verdict in _above(setting) if verdict.here(context)]
-    return max(applying, key=lambda verdict: len(verdict.setting), default=None)
-
-
-def _above(setting: str) -> Iterator[Verdict]:
+    """Return the verdict of a setting in a run; None if neither verl nor this package has such a setting."""
     parts = setting.split(".")
-    for count in range(len(parts), 0, -1):
-        yield from BY_SETTING.get(".".join(parts[:count]), ())
+    above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((verdict for name in above for verdict in BY_SETTING.get(name, ()) if verdict.here(context)), None)
 
 
 BY_SETTING: dict[str, list[Verdict]] = {}
@@ -305,7 +306,7 @@ for _verdict in TABLE:
 
 
 def refusals(context: RuleContext) -> Iterator[Problem]:
-    """Every setting whose value is refused."""
+    """Report every setting whose value is refused."""
     for verdict in TABLE:
         if verdict.kind is Kind.REFUSED and verdict.here(context):
             setting = f"{verdict.setting}.{verdict.switch}" if verdict.switch else verdict.setting

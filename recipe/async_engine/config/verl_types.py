@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of verl's settings, by the values that they have in verl's own configuration.
+"""The types of verl's settings, derived from the values that they have in verl's own configuration.
 
-Contract: verl's types accept any value of most settings, so that text in place of a number fails in the first update.
-`well_formed` reports every setting whose value is of another kind than verl's own (a number, a truth value, a list, a
-section, text), or outside the limits of `LIMITED`, and gives a configuration in which each of them is null, or an empty
-section, so that all rules can still be applied. null is left to verl but for parallel sizes and `NEEDED`. This
-package's own settings have their types in `sections`. Shown by tests/integration/test_config_fuzz.py.
+Contract: verl's types accept any value for most settings, so that text in place of a number fails in the first update.
+`well_formed` reports every setting whose value is of another kind than in verl's own configuration (a number, a truth
+value, a list, a section, text) or is not what `LIMITED` allows. It returns a configuration in which each of these
+settings is null, or an empty section, so that all rules can still be applied. null is accepted unless the setting is a
+parallel size or in `NEEDED`. The types of this package's own settings are in `sections`. Shown by
+tests/integration/test_config_fuzz.py.
 """
 
 import contextlib
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,13 @@ MISSING, ABSENT = "???", object()
 
 
 class Expected(NamedTuple):
-    """What a value must be, in words and as a test; ``nullable``: verl's own value is null, or another setting's."""
+    """What a setting accepts.
+
+    Attributes:
+        allowed: what it accepts, in words.
+        fits: tests a value.
+        nullable: whether verl's own value is null or that of another setting.
+    """
 
     allowed: str
     fits: Callable[[Any], bool]
@@ -51,7 +58,20 @@ def _is_text(value: Any) -> bool:
 
 SECTION = Expected("a section of settings", lambda value: isinstance(value, Mapping))
 FLAG = Expected("true or false", lambda value: isinstance(value, bool) or value in (0, 1))
-NUMBER = Expected("a number", lambda value: is_number(value) and -math.inf < value < math.inf)
+
+
+def number(advice: str = "", *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf) -> Expected:
+    """Return what a finite number within these limits has to be."""
+    limits = ((">=", least), (">", above), ("and at most", most))
+    words = " ".join(f"{sign} {limit:g}" for sign, limit in limits if math.isfinite(limit))
+
+    def fits(value: Any) -> bool:
+        return is_number(value) and -math.inf < value < math.inf and value > above and least <= value <= most
+
+    return Expected(f"a number {words}".rstrip(), fits, advice)
+
+
+NUMBER = number()
 LIST = Expected("a list", lambda value: isinstance(value, list | tuple))
 TEXT = Expected("text", lambda value: not isinstance(value, Mapping | list | tuple))
 NAME = Expected("a name", lambda value: _is_text(value) and value != "")
@@ -67,13 +87,9 @@ FREQUENCY = Expected(
     lambda value: _is_integer(value) and value >= -1,
     "It counts weight versions.",
 )
-SHARE = Expected(
-    "a number > 0 and <= 1",
-    lambda value: is_number(value) and 0 < value <= 1,
-    "It is the share of an accelerator that an engine takes.",
-)
+SHARE = number("It is the share of an accelerator that an engine takes.", above=0, most=1)
 
-# By the last part of a setting's name, where verl's own value does not say it all.
+# What settings accept, by the last part of their names, where the kind of verl's own value does not say enough.
 LIMITED: Mapping[str, Expected] = {
     **dict.fromkeys(
         (
@@ -113,7 +129,7 @@ LIMITED: Mapping[str, Expected] = {
     "steps": STEPS,
     "default_local_dir": NAME,
 }
-# Settings that verl reads and its configuration does not have, or has from another one.
+# Settings that verl reads although its configuration lacks them, or has them as copies of other settings.
 ADDED: Mapping[str, Expected] = {
     f"{ROLLOUT}.standalone_gpu_memory_utilization": SHARE,
     f"{ROLLOUT}.qat": SECTION,
@@ -135,7 +151,7 @@ ADDED: Mapping[str, Expected] = {
     "ray_kwargs.ray_init.num_gpus": NATURAL,
     "actor_rollout_ref.ref.strategy": PATH,
 }
-# Without these a run cannot be planned; a setting that is absent is as one that is null.
+# A run cannot be planned without these. A setting that is absent counts as null.
 NEEDED: Mapping[str, Expected] = {
     **dict.fromkeys((f"{ROLLOUT}.n", f"{ROLLOUT}.agent.num_workers", f"{ACTOR}.ppo_mini_batch_size"), COUNT),
     **dict.fromkeys(("data.max_prompt_length", "data.max_response_length", "reward.num_workers"), COUNT),
@@ -146,7 +162,7 @@ NEEDED: Mapping[str, Expected] = {
 
 @functools.lru_cache
 def verls_own(model_engine: str = "dp") -> Mapping[str, Any]:
-    """The configuration that verl has for a training engine, not resolved; empty where it is not installed."""
+    """Return verl's configuration for a training engine, with interpolations; empty if verl is not installed."""
     engine = "" if model_engine == "dp" else f"_{model_engine}"
     verl = importlib.util.find_spec("verl")
     file = Path(str(verl.origin if verl else "")).with_name("trainer") / f"config/_generated_ppo{engine}_trainer.yaml"
@@ -157,7 +173,7 @@ def verls_own(model_engine: str = "dp") -> Mapping[str, Any]:
 
 @functools.lru_cache
 def expected(model_engine: str = "dp") -> Mapping[str, Expected]:
-    """What each setting has to be, outer sections first."""
+    """Return what each setting accepts, outer sections first."""
     found = {**dict(_kinds(verls_own(model_engine))), **ADDED, **NEEDED}
     return dict(sorted(found.items(), key=lambda item: item[0].count(".")))
 
@@ -169,14 +185,14 @@ def _kinds(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, E
             case Mapping():
                 yield setting, SECTION
                 yield from _kinds(usual, f"{setting}.")
-            case "???":  # to be given; rules say what it has to be
+            case "???":  # The user has to give it; a rule says what it may be.
                 continue
             case _ if name in LIMITED:
                 kind, is_open = LIMITED[name], usual is None or str(usual).startswith("${")
                 yield setting, kind._replace(allowed=f"{kind.allowed}, or null", nullable=True) if is_open else kind
             case bool():
                 yield setting, FLAG
-            # Numbers, or two as text; learning.py has their limits.
+            # A threshold may be text with several numbers; `rules.learning` checks those.
             case int() | float() if not name.endswith("_threshold"):
                 yield setting, NUMBER
             case list():
@@ -186,12 +202,15 @@ def _kinds(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, E
 
 
 def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[str, Any], list[Problem]]:
-    """The configuration without values of a wrong kind, and these as problems.
+    """Return the configuration without the values of a wrong kind, and a problem for each of them.
 
     Args:
-        misses: whether settings that have to be there and are not are problems too.
+        misses: whether a missing setting of `NEEDED` is a problem too.
     """
-    repaired, problems = _not_too_deep(config)
+    repaired, problems = dict(config), []
+    for setting in _too_deep(config):
+        problems.append(Problem(setting, "nested", f"at most {DEEPEST} levels, of text as names", "Write it flat."))
+        repaired[setting.split(".")[0]] = None
     for setting, kind in expected(str(config.get("model_engine", "dp"))).items():
         value = lookup(repaired, setting, ABSENT)
         is_size = setting.endswith("parallel_size") and not kind.nullable
@@ -209,20 +228,11 @@ def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[st
     return repaired, problems
 
 
-def _not_too_deep(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Without what is nested so deep that nothing could read it, and its settings as problems."""
-    problems, kept = [], dict(config)
-    for setting in _too_deep(config):
-        problems.append(Problem(setting, "nested", f"at most {DEEPEST} levels, of text as names", "Write it flat."))
-        kept[setting.split(".")[0]] = None
-    return kept, problems
-
-
 def _too_deep(node: Any, above: str = "", level: int = 0) -> Iterator[str]:
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(node, Mapping | list):
-        items = node.items() if isinstance(node, Mapping) else enumerate(node)
-    for name, value in items:
+    """Yield the settings that are nested too deep to be read, or below which a name is no text."""
+    if not isinstance(node, Mapping | list):
+        return
+    for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
         if level == DEEPEST or (isinstance(node, Mapping) and not isinstance(name, str)):
             yield above
             return
@@ -231,7 +241,7 @@ def _too_deep(node: Any, above: str = "", level: int = 0) -> Iterator[str]:
 
 
 def _replace(config: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set a value; the mappings on the way are copied, those given are left as they are."""
+    """Set the value at a path. The mappings on the path are copied first, so that the caller's are not changed."""
     *parents, last = path
     node = config
     for parent in parents:

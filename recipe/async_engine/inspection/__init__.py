@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at the files that a configuration names, and has the settings judged with what was found."""
+"""Finds out about the files and nodes that a configuration names, and judges the configuration with that."""

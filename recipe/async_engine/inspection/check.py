@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a configuration refers to outside itself, and refuses it where it cannot run.
+"""Reads the files that a configuration refers to, and refuses a configuration that cannot run.
 
-Contract: `check` is the one call a main makes before it starts a process; `look` gives what it found without judging.
-They read the data files and the models' config.json, ask the model hub (with a deadline), change nothing (`datasets`
-and the hub keep what is read in their caches), and start nothing but the driver's own program that tells the memory of
-accelerators.
-The judgement is `config.validation`'s, that of the judges which a main brings, and that of verl's own types where
-verl is imported anyway.
+Contract: `check` is the one call a main makes before it starts a process; `look` returns what was found and raises
+nothing. They read the data files and the models' config.json, and ask the model hub within a deadline. They change
+nothing, except that `datasets` and the hub keep in their caches what is read. The only program they start is the
+driver's own, which tells how much memory accelerators have. The judgement is that of `config.validation`, of the judges
+which a main passes, and of verl's own types where verl is imported anyway.
 """
 
 import contextlib
 import logging
 import math
 import os
+import shutil
+import subprocess
 import symtable
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
-from recipe.async_engine.config.facts import FileFact, NodeRoom, Resources
+from recipe.async_engine.config.facts import TRAIN_FILES, FileFact, NodeRoom, Resources
 from recipe.async_engine.config.fields import is_count
 from recipe.async_engine.config.legacy import migrated
 from recipe.async_engine.config.notices import left_behind
@@ -34,42 +35,42 @@ from recipe.async_engine.config.problems import ConfigError, Problem, lookup
 from recipe.async_engine.config.rules.names import unusual
 from recipe.async_engine.config.validation import Findings, Judge, judge, warnings_of
 from recipe.async_engine.config.verl_types import well_formed
-from recipe.async_engine.inspection.accelerators import memory_here
 from recipe.async_engine.inspection.code_files import code_facts
-from recipe.async_engine.inspection.data_files import data_facts
+from recipe.async_engine.inspection.data_files import data_facts, is_hub_name
 from recipe.async_engine.inspection.node_probe import absent
-from recipe.async_engine.inspection.prompt_check import is_hub_name
 from recipe.async_engine.record.contents import without_weights
 
 logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0
+QUERY, QUERY_S = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"), 15.0
 REWARD_FUNCTION = "reward.custom_reward_function"
 
 
 def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as a plain mapping with all interpolations resolved; `???` stays where a value is missing.
+    """Return a configuration as a plain mapping with all interpolations resolved; `???` stays where a value is missing.
 
     Raises:
         ConfigError: an interpolation cannot be resolved.
     """
-    node = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+    if not isinstance(config, DictConfig):
+        return dict(config)
     try:
-        return dict(OmegaConf.to_container(node, resolve=True))
+        return dict(OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         raise unresolved(error) from error
 
 
 def unresolved(error: OmegaConfBaseException) -> ConfigError:
-    """What a value that refers to something that is not there, or is missing, is refused with."""
+    """Return the error that refuses a value which refers to something that is missing."""
     advice = str(error.msg or error).splitlines()[0]
     return ConfigError([Problem(str(error.full_key), "as configured", "a value that can be made", f"{advice}.")])
 
 
 def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
-    """What is found at the paths of a plain configuration: model, data files, reward function, other code."""
+    """Return what is found at the paths of a plain configuration: models, data files, code, folders."""
     return [
-        *_model(config),
+        *_models(config),
         *_start(config),
         *data_facts(config),
         *_reward_function(config),
@@ -81,22 +82,20 @@ def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
 def check(
     config: DictConfig | Mapping[str, Any], *, available: Resources | None = None, judges: Sequence[Judge] = ()
 ) -> RunPlan:
-    """Refuse a configuration that cannot run, else derive the plan of the run.
+    """Refuse a configuration that cannot run, else log its warnings and derive the plan of the run.
 
-    Call it after the built-in task, if any, has filled its paths. Where `available` is not given and the run starts
-    its own Ray with `ray_kwargs.ray_init.num_gpus`, that number is what is there. The `judges` judge it too.
+    Call it after the built-in task, if there is one, has filled its paths.
+
+    Args:
+        config: the configuration; a plain mapping has to be resolved.
+        available: what there is to place workers on. If None, and the run starts its own Ray with
+            `ray_kwargs.ray_init.num_gpus`, it is that number of accelerators.
+        judges: who else judges the configuration.
 
     Raises:
-        ConfigError: Something in it cannot run; the error has every problem found.
+        ConfigError: something in it cannot run; the error has every problem found.
     """
-    return check_plain(plain(config), available=available, judges=judges)
-
-
-def check_plain(
-    settings: Mapping[str, Any], *, available: Resources | None = None, judges: Sequence[Judge] = ()
-) -> RunPlan:
-    """`check` of a plain, resolved mapping."""
-    found = look(settings, available=available, judges=judges)
+    found = look(plain(config), available=available, judges=judges)
     if found.problems:
         raise ConfigError(found.problems)
     for warning in found.warnings:
@@ -105,19 +104,19 @@ def check_plain(
 
 
 def check_types(settings: Mapping[str, Any]) -> None:
-    """Refuse what verl would refuse in a worker, or look up and not find, as far as no main could tell.
+    """Refuse, in the trainer's process, what a main without verl could not check.
 
-    That is its own types on a CPU, whose mains do without verl, and names that a module of the user's may add. verl is
-    imported, and so are those modules.
+    On a CPU these are the values that verl's own types refuse. On every platform they are names that only a module of
+    the user's may add to verl's registries. verl and those modules are imported.
 
     Raises:
-        ConfigError: something is.
+        ConfigError: something is refused.
     """
     from recipe.async_engine.inspection.verl_check import external_names, verl_problems
 
     usable = migrated(settings)
     problems, context = judge(usable, None, list(code_facts(usable)))
-    # What the rules refuse of it has been judged with the facts that they need.
+    # The main has judged the rest already, with facts that are not gathered again here.
     found = external_names(context)
     if context.on_cpu:
         found += [problem for problem in verl_problems(context, problems) if problem not in found]
@@ -133,22 +132,26 @@ def look(
     makes_task: bool = False,
     judges: Sequence[Judge] = (),
 ) -> Findings:
-    """Everything that can be said of a plain, resolved configuration before a process starts.
+    """Return everything that can be said of a plain, resolved configuration before a process starts.
 
     Args:
-        available: see `check`.
-        with_verl: whether verl is asked too, which imports it; None: on a CPU, whose trainer's process does it
-            (`check_types`), only for names that are none of verl's own.
+        available: as in `check`.
+        with_verl: whether verl's types judge it too, which imports verl. If None, they do so unless the run is on a
+            CPU, where the trainer's process calls `check_types`. A CPU's main still imports verl if a name is none of
+            verl's own.
         makes_task: whether the run would make the built-in task, which fills paths that are null.
-        judges: who else judges it.
+        judges: who else judges the configuration.
     """
     dropped = list(left_behind(settings))
     settings = migrated(settings)
-    # What is of a wrong type is reported by `judge`; the rest is looked at all the same.
+    # `judge` reports the values of a wrong type; here they are left out, so that everything else is still looked at.
     usable, _ = well_formed(settings)
     facts = file_facts(usable)
     if makes_task:
-        facts = [fact for fact in facts if fact.path != "null"] + list(_builtin_task(usable))
+        facts = [fact for fact in facts if fact.path != "null"]
+        if not lookup(usable, TRAIN_FILES):
+            rows = lookup(usable, "builtin_task.train_size")
+            facts.append(FileFact(TRAIN_FILES, "of the built-in task", "data", rows=rows))
     problems, context = judge(settings, _available(usable, available), facts, judges=judges)
     if with_verl is None:
         with_verl = not context.on_cpu or (not problems and bool(unusual(context)))
@@ -159,21 +162,14 @@ def look(
     return Findings(problems, [*warnings_of(context, judges), *dropped], context)
 
 
-def _builtin_task(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """The data of the built-in task, where the run would make it."""
-    rows = lookup(config, "builtin_task.train_size")
-    if not lookup(config, "data.train_files"):
-        yield FileFact("data.train_files", "of the built-in task", "data", rows=rows)
-
-
 def _available(config: Mapping[str, Any], given: Resources | None) -> Resources | None:
-    """What there is to place workers on: as given, else what a Ray that the run starts here would have."""
+    """Return what there is to place workers on: as given, else what a Ray that the run starts here would have."""
     if given is not None or lookup(config, "ray_kwargs.ray_init.address"):
         return given
-    # A cluster's accelerators may be others than this machine's.
+    # A cluster may have other accelerators than this machine.
     elsewhere = lookup(config, "trainer.device") == "cpu" or os.environ.get("RAY_ADDRESS")
-    device_bytes = None if elsewhere else memory_here()
-    # Where there are accelerators, there is what engines on them would import.
+    device_bytes = None if elsewhere else _memory_here()
+    # Engines would run here only if there are accelerators; then their packages have to be here too.
     missing = frozenset(() if device_bytes is None else absent(MODULES))
     logical, cpus = (lookup(config, f"ray_kwargs.ray_init.{name}") for name in ("num_gpus", "num_cpus"))
     if logical is not None and cpus is not None:
@@ -182,11 +178,28 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
     return None if found == Resources(None) else found
 
 
+def _memory_here() -> int | None:
+    """Return the bytes of this machine's smallest accelerator; None if the driver's program is missing or fails.
+
+    It imports and initializes nothing that would take memory of an accelerator, or seconds.
+    """
+    if shutil.which(QUERY[0]) is None:
+        return None
+    try:
+        answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_S, check=True).stdout
+        sizes = [int(line) << 20 for line in answer.split()]
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        logger.warning("the accelerators' memory is not known, so it is not checked: %s", error)
+        return None
+    return min(sizes, default=None)
+
+
 def _is_remote(path: str) -> bool:
     return "://" in path
 
 
-def _model(config: Mapping[str, Any]) -> Iterator[FileFact]:
+def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
+    """Look at the models of the policy, of the critic and of the reward model."""
     policy = "actor_rollout_ref.model.path"
     settings = [policy]
     if has_critic(config):
@@ -198,8 +211,8 @@ def _model(config: Mapping[str, Any]) -> Iterator[FileFact]:
         if not path:
             yield FileFact(setting, "null", "model", fault="is not set")
         elif not _is_remote(str(path)):
-            # The one rule that asks is about what a CPU's engines load; a large model's headers are many files, perhaps
-            # on a slow disk.
+            # Only a rule for a CPU's engines asks for it. A large model has the headers of many files to be read,
+            # perhaps from a slow disk.
             on_cpu = setting == policy and lookup(config, "trainer.device") == "cpu"
             largest = _largest_tensor(Path(path)) if on_cpu else None
             sizes, fault = _model_config(str(path))
@@ -207,7 +220,7 @@ def _model(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _start(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """The checkpoint whose weights the run begins with; on a cluster it may be where only its nodes see it."""
+    """Look at the checkpoint whose weights the run begins with, unless only the nodes of a cluster may see it."""
     path = lookup(config, "async_training.start_from")
     sizes = [lookup(config, f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node")]
     if isinstance(path, str) and all(map(is_count, sizes)) and not lookup(config, "ray_kwargs.ray_init.address"):
@@ -217,7 +230,7 @@ def _start(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
-    """A model's config.json where it is at hand, and why the model cannot be used."""
+    """Return a model's config.json, if it can be read from here, and why the model cannot be used."""
     if os.path.isdir(path):
         return _read_config(Path(path) / "config.json")
     if os.path.exists(path):
@@ -226,7 +239,7 @@ def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
         return None, "does not exist: ~ is taken as it is written; write the whole path"
     if not is_hub_name(path):
         return None, "does not exist"
-    # verl's documentation has this variable for a mirror that it asks instead of the hub.
+    # With this variable, which verl documents, verl asks a mirror instead of the hub.
     if os.environ.get("VERL_USE_MODELSCOPE", "").lower() == "true":
         return None, None
     file, fault = _on_hub(path)
@@ -234,6 +247,7 @@ def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
 
 
 def _read_config(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:
+    """Return the content of a config.json, or why it cannot be used."""
     try:
         read = from_json(file.read_bytes())
     except FileNotFoundError:
@@ -244,7 +258,7 @@ def _read_config(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:
 
 
 def _on_hub(name: str) -> tuple[Path | None, str | None]:
-    """A hub model's config.json, which stays in the hub's cache, or why the model cannot be had."""
+    """Return the path of a hub model's config.json in the hub's cache, or why the model is not available."""
     import httpx
     from huggingface_hub import HfApi, constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -256,7 +270,7 @@ def _on_hub(name: str) -> tuple[Path | None, str | None]:
         if constants.HF_HUB_OFFLINE:
             return None, f"{absent} is offline (HF_HUB_OFFLINE)"
     try:
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)  # which is asked once
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)  # It is not tried again.
         return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S)), None
     except HfHubHTTPError as error:
         return None, f"does not exist as a directory, and the hub refuses it ({type(error).__name__})"
@@ -265,7 +279,7 @@ def _on_hub(name: str) -> tuple[Path | None, str | None]:
 
 
 def _largest_tensor(model: Path) -> tuple[str, int] | None:
-    """Name and number of elements, from the headers of the model's weights; None where it has no such files."""
+    """Return name and size of the largest tensor by the headers of the weights; None if there are no such files."""
     sizes: dict[str, int] = {}
     for file in model.glob("*.safetensors") if os.path.isdir(model) else ():
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="numpy") as weights:
@@ -282,7 +296,7 @@ def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _written(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Folders that the run would make; on a cluster they may be where only its nodes see them."""
+    """Look at the folders that the run would make, unless only the nodes of a cluster may see them."""
     for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         path = lookup(config, f"trainer.{name}")
         if not isinstance(path, str) or not path or lookup(config, "ray_kwargs.ray_init.address"):
@@ -297,6 +311,7 @@ def _written(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _code_fault(path: Path, function: str) -> str | None:
+    """Return why a Python file cannot be used, or None if it seems to define the function."""
     if not os.path.isfile(path):
         return "does not exist"
     try:
@@ -307,5 +322,5 @@ def _code_fault(path: Path, function: str) -> str | None:
     except (SyntaxError, ValueError) as error:
         return f"is not valid Python ({error})"
     names = {item.get_name() for item in symbols if item.is_assigned() or item.is_imported()}
-    # What a star import brings, only running it can tell.
+    # Only running the file would tell which names a star import brings.
     return None if function in names or "import *" in source else f"defines no function {function}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code and descriptions of it that a configuration names: whether they are there, before a process needs them.
+"""Finds out whether the code that a configuration names, and descriptions of code, exist before a process needs them.
 
-Contract: nothing of them is run or imported. What is on a file system elsewhere (`scheme://`) is not looked at, and
-modules are looked for where the run starts its own Ray, whose workers have what this process has: a cluster's nodes may
-have others, and so may an environment that `runtime_env` makes. Shown by tests/integration/test_code_files.py.
+Contract: no code is run or imported. Files on remote file systems (`scheme://`) are not looked at. Modules are looked
+for only if the run starts its own Ray, whose workers have what this process has; a cluster's nodes may have others, and
+so may an environment that `runtime_env` makes. Shown by tests/integration/test_code_files.py.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ TOOLS, DATASET = f"{ROLLOUT}.multi_turn.function_tool_path", "data.custom_cls.pa
 
 
 def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """What is found at these settings of a plain configuration."""
+    """Yield what is found at the settings above in a plain configuration."""
     here = not (os.environ.get("RAY_ADDRESS") or any(lookup(config, f"{RAY}.{name}") for name in OTHERS))
     for setting in DESCRIPTIONS:
         if path := _local(config, setting):
@@ -50,9 +50,9 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
             yield FileFact(setting, path, "code", fault="does not exist" if missing else None)
     for setting in FOLDERS:
         path = _local(config, setting)
-        # Anything else may be a name on the hub.
+        # Any other path may be a name on the hub.
         if path and path.startswith(("/", "~", "./", "../")):
-            # Of these verl writes out ~ for the adapter alone (verl/utils/model.py:826).
+            # verl expands ~ only for the adapter (verl/utils/model.py:826).
             folder = Path(path).expanduser() if setting == FOLDERS[1] else Path(path)
             fault = None if os.path.isdir(folder) else "does not exist"
             yield FileFact(setting, path, "folder", fault=fault)
@@ -65,20 +65,20 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _local(config: Mapping[str, Any], setting: str) -> str:
-    """A path on this machine; empty where there is none."""
+    """Return the path that a setting names on this machine; empty if it names none."""
     path = str(lookup(config, setting) or "")
     return "" if "://" in path else path
 
 
 def _description(setting: str, path: str, names_modules: bool) -> FileFact:
-    """A file that describes what there is; its columns are the names in it."""
+    """Look at a file that describes agent loops or tools; the fact's columns are the names in it."""
     file = next((place for place in _places(path) if os.path.isfile(place)), None)
     if file is None:
         return FileFact(setting, path, "description", "does not exist")
     try:
-        # As verl reads it.
+        # verl reads it the same way.
         read = OmegaConf.to_container(OmegaConf.load(file))
-    except Exception as error:  # whatever is wrong with a user's file
+    except Exception as error:  # A user's file may be wrong in any way.
         return FileFact(setting, path, "description", f"cannot be read ({' '.join(str(error).split())})")
     entries = [entry for entry in read if isinstance(entry, dict)] if isinstance(read, list) else []
     targets = [str(entry.get("_target_") or "") for entry in entries] if names_modules else []
@@ -89,7 +89,7 @@ def _description(setting: str, path: str, names_modules: bool) -> FileFact:
 
 
 def _places(path: str) -> Iterator[Path]:
-    """Where verl looks (verl/utils/import_utils.py:91): here, beside its package, in it."""
+    """Yield where verl looks for a path: here, beside its package, in its package (verl/utils/import_utils.py:91)."""
     yield Path(path)
     verl = importlib.util.find_spec("verl")
     for folder in (verl.submodule_search_locations or []) if verl is not None else []:

@@ -1,48 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found in the data files that a configuration names, read as verl's data set reads them.
+"""Reads the data files that a configuration names as verl's data set reads them, and finds rows that cannot be used.
 
-Contract: a file is opened by the call that verl's `RLHFDataset` makes (the library `datasets`, by the ending of the
-name), and all files of a setting are joined by the call that joins them there; so what is refused here would fail in
+Contract: a file is opened with the call that verl's `RLHFDataset` makes (the library `datasets`, by the ending of the
+name), and all files of a setting are joined with the call that joins them there. So what is refused here would fail in
 the run, and what the library reads is accepted. What it converts stays in its cache, where the run finds it. A file
-that does not read costs its own fact, with the library's words. Neither verl nor torch is imported, and reading has a
-deadline. A data set class of the user's reads in its own way: the run's own process asks it (`trainer.data_sets`).
-Shown by tests/integration/test_data_check.py.
+that cannot be read is reported with the library's own words, and reading has a deadline. A data set class of the user's
+reads in its own way; the run's own process checks its rows (`trainer.data_sets`).
+
+`row_faults` looks at the columns that verl takes apart, with Arrow's own loops, so that a million rows take seconds. A
+prompt counts as too long if its text alone has more tokens than allowed. The chat template, which only transformers can
+fill, could only add to that. So what is reported is certain, and prompts that only their template makes too long are
+found by the run. Neither verl nor torch nor transformers is imported. Shown by tests/integration/test_data_check.py.
 """
 
 from __future__ import annotations
 
 import glob
+import heapq
+import json
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow
+import pyarrow.compute as compute
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from pebble import concurrent
 
-from recipe.async_engine.config.facts import TRAIN_FILES, VAL_FILES, FileFact
+from recipe.async_engine.config.facts import TRAIN_FILES, VAL_FILES, VERLS_LOOPS, VERLS_MANAGERS, FileFact, RowFault
+from recipe.async_engine.config.plan import MODEL
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.config.sections import Timeouts
-from recipe.async_engine.inspection.prompt_check import row_faults
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+logger = logging.getLogger(__name__)
+
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
-"""By the end of a file's name: the reader that verl asks `datasets` for (verl/utils/dataset/rl_dataset.py:197)."""
+"""The reader of `datasets` that verl uses for each ending of a name (verl/utils/dataset/rl_dataset.py:197)."""
 WORDS = 400
-"""Characters of another library's message that are shown."""
+"""How many characters of another library's message are shown."""
 
 NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
-"""How the library says of a JSON or Parquet file that it has none."""
+"""What the library says if a JSON or Parquet file has no rows."""
 
 
 class Unreadable(Exception):
-    """A file, or files together, that the library refuses; its words."""
+    """The library cannot read a file; the message has its words."""
 
 
 def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """One fact for each file of the two settings, and one more where files cannot be joined."""
+    """Yield a fact for each training and validation file, and one more for each that cannot be joined to the others."""
     for setting in (TRAIN_FILES, VAL_FILES):
         value = lookup(config, setting)
         paths = value if isinstance(value, list) else [value] if value else []
@@ -60,15 +75,16 @@ def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def words_of(error: BaseException) -> str:
-    """The type and the first words of an error: of its cause, where the library only wraps that."""
+    """Return an error's type and first words, or those of its cause where the library only wraps it."""
     cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
     said = " ".join(str(cause).split())
     return f"{type(cause).__name__}: {said[:WORDS]}{'...' * (len(said) > WORDS)}" if said else type(cause).__name__
 
 
 def _file(setting: str, path: str, config: Mapping[str, Any]) -> tuple[FileFact, Dataset | None]:
+    """Return what is found at a path, and the file's table if it could be read."""
     if "://" in path or lookup(config, "data.custom_cls.path") is not None:
-        # Read by the run's own process: verl copies what is elsewhere, and what a path is to a user's class, it knows.
+        # The run's own process reads it: verl copies remote files, and only a user's class knows what its paths mean.
         return FileFact(setting, path, "data"), None
     ending = next((ending for ending in READERS if path.endswith(ending)), None)
     if (fault := _not_there(path)) is not None or ending is None:
@@ -92,12 +108,12 @@ def _not_there(path: str) -> str | None:
         return "does not exist"
     if os.path.isdir(path):
         return "is no file"
-    # The library takes patterns.
+    # The library accepts patterns such as *.parquet.
     return None if os.path.exists(path) or glob.glob(path, recursive=True) else "does not exist"
 
 
 def _within(limit_s: float, path: str, reader: str) -> Dataset:
-    """The file, read beside this thread: a disk or a lock that does not answer is left behind."""
+    """Read a file in another thread, which is left behind if a disk or a lock does not answer in time."""
     files = [Path(path)] if os.path.exists(path) else sorted(map(Path, glob.glob(path, recursive=True)))
     try:
         found = tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
@@ -114,14 +130,14 @@ def _within(limit_s: float, path: str, reader: str) -> Dataset:
 
 @lru_cache(maxsize=32)
 def _read(path: str, reader: str, found: tuple[Any, ...]) -> Dataset:
-    """Once for each state of the files, which ``found`` names."""
+    """Read the files, once for each of their states, which ``found`` describes."""
     import datasets
 
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(reader, data_files=path)["train"]
-    except Exception as error:  # the library lets through whatever its parsers raise
+    except Exception as error:  # The library passes on whatever its parsers raise.
         raise Unreadable(words_of(error)) from error
     finally:
         if shown:
@@ -129,11 +145,176 @@ def _read(path: str, reader: str, found: tuple[Any, ...]) -> Dataset:
 
 
 def _cannot_join(tables: list[Dataset]) -> str | None:
-    """Why the last of these files cannot be joined with those before it."""
+    """Return why the last of these files cannot be joined to those before it, or None if it can."""
     from datasets import concatenate_datasets
 
     try:
         concatenate_datasets(tables)
-    except Exception as error:  # as above
+    except Exception as error:  # The library passes on whatever its parsers raise.
         return f"cannot be joined with the files before it ({words_of(error)})"
     return None
+
+
+COUNTED = 2000
+"""Of the prompts that may be too long, only this many are counted in tokens: the longest ones."""
+ANSWER = "ground_truth"
+
+
+def row_faults(table: Dataset, config: Mapping[str, Any]) -> tuple[RowFault, ...]:
+    """Return the faults of a file's rows, each with its first row (from 0) and the number of rows that have it."""
+    key = str(lookup(config, "data.prompt_key", "prompt"))
+    columns = {name: table.data.table.column(name) for name in table.column_names}
+    found: list[RowFault] = []
+    if key in columns:
+        found += _prompts(columns[key], key, config, _loops_of_verls_own(config, columns))
+    for name, needed in (("reward_model", _is_registered(config)), ("extra_info", False)):
+        if name in columns:
+            found += _mappings(name, columns[name], needed)
+    answers = columns.get("reward_model")
+    if answers is not None and _lack_answers(answers, config):
+        found.append(RowFault(f"reward_model.{ANSWER}", "missing", 0, len(answers)))
+    return tuple(found)
+
+
+def _is_registered(config: Mapping[str, Any]) -> bool:
+    """Return whether the reward manager comes from verl's registry, so that it needs a column `reward_model`."""
+    return bool(lookup(config, "reward.reward_manager.source", "register") == "register")
+
+
+def _lack_answers(column: pyarrow.ChunkedArray, config: Mapping[str, Any]) -> bool:
+    """Return whether all rows lack the ground truth, which verl's own reward managers pass to any reward function."""
+    manager = lookup(config, "reward.reward_manager.name", VERLS_MANAGERS[0])
+    taken = _is_registered(config) and manager in VERLS_MANAGERS
+    return bool(
+        taken and len(column) and pyarrow.types.is_struct(column.type) and column.type.get_field_index(ANSWER) < 0
+    )
+
+
+def _loops_of_verls_own(config: Mapping[str, Any], columns: Mapping[str, Any]) -> bool:
+    """Return whether each prompt goes to one of verl's own agent loops, which accept only lists of messages."""
+    agent = "actor_rollout_ref.rollout.agent"
+    if lookup(config, f"{agent}.agent_loop_config_path") or "agent_name" in columns:
+        return False
+    return lookup(config, f"{agent}.default_agent_loop", VERLS_LOOPS[0]) in VERLS_LOOPS
+
+
+def _mappings(name: str, column: pyarrow.ChunkedArray, needed: bool) -> Iterator[RowFault]:
+    """Find rows whose value is no mapping, which verl needs, and with ``needed`` also rows without a value."""
+    nulls = column.null_count
+    if needed and nulls:
+        yield RowFault(name, "missing", compute.index(compute.is_null(column), True).as_py(), nulls)
+    kind = column.type
+    if not (
+        # `datasets` keeps values of several types as JSON, in a type of its own.
+        isinstance(kind, pyarrow.BaseExtensionType)
+        or pyarrow.types.is_struct(kind)
+        or pyarrow.types.is_map(kind)
+        or pyarrow.types.is_null(kind)
+    ):
+        yield RowFault(name, "no mapping", compute.index(compute.is_valid(column), True).as_py(), len(column) - nulls)
+
+
+def _prompts(
+    column: pyarrow.ChunkedArray, key: str, config: Mapping[str, Any], as_messages: bool
+) -> Iterator[RowFault]:
+    """Find prompts that are empty, too long, or text where messages are needed."""
+    lengths: list[np.ndarray] = []
+    texts: list[tuple[int, int, list[str]]] = []
+    limit = _limit(config)
+    first = 0
+    if pyarrow.types.is_null(column.type) and len(column):
+        yield RowFault(key, "empty", 0, len(column))
+        return
+    if as_messages and (_is_text(column.type) or pyarrow.types.is_string_view(column.type)):
+        yield RowFault(key, "text", 0, len(column))
+        return
+    for chunk in column.chunks:
+        contents, owners = _contents(chunk)
+        if contents is None:
+            return
+        sizes = np.bincount(owners, compute.binary_length(contents).to_numpy(False), len(chunk)).astype(np.int64)
+        stripped = compute.binary_length(compute.utf8_trim_whitespace(contents)).to_numpy(False)
+        lengths.append(np.bincount(owners, stripped, len(chunk)))
+        if limit is not None:
+            long = np.flatnonzero(sizes > limit)
+            for row in long[np.argsort(sizes[long])[-COUNTED:]]:
+                parts = contents.filter(pyarrow.array(owners == row)).to_pylist()
+                texts.append((int(sizes[row]), first + int(row), parts))
+            texts = heapq.nlargest(COUNTED, texts)
+        first += len(chunk)
+    empty = np.flatnonzero(np.concatenate(lengths) == 0) if lengths else np.empty(0)
+    if len(empty):
+        yield RowFault(key, "empty", int(empty[0]), len(empty))
+    if texts and limit is not None:
+        yield from _too_long(texts, key, limit, config)
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    return bool(pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
+
+
+def _limit(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a prompt may have, or None if verl leaves out longer ones."""
+    limit = lookup(config, "data.max_prompt_length")
+    if lookup(config, "data.filter_overlong_prompts") or isinstance(limit, bool) or not isinstance(limit, int):
+        return None
+    return limit
+
+
+def _contents(column: pyarrow.Array) -> tuple[pyarrow.Array | None, np.ndarray]:
+    """Return the texts of all messages, and the row of each text; None if the column holds anything but text."""
+    if _is_text(column.type):
+        return column.fill_null(""), np.arange(len(column))
+    if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
+        return None, np.empty(0)
+    messages = column.flatten()
+    if not pyarrow.types.is_struct(messages.type) or messages.type.get_field_index("content") < 0:
+        return None, np.empty(0)
+    contents = compute.struct_field(messages, "content")
+    if not _is_text(contents.type):
+        return None, np.empty(0)
+    return contents.fill_null(""), compute.list_parent_indices(column).to_numpy(False)
+
+
+def _too_long(
+    texts: Sequence[tuple[int, int, list[str]]], key: str, limit: int, config: Mapping[str, Any]
+) -> Iterator[RowFault]:
+    """Count the tokens of prompts whose text has more bytes than tokens are allowed, and report those with too many."""
+    tokenizer = _tokenizer(str(lookup(config, f"{MODEL}.tokenizer_path") or lookup(config, f"{MODEL}.path")))
+    if tokenizer is None:
+        return
+    counts = {
+        row: sum(len(encoding.ids) for encoding in tokenizer.encode_batch(parts, add_special_tokens=False))
+        for _, row, parts in texts
+    }
+    long = {row: count for row, count in counts.items() if count > limit}
+    if long:
+        yield RowFault(key, "too long", min(long), len(long), most=max(long.values()))
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether this could be the name of a model on the hub."""
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _tokenizer(model: str) -> Any:
+    """Return the model's tokenizer, or None if it has no tokenizer.json, which alone is quick to load."""
+    from tokenizers import Tokenizer
+
+    local = Path(model) / "tokenizer.json"
+    path = str(local) if os.path.isfile(local) else None
+    if path is None and not os.path.exists(model) and is_hub_name(model):
+        found = try_to_load_from_cache(model, "tokenizer.json")
+        path = found if isinstance(found, str) else None
+    if path is None:
+        return None
+    try:
+        json.loads(Path(path).read_bytes())
+        return Tokenizer.from_file(path)
+    except Exception as error:  # The library raises plain Exception.
+        logger.warning("the lengths of the prompts are not checked: %s cannot be read (%s)", path, error)
+        return None

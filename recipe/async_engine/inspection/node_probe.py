@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node of a cluster is asked about itself.
+"""The function that each node of a cluster runs to tell about itself.
 
-Contract: it travels to the node by value, and imports the standard library alone, so that it answers where this package
-is missing. It changes nothing there.
+Contract: it is sent to the node by value and needs only the standard library, so that it answers even if this package
+is missing there. It changes nothing there.
 """
 
 import os
@@ -15,15 +15,16 @@ from importlib.util import find_spec
 from typing import Any
 
 SEEN_S, POLL_S = 10.0, 0.2
-"""How long to look for the main's file, which a network file system may show late."""
+"""How long, and how often, to look for the main's file, which a network file system may show late."""
 
 
 def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict[str, Any]:
-    """The facts of `config.facts.NodeFact`, but for the node's name.
+    """Return the fields of `config.facts.NodeFact`, except the node's address.
 
     Args:
-        paths: settings and their paths.
-        modules: those to look for.
+        paths: settings, each with a path to look at.
+        marker: the file that the main has just written to the run's folder.
+        modules: the modules to look for.
     """
     facts: dict[str, Any] = {"sees_folder": appears(marker), "absent": absent(modules)}
     with suppress(ImportError):
@@ -38,14 +39,14 @@ def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict
 
 
 def absent(modules: Iterable[str]) -> tuple[str, ...]:
-    """Those of the modules that are not installed here."""
+    """Return the modules that are not installed here."""
     return tuple(module for module in modules if not is_there(module))
 
 
 def is_there(module: str) -> bool:
-    """Whether a module can be found; nothing is imported, only its packages' folders are looked into."""
+    """Return whether a module can be found, by looking into its packages' folders; nothing is imported."""
     top, *parts = module.split(".")
-    # Workers begin with this, even if this process was forked before it was set.
+    # Workers start with this path, even if this process was forked before it was set.
     more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:
         spec = find_spec(top) or PathFinder.find_spec(top, [path for path in more if path])
@@ -57,7 +58,7 @@ def is_there(module: str) -> bool:
 
 
 def unreadable(path: str) -> str | None:
-    """Why a file or folder cannot be read here."""
+    """Return why a file or folder cannot be read here, or None if it can."""
     path = os.path.expanduser(path)
     if not os.path.exists(path):
         where = "" if os.path.isabs(path) else f" from {os.getcwd()}, where its workers begin"
@@ -66,7 +67,7 @@ def unreadable(path: str) -> str | None:
 
 
 def appears(marker: str) -> bool:
-    """Whether the file is there, or comes soon."""
+    """Return whether the file is there, or appears within `SEEN_S` seconds."""
     deadline = time.monotonic() + SEEN_S
     while not os.path.exists(marker):
         if time.monotonic() > deadline:

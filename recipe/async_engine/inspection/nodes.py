@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks each node of a cluster whether a run's processes can work there, and refuses the run where they cannot.
 
-Contract: one small task on each node that has CPUs or accelerators, before anything expensive starts; what is wrong
-with any of them is said at once, by node (`node_problems`, a pure function). The run's folder counts as shared where a
-node sees a file that this process has just written there, and removes again.
+Contract: each node with CPUs or accelerators runs one small task before anything expensive starts. Everything that is
+wrong with any node is reported at once (`node_problems`, a pure function). The run's folder counts as shared if a node
+sees a file that this process has just written there, which is removed again.
 
 Shown by tests/config/test_nodes.py, tests/integration/test_nodes.py and tests/e2e/test_nodes.py.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from recipe.async_engine.config.packages import Need, needs
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection import node_probe
-from recipe.async_engine.inspection.accelerators import memory_by_type
 
 PATHS = (
     "actor_rollout_ref.model.path",
@@ -44,9 +43,30 @@ PATHS = (
     "data.train_files",
     "data.val_files",
 )
-"""What a process of the run opens that may be on any node."""
+"""Settings with paths that a process of the run opens, on whichever node it is."""
 ACCELERATORS = ("GPU", "NPU")
-"""As Ray names them."""
+"""Ray's names of accelerators."""
+RAY_TYPE = "accelerator_type:"
+# GiB of the types that Ray names (ray.util.accelerators). If a type comes in several sizes and its name does not tell
+# which, the smallest one counts.
+BY_TYPE: Mapping[str, int] = {
+    "T4": 15,
+    "L4": 22,
+    "A10G": 22,
+    "A10": 22,
+    "V100": 16,
+    "L40": 44,
+    "L40S": 44,
+    "A100": 40,
+    "A100-40G": 40,
+    "A100-80G": 80,
+    "H20": 95,
+    "H100": 80,
+    "H200": 140,
+    "B200": 179,
+    "GH200": 95,
+}
+GIB = 1 << 30
 
 
 class NodesNotReady(RecipeError):
@@ -58,12 +78,13 @@ class NodesNotReady(RecipeError):
 
 
 def node_problems(facts: Sequence[NodeFact], recipe: str, folder: str, needs: Sequence[Need] = ()) -> list[str]:
-    """Of all nodes; none means that the run may start.
+    """Return the problems of all nodes; none means that the run may start.
 
     Args:
+        facts: the nodes' answers.
         recipe: this package's version where the main runs.
         folder: `trainer.default_local_dir`.
-        needs: packages that nodes with accelerators were asked for.
+        needs: the packages that nodes with accelerators were asked for.
     """
     releases = sorted({fact.verl for fact in facts if fact.verl is not None})
     found = [problem for fact in facts for problem in _problems(fact, recipe, releases, folder)]
@@ -104,7 +125,7 @@ def _problems(fact: NodeFact, recipe: str, releases: Sequence[str], folder: str)
 
 
 def check_nodes(config: Mapping[str, Any], timeout_s: float) -> None:
-    """Ask the nodes of the cluster that this process has joined; ``config``: plain and resolved.
+    """Ask the nodes of the cluster that this process has joined; ``config`` is plain and resolved.
 
     Raises:
         NodesNotReady: a process of the run could not work on one of them.
@@ -117,15 +138,23 @@ def check_nodes(config: Mapping[str, Any], timeout_s: float) -> None:
 
 
 def cluster_resources() -> Resources:
-    """What Ray counts on each node of the cluster that this process has joined, whatever is in use."""
+    """Return what Ray counts on each node of the cluster that this process has joined, in use or not."""
     counted = (node["Resources"] for node in _alive())
-    # As verl counts them (single_controller/ray/base.py:226).
+    # verl counts them the same way (single_controller/ray/base.py:226).
     rooms = [NodeRoom(int(room.get("GPU", room.get("NPU", 0))), room.get("CPU", 0)) for room in counted]
     return Resources.of(rooms, memory_by_type(ray.cluster_resources()))
 
 
+def memory_by_type(resources: Iterable[str]) -> int | None:
+    """Return the bytes of the smallest type of accelerator in a Ray cluster; None if one of its types is not known."""
+    types = [name.removeprefix(RAY_TYPE) for name in resources if name.startswith(RAY_TYPE)]
+    sizes = [BY_TYPE.get(name) for name in types]
+    known = [size for size in sizes if size is not None]
+    return min(known) * GIB if known and len(known) == len(sizes) else None
+
+
 def local_paths(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Settings of `PATHS` and what they name on this machine; a model's name on a hub is not there."""
+    """Return the settings of `PATHS` whose paths exist on this machine; names of models on a hub do not."""
     found = []
     for setting in PATHS:
         value = lookup(config, setting)
@@ -140,7 +169,7 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def _ask(paths: list[tuple[str, str]], marker: str, modules: list[str], timeout_s: float) -> list[NodeFact]:
-    """``modules``: which nodes with accelerators are asked for."""
+    """Have each node run the probe, and return the answers; only nodes with accelerators look for ``modules``."""
     cloudpickle.register_pickle_by_value(node_probe)
     try:
         task = ray.remote(num_cpus=0, max_retries=0)(node_probe.probe)
@@ -158,16 +187,18 @@ def _ask(paths: list[tuple[str, str]], marker: str, modules: list[str], timeout_
 
 
 def _fact(address: str, answer: Any, timeout_s: float) -> NodeFact:
+    """Return a node's answer, or why there is none."""
     if answer is None:
         return NodeFact(address, f"did not answer within {timeout_s:g} s (async_training.timeouts.startup)")
     try:
         return NodeFact(address, **ray.get(answer, timeout=timeout_s))
-    except Exception as error:  # whatever it is, the run cannot count on that node
+    except Exception as error:  # Whatever went wrong, the run cannot rely on that node.
         return NodeFact(address, f"could not be asked: {error}")
 
 
 @contextmanager
 def _marker(folder: Path) -> Iterator[Path]:
+    """Keep a new file in the folder meanwhile."""
     folder.mkdir(parents=True, exist_ok=True)
     marker = folder / f".seen-by-all-nodes-{uuid.uuid4().hex}"
     marker.touch()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds verl's own types from a configuration, as verl does in its workers, and names what they refuse.
 
-Contract: `verl_problems` builds each type that a run would build after its processes are placed (actor, rollout,
-checkpoint engine, reference policy, critic, log-prob servers' engine, algorithm) and calls verl's `validate_config`;
-what they raise becomes a `Problem` of the section. The model's type is not built, since it reads the model's files; its
-keys are compared. verl is imported, so a main on a CPU leaves it to the trainer's process. Shown by
-tests/integration/test_documented_commands.py.
+Contract: `verl_problems` builds each type that a run would build once its processes are placed (actor, rollout,
+checkpoint engine, reference policy, critic, the log-prob servers' engine, algorithm) and calls verl's
+`validate_config`. Whatever they raise becomes a `Problem` of the section. The model's type is not built, since it would
+read the model's files; only its keys are compared. All this imports verl, so a main on a CPU leaves it to the trainer's
+process. Shown by tests/integration/test_documented_commands.py.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
-from recipe.async_engine.config.rules.names import BACKEND, MODULE, OWN_ENGINES, Name, unknown, unusual
+from recipe.async_engine.config.rules.names import BACKEND, MODULE, OWN_ENGINES, unknown, unusual
 
 EXTERNAL = "actor_rollout_ref.model.external_lib"
 ROLES = "actor_rollout_ref"
 ALLOWED = "what verl's own types accept"
-# verl renames these when it builds the reference policy (engine_workers.py:556-566).
+# How verl renames settings when it builds the reference policy (engine_workers.py:556-566).
 RENAMED = {
     "log_prob_micro_batch_size": "ppo_micro_batch_size",
     "log_prob_micro_batch_size_per_gpu": "ppo_micro_batch_size_per_gpu",
@@ -35,18 +35,22 @@ RENAMED = {
 
 
 def verl_problems(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
-    """What verl refuses, but for sections in which ``known`` has named the cause already."""
+    """Return what verl refuses, except in sections for which ``known`` has a problem already."""
     found = list(late_names(context))
     return found + _of_types(context, [*known, *found])
 
 
 def late_names(context: RuleContext, loaded: bool = False) -> Iterator[Problem]:
-    """Names that stand in none of verl's registries; ``loaded``: the model's ``external_lib`` is imported.
+    """Yield the problems of names that are in none of verl's registries.
 
-    Where it is not, what it may add is left to the trainer's process, which imports it.
+    ``loaded`` says whether the model's ``external_lib`` is imported. If not, names that it may add are left to the
+    trainer's process, which imports it.
     """
     for name in unusual(context):
-        if name.external and not loaded and (context.get(EXTERNAL) or _adds_engines(context, name)):
+        may_be_added = context.get(EXTERNAL) or (
+            name.setting == BACKEND and context.get(MODULE) not in (None, *OWN_ENGINES)
+        )
+        if name.external and not loaded and may_be_added:
             continue
         module, _, path = name.registry.partition(":")
         registry: Any = importlib.import_module(module)
@@ -58,7 +62,7 @@ def late_names(context: RuleContext, loaded: bool = False) -> Iterator[Problem]:
 
 
 def external_names(context: RuleContext) -> list[Problem]:
-    """`late_names` in the trainer's process, which imports the modules that add some, as verl's own does."""
+    """Return `late_names` after importing the user's modules that may add names, as verl's trainer process does."""
     from verl.utils.import_utils import import_external_libs
 
     if not unusual(context):
@@ -68,20 +72,17 @@ def external_names(context: RuleContext) -> list[Problem]:
             continue
         try:
             import_external_libs(context.get(setting))
-        except Exception as error:  # whatever a user's module does
+        except Exception as error:  # A user's module may raise anything.
             message = f"{type(error).__name__}: {error}"
             return [context.problem(setting, "modules that can be imported", f"It cannot be imported: {message}")]
     return list(late_names(context, loaded=True))
 
 
-def _adds_engines(context: RuleContext, name: Name) -> bool:
-    return name.setting == BACKEND and context.get(MODULE) not in (None, *OWN_ENGINES)
-
-
 def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
+    """Return what verl's types refuse and, if they and all rules accept everything, what `validate_config` does."""
     config = OmegaConf.create(dict(context.config))
     with open_dict(config):
-        # As verl reads it: prompts of a step.
+        # verl reads it as the number of prompts of a step.
         config.data.train_batch_size = context.batch_groups or 1
     found: list[Problem] = []
     for section, build in _types(config, context).items():
@@ -93,7 +94,7 @@ def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
 
 
 def _types(config: DictConfig, context: RuleContext) -> dict[str, Callable[[], Any]]:
-    """What builds each section's type."""
+    """Return, for each section, a function that builds its type."""
     from verl.utils.config import omega_conf_to_dataclass as build
     from verl.workers.config import HFModelConfig
 
@@ -117,7 +118,7 @@ def _types(config: DictConfig, context: RuleContext) -> dict[str, Callable[[], A
 
 
 def _reference(config: DictConfig) -> DictConfig:
-    """The reference policy's section as verl's worker makes it an actor's."""
+    """Return the reference policy's section with an actor's names, as verl's worker builds it."""
     section = OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref.ref))
     with open_dict(section):
         section.ppo_mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -127,6 +128,7 @@ def _reference(config: DictConfig) -> DictConfig:
 
 
 def _without_model(critic: DictConfig) -> DictConfig:
+    """Return the critic's section without its model, whose type would read the model's files."""
     section = OmegaConf.create(OmegaConf.to_container(critic))
     with open_dict(section):
         section.model = None
@@ -134,6 +136,7 @@ def _without_model(critic: DictConfig) -> DictConfig:
 
 
 def _known_keys(section: DictConfig, cls: type[Any]) -> None:
+    """Raise `TypeError` if the section has keys that its type lacks."""
     unknown = set(section) - {field.name for field in dataclasses.fields(cls)} - {"_target_"}
     if unknown:
         raise TypeError(f"{cls.__name__} has no {', '.join(sorted(map(str, unknown)))}")
@@ -149,11 +152,12 @@ def _validate(config: DictConfig, context: RuleContext) -> None:
 
 
 def _attempt(section: str, build: Callable[[], Any]) -> Iterator[Problem]:
+    """Yield what ``build`` raises as a problem of the section."""
     try:
-        # verl's types print and warn of what is theirs.
+        # What verl's types print and warn of does not concern the user here.
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
             build()
-    except Exception as error:  # whatever verl raises, it would raise in a worker
+    except Exception as error:  # Whatever verl raises here, it would raise in a worker.
         cause = error.__cause__ or error
         message = " ".join(str(cause).split()) or "an assertion without a message"
         yield Problem(section, "as configured", ALLOWED, f"verl refuses it: {type(cause).__name__}: {message}")

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from recipe.async_engine.config.sections import lookup
+from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.core.snapshots import RESUMED_PARTS, not_carried
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a main brings to a run that is no engine.
 
-Contract: the engine imports none of it. A main composes a run of the engine and of these; `recipe.mains.parts` has
+Contract: the engine imports none of it. A main composes a run of the engine and of these; `recipe.mains.run` has
 those of this package's own mains.
 """
 

@@ -349,7 +349,7 @@ class AsyncPPOTrainer(SavedRun):
         with (
             self.timeline.phase("validate"),
             marked_timer("testing", self.timing_raw, color="green"),
-            self.async_rollout_manager.validation(self.timeouts.validation),
+            self.async_rollout_manager.validation(self.timeouts.batch_wait),
         ):
             self.async_rollout_manager.validation_slots = self.running.manager.slots
             metrics = self.stages.validate(self.global_steps, self.trackers and self.trackers.generations)

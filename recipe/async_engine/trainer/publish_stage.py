@@ -65,8 +65,8 @@ class PublishStage:
         setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
         seconds = parts * timeouts.weight_sync
         if self._drains:
-            setting += f" and timeouts.trajectory={timeouts.drain:g}"
-            seconds += timeouts.drain
+            setting += f" and timeouts.trajectory={timeouts.trajectory:g}"
+            seconds += timeouts.trajectory
 
         def late(version: int) -> PublishFailed:
             return PublishFailed(f"version {version} was not announced within {seconds:g} s ({setting})")
@@ -136,7 +136,7 @@ class PublishStage:
         training = self._plan.settings.async_training
         if self._drains:
             with self._timeline.during("drain", version):
-                self._scheduler.pause_until_drained(training.timeouts.drain, fill=training.whole_batches)
+                self._scheduler.pause_until_drained(training.timeouts.trajectory, fill=training.whole_batches)
         with self._timeline.during("swap", version):
             self._publisher.swap(staged)
         # No replica generates: what starts from here on is the new version's.

@@ -54,7 +54,7 @@ def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = Non
     custom["recipe"] = {
         "has_trainer": True,
         "first_weights_timeout_s": timeouts.first_weights,
-        "pause_timeout_s": timeouts.weight_sync + timeouts.drain,
+        "pause_timeout_s": timeouts.weight_sync + timeouts.trajectory,
         "weight_sync_timeout_s": timeouts.weight_sync,
         "staging": weights.staging,
         "places": places,

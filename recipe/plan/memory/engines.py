@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of a configuration, as the memory of one accelerator each: what trains, what generates, and buckets."""
+"""Computes the memory of one accelerator of each engine in a configuration: training, generation, and buckets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 from recipe.async_engine.config.log_prob_servers import LogProbServers
 from recipe.async_engine.config.plan import adapter_rank, replica_size, trainer_ranks
-from recipe.async_engine.config.sections import SHARED, lookup
+from recipe.async_engine.config.problems import lookup
+from recipe.async_engine.config.rules.parallel import Sizing, scoring, updating
+from recipe.async_engine.config.sections import SHARED
 from recipe.plan.memory.items import GIB, MIB, Item
 from recipe.plan.memory.shape import ModelShape
 from recipe.plan.memory.training import (
@@ -33,69 +35,50 @@ def dtype_bytes(name: object, default: int = FP32) -> int:
 
 
 def longest(config: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence."""
+    """Return the tokens of the longest sequence that the data may give."""
     return int(lookup(config, "data.max_prompt_length") or 0) + int(lookup(config, "data.max_response_length") or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Settings that bound the tokens of a micro-batch."""
-
-    dynamic: str
-    tokens: str
-    rows: str
-
-    def of(self, config: Mapping[str, Any], shares: int = 1) -> int:
-        """Tokens of a micro-batch on one rank, of which ``shares`` split each sequence."""
-        if lookup(config, self.dynamic):
-            return int(lookup(config, self.tokens) or DEFAULT_TOKENS)
-        return int(lookup(config, self.rows) or 1) * longest(config) // shares
-
-
-UPDATE = Budget(
-    f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
-)
-SCORE = Budget(
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz",
-    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
-    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-)
-REFERENCE = Budget(
-    f"{REF}.log_prob_use_dynamic_bsz",
-    f"{REF}.log_prob_max_token_len_per_gpu",
-    f"{REF}.log_prob_micro_batch_size_per_gpu",
-)
-VALUES = Budget(
-    f"{CRITIC}.use_dynamic_bsz", f"{CRITIC}.ppo_max_token_len_per_gpu", f"{CRITIC}.ppo_micro_batch_size_per_gpu"
-)
+def micro_batch_tokens(config: Mapping[str, Any], sizing: Sizing, shares: int) -> int:
+    """Return the tokens of a micro-batch on one rank, if ``shares`` ranks split each sequence."""
+    if lookup(config, sizing.dynamic):
+        return int(lookup(config, sizing.tokens) or DEFAULT_TOKENS)
+    return int(lookup(config, sizing.rows) or 1) * longest(config) // shares
 
 
 def actor_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
+    """Return a rank that trains the policy."""
     shares = sequence_shares(config, ACTOR)
     entropy = lookup(config, f"{ACTOR}.entropy_coeff") or lookup(config, f"{ACTOR}.calculate_entropy")
     update = Work(
-        UPDATE.of(config, shares),
+        micro_batch_tokens(config, updating(ACTOR), shares),
         _logit_bytes(config, ACTOR, bool(entropy), differentiated=True),
         _recomputes(config, ACTOR),
     )
-    forward = Work(SCORE.of(config, shares), _logit_bytes(config, ACTOR, True, differentiated=False))
-    return _rank(config, ACTOR, shape, update, forward, _trained(config, shape))
+    forward = Work(
+        micro_batch_tokens(config, scoring(ROLLOUT), shares), _logit_bytes(config, ACTOR, True, differentiated=False)
+    )
+    adapters = adapter_rank(config)
+    return _rank(config, ACTOR, shape, update, forward, shape.lora_parameters(adapters) if adapters else None)
 
 
 def reference_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
-    """The reference policy's, which computes forward passes only; FSDP2 keeps it in host memory."""
-    tokens = REFERENCE.of(config, sequence_shares(config, ACTOR))
+    """Return a rank of the reference policy, which only computes forward passes; FSDP2 keeps it in host memory."""
+    tokens = micro_batch_tokens(config, scoring(REF), sequence_shares(config, ACTOR))
     forward = Work(tokens, _logit_bytes(config, REF, False, differentiated=False))
     return _rank(config, REF, shape, None, forward, None)
 
 
 def critic_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
-    work = Work(VALUES.of(config, sequence_shares(config, CRITIC)), 0, _recomputes(config, CRITIC))
+    """Return a rank that trains the critic."""
+    work = Work(
+        micro_batch_tokens(config, updating(CRITIC), sequence_shares(config, CRITIC)), 0, _recomputes(config, CRITIC)
+    )
     return _rank(config, CRITIC, shape, work, work, None)
 
 
 def server_rank(config: Mapping[str, Any], servers: LogProbServers, shape: ModelShape) -> Rank:
-    """One rank of a log-prob server: it keeps its weights on the device, and only computes forward passes."""
+    """Return a rank of a log-prob server, which keeps its weights on the device and only computes forward passes."""
     section = f"{SERVERS}.engine"
     megatron = is_megatron(config, SERVERS)
     layout = _megatron(config, section, servers.ranks, None, False) if megatron else None
@@ -116,17 +99,18 @@ def is_megatron(config: Mapping[str, Any], section: str) -> bool:
 
 
 def sequence_shares(config: Mapping[str, Any], section: str) -> int:
-    """Ranks that split a sequence (Ulysses, or Megatron's context parallelism)."""
+    """Return how many ranks split a sequence (Ulysses, or Megatron's context parallelism)."""
     name = "megatron.context_parallel_size" if is_megatron(config, section) else "ulysses_sequence_parallel_size"
     return int(lookup(config, f"{section}.{name}") or 1)
 
 
 def _logit_bytes(config: Mapping[str, Any], section: str, entropy: bool, differentiated: bool) -> int:
-    """Bytes of one logit, all its copies together; none where fused kernels never have them.
+    """Return the bytes of one logit with all its copies; 0 with fused kernels, which never store logits.
 
-    FSDP2: bf16, once more where a temperature divides them. Log-probs write their gradient in its place, unless an
-    entropy is differentiated too, which needs the logits. An entropy has a softmax and its product with the logits,
-    unless it is compiled or computed in chunks. Megatron: bf16 and fp32, and its cross entropy keeps a softmax in fp32.
+    FSDP2 has each logit in bf16, and a second time where a temperature divides it. Log-probs write their gradient in
+    its place, unless an entropy is differentiated too, which needs the logits. An entropy takes a softmax and its
+    product with the logits, unless it is compiled or computed in chunks. Megatron has bf16 and fp32, and its cross
+    entropy keeps a softmax in fp32.
     """
     if lookup(config, f"{MODEL}.use_fused_kernels"):
         return 0
@@ -188,7 +172,7 @@ def _megatron(config: Mapping[str, Any], section: str, ranks: int, trained: int 
 
 
 def _recomputes(config: Mapping[str, Any], section: str) -> bool:
-    """Whether layers are computed again for the backward pass; Megatron goes by settings of its own."""
+    """Return whether layers are computed again for the backward pass; Megatron has settings of its own for it."""
     if is_megatron(config, section):
         return bool(lookup(config, f"{section}.megatron.override_transformer_config.recompute_granularity") == "full")
     model = f"{CRITIC}.model" if section == CRITIC else MODEL
@@ -199,15 +183,9 @@ def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
     return dtype_bytes(lookup(config, f"{engine}.mixed_precision.param_dtype", "bf16"), 2)
 
 
-def _trained(config: Mapping[str, Any], shape: ModelShape) -> int | None:
-    """Parameters of the adapters, with LoRA."""
-    rank = adapter_rank(config)
-    return shape.lora_parameters(rank) if rank else None
-
-
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
-# What a vLLM engine keeps while it sleeps (context, graphs, NCCL): 0.8 GiB alone and 2.4 with tensor parallelism were
-# reported (NVIDIA-NeMo/RL#223); any engine of several accelerators is taken to keep as much.
+# What a vLLM engine keeps while it sleeps (context, graphs, NCCL), by whether it has several accelerators. Users
+# have reported 0.8 GiB alone and 2.4 GiB with tensor parallelism (NVIDIA-NeMo/RL#223).
 ASLEEP = {False: GIB, True: 5 * GIB // 2}
 
 
@@ -226,17 +204,18 @@ class Engine:
     token_bytes: int
 
     def cache_tokens(self, device: int) -> int:
-        """Tokens that its KV cache has room for, if activations took nothing."""
+        """Return how many tokens its KV cache would have room for if activations took nothing."""
         return max(0, int(self.share * device) - self.weights) // self.token_bytes
 
 
 def rollout_engine(config: Mapping[str, Any], shape: ModelShape) -> Engine:
+    """Return one accelerator of a rollout replica."""
     tensor = int(lookup(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)
     ranks, item = replica_size(config), dtype_bytes(lookup(config, f"{ROLLOUT}.dtype", "bfloat16"), 2)
-    # Experts are shared out over all ranks of a replica with expert parallelism, the rest is there once a tensor group.
+    # With expert parallelism, experts are spread over all ranks of a replica, and the rest over each tensor group.
     spread = ranks if int(lookup(config, f"{ROLLOUT}.expert_parallel_size") or 1) > 1 else tensor
     dense = shape.parameters - shape.expert_parameters
-    # Of a tied embedding there is one copy, as in the model's files.
+    # A tied embedding is there once, as in the model's files.
     weights = item * (dense // tensor + shape.expert_parameters // spread)
     heads = max(1, shape.kv_heads // tensor)
     own = standalone_share(config)
@@ -245,13 +224,14 @@ def rollout_engine(config: Mapping[str, Any], shape: ModelShape) -> Engine:
 
 
 def standalone_share(config: Mapping[str, Any]) -> float | None:
-    """Of an accelerator that a replica has to itself, where it is set apart from `gpu_memory_utilization`."""
+    """Return the memory share of a replica with its own accelerators, if it is set apart; else None."""
     share = lookup(config, f"{ROLLOUT}.standalone_gpu_memory_utilization")
     separate = lookup(config, "async_training.placement") != SHARED
     return float(share) if separate and isinstance(share, int | float) else None
 
 
 def asleep(config: Mapping[str, Any]) -> Item:
+    """Return what a sleeping rollout engine keeps on its device."""
     return Item("sleeping rollout engine", ASLEEP[replica_size(config) > 1], certain=False)
 
 
@@ -260,9 +240,10 @@ def bucket_bytes(config: Mapping[str, Any]) -> int:
 
 
 def device_buckets(config: Mapping[str, Any], hands_over: bool) -> Item | None:
-    """Buckets on each device that takes part in a weight sync; None where they are in host memory.
+    """Return the buckets on each device that takes part in a weight sync; None if they are in host memory.
 
-    Two at a member of the group, as verl's engines have them, and one more where the weights go on to another process.
+    Each member of the group has two, as verl's checkpoint engines do, and a third if it hands the weights over to
+    another process.
     """
     if lookup(config, f"{ROLLOUT}.checkpoint_engine.backend") == "recipe_gloo":
         return None
@@ -270,8 +251,8 @@ def device_buckets(config: Mapping[str, Any], hands_over: bool) -> Item | None:
 
 
 def room(config: Mapping[str, Any], positions: int | None) -> int:
-    """Tokens of the longest request that the engine has to have room for.
+    """Return the tokens of the longest request that the engine has to have room for.
 
-    ``positions``: the model's, which verl takes where `max_model_len` is null (vllm_async_server.py:1104).
+    ``positions`` is the model's number, which verl takes if `max_model_len` is null (vllm_async_server.py:1104).
     """
     return int(lookup(config, f"{ROLLOUT}.max_model_len") or 0) or positions or longest(config)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a whole run: what each kind of accelerator has on it, and when, what the hosts keep, and whether it fits.
+"""Estimates the memory of a whole run: what accelerators and hosts have in memory, when, and whether it fits.
 
-Contract: `parts_of` names every part that takes accelerators with the moments that matter, `verdicts` compares them
-with a device. A part is refused if what is certain does not fit, or if the whole does not fit by more than an estimate
-may be wrong; beyond `NEAR` of the device there is a warning. `problems` and `warnings` are what a main has judge its
-configuration, too, where the models' shapes are known. Shown by tests/plan/test_memory.py and test_memory_parts.py;
-docs/memory.md has estimates beside published and measured figures.
+Contract: `parts_of` returns every part of a run that takes accelerators, with the moments that matter, and `verdicts`
+compares them with a device. A part is refused if its certain amounts do not fit, or if all its amounts exceed a device
+by more than an estimate may be wrong. There is a warning from the share `NEAR` of the device on. A main passes this
+module as a judge: `problems` and `warnings` judge its configuration if the models' shapes are known. Shown by
+tests/plan/test_memory.py and test_memory_parts.py; docs/memory.md has estimates beside published and measured figures.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.async_engine.config.log_prob_servers import Proximal
 from recipe.async_engine.config.plan import (
-    has_critic,
-    has_reference,
-    proximal_source,
     rollout_accelerators,
     trainer_ranks,
 )
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
-from recipe.async_engine.config.sections import SHARED, Settings, lookup
+from recipe.async_engine.config.sections import SHARED, Settings
 from recipe.plan.memory.engines import (
     ACTOR,
     BUCKET,
@@ -47,7 +43,7 @@ from recipe.plan.memory.parallel import parallel_sizes
 from recipe.plan.memory.shape import ModelShape, model_of
 from recipe.plan.memory.training import CONTEXT, Rank
 
-# An estimate may be wrong by so much (docs/memory.md).
+# By which share an estimate may be wrong (docs/memory.md), and from which share of a device on there is a warning.
 ERROR = 0.15
 NEAR = 0.92
 POLICY, REFERENCE = "actor", "reference policy"
@@ -55,7 +51,7 @@ POLICY, REFERENCE = "actor", "reference policy"
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Shapes of the models, where they are known, and tokens that the policy has positions for."""
+    """The shapes of the models, where known, and how many tokens the policy has positions for."""
 
     policy: ModelShape
     critic: ModelShape | None = None
@@ -71,21 +67,23 @@ class Verdict:
     refused: bool
 
 
-def parts_of(config: Mapping[str, Any], settings: Settings, models: Models, device: int | None) -> list[Part]:
-    """Every part of a run that takes accelerators.
+def parts_of(context: RuleContext, models: Models, device: int | None) -> list[Part]:
+    """Return every part of a run that takes accelerators.
 
     Args:
-        config: the composed configuration as a plain, resolved mapping.
-        device: bytes of an accelerator, where known: rollout engines take a share of it.
+        context: the run's configuration.
+        models: the shapes of its models.
+        device: the bytes of an accelerator, where known; rollout engines take a share of it.
     """
-    run = _Run(config, settings, models, device)
-    if settings.async_training.placement == SHARED:
+    run = _Run(context, models, device)
+    if context.settings.async_training.placement == SHARED:
         return [run.in_turns()]
     parts = [run.trainer(), run.rollout()]
-    return [*parts, run.servers()] if settings.servers.enabled else parts
+    return [*parts, run.servers()] if context.settings.servers.enabled else parts
 
 
 def verdicts(parts: list[Part], device: int) -> Iterator[Verdict]:
+    """Yield the parts that do not fit into a device of so many bytes, or nearly do not."""
     for part in parts:
         certain = max(part.moments, key=lambda moment: moment.certain)
         if certain.certain > device:
@@ -96,16 +94,20 @@ def verdicts(parts: list[Part], device: int) -> Iterator[Verdict]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    config: Mapping[str, Any]
-    settings: Settings
+    context: RuleContext
     models: Models
     device: int | None
 
-    def get(self, setting: str, default: Any = None) -> Any:
-        return lookup(self.config, setting, default)
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.context.config
+
+    @property
+    def settings(self) -> Settings:
+        return self.context.settings
 
     def trainer(self) -> Part:
-        """Training ranks with accelerators of their own, which send weights while they train."""
+        """Return the training ranks of a run whose trainer has accelerators of its own."""
         buckets = listed(device_buckets(self.config, hands_over=False))
         moments = tuple(Moment(moment.name, (*moment.items, *buckets)) for moment in self._training())
         devices, settings = trainer_ranks(self.config), self._less_training()
@@ -113,51 +115,47 @@ class _Run:
         return Part("trainer rank", devices, moments, settings, host, self._snapshot())
 
     def _training(self) -> Iterator[Moment]:
-        """What a rank does, beside what its other models keep on the device meanwhile."""
+        """Yield what is on a training rank while each of its models works and the others rest."""
         for name, rank in self._ranks().items():
             rest = self._beside(name)
             if name != REFERENCE:
                 yield Moment("update" if name == POLICY else f"update of the {name}", (*rank.updating, *rest))
-            if name == REFERENCE or (name == POLICY and self._scores):
+            if name == REFERENCE or (name == POLICY and self.context.trainer_scores):
                 yield Moment("log-probs" if name == POLICY else f"log-probs of the {name}", (*rank.scoring, *rest))
 
     def _ranks(self) -> dict[str, Rank]:
-        """The models of a training rank."""
+        """Return the models of a training rank, by name."""
         ranks = {POLICY: actor_rank(self.config, self.models.policy)}
-        if has_critic(self.config) and self.models.critic is not None:
+        if self.context.has_critic and self.models.critic is not None:
             ranks["critic"] = critic_rank(self.config, self.models.critic)
-        if has_reference(self.config):
+        if self.context.uses_reference:
             ranks[REFERENCE] = reference_rank(self.config, self.models.policy)
         return ranks
 
     def _beside(self, working: str) -> tuple[Item, ...]:
-        """What the other models of a training rank keep on its device."""
+        """Return what the other models of a training rank keep on its device."""
         others = ((name, rank) for name, rank in self._ranks().items() if name != working)
         return tuple(_of(name, item) for name, rank in others for item in rank.at_rest)
 
     def _on_host(self) -> tuple[Item, ...]:
-        """What the models of a training rank keep in host memory."""
+        """Return what the models of a training rank keep in host memory."""
         policy, *others = self._ranks().items()
         return (*policy[1].host, *(_of(name, item) for name, rank in others for item in rank.host))
 
     def _kept(self) -> tuple[Item, ...]:
-        """Copies of a rank's weights, where the rollout goes on with those that were published."""
-        saves = (self.get("trainer.save_freq") or -1) > 0
-        if self.settings.async_training.trigger_parameter_sync_step == 1 or not (saves or self._scores):
+        """Return the copies of a rank's weights that are needed while the rollout uses the published version."""
+        saves, scores = (self.context.get("trainer.save_freq") or -1) > 0, self.context.trainer_scores
+        if self.settings.async_training.trigger_parameter_sync_step == 1 or not (saves or scores):
             return ()
         weights = self._ranks()[POLICY].weights
         return listed(
             Item("copy of the published weights", weights),
-            Item("copy of the trained weights, while log-probs are computed", weights) if self._scores else None,
+            Item("copy of the trained weights, while log-probs are computed", weights) if scores else None,
         )
 
-    @property
-    def _scores(self) -> bool:
-        """Whether the trainer computes log-probs, if only those that no server answers."""
-        return proximal_source(self.config, self.settings) in (Proximal.RECOMPUTE, Proximal.SERVER)
-
     def _less_training(self) -> tuple[str, ...]:
-        dynamic = self.get(f"{ACTOR}.use_dynamic_bsz")
+        """Return the settings that a user would change for training to need less memory."""
+        dynamic = self.context.get(f"{ACTOR}.use_dynamic_bsz")
         tokens = f"{ACTOR}.ppo_max_token_len_per_gpu" if dynamic else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
         if is_megatron(self.config, ACTOR):
             layers = f"{ACTOR}.megatron.override_transformer_config.recompute_granularity"
@@ -166,7 +164,7 @@ class _Run:
         return tokens, layers, f"{MODEL}.use_fused_kernels", "trainer.n_gpus_per_node", BUCKET
 
     def _snapshot(self) -> tuple[Item, ...]:
-        """Copies at the sender, for publication beside training."""
+        """Return the copy of the weights that is sent beside training."""
         weights = self.settings.weights
         if weights.publish != "beside":
             return ()
@@ -174,7 +172,7 @@ class _Run:
         return (Item("copy of the weights that is sent, at rank 0", copy),)
 
     def rollout(self) -> Part:
-        """Accelerators of rollout replicas, which hold two versions while one arrives."""
+        """Return the accelerators of rollout replicas, which hold two versions while a new one arrives."""
         engine, weights = rollout_engine(self.config, self.models.policy), self.settings.weights
         staged = Item("next weights", engine.weights)
         on_device = weights.staging == "device"
@@ -191,7 +189,7 @@ class _Run:
         return Part("rollout replica", devices, (moment,), settings, host, notes=self._cache())
 
     def _engine(self) -> tuple[Item, ...]:
-        """The engine's share of the device, or where that is not known, its weights."""
+        """Return the engine's share of the device, or only its weights if the device's size is not known."""
         engine = rollout_engine(self.config, self.models.policy)
         if self.device is None:
             return (Item("rollout engine: weights", engine.weights),)
@@ -211,7 +209,7 @@ class _Run:
         return (f"KV cache: at most {tokens} tokens, {requests} requests of {request} tokens",)
 
     def servers(self) -> Part:
-        """Accelerators of log-prob servers."""
+        """Return the accelerators of log-prob servers."""
         servers = self.settings.servers
         rank = server_rank(self.config, servers, self.models.policy)
         staged = Item("next weights", rank.weights)
@@ -222,15 +220,17 @@ class _Run:
         return Part("log-prob server", servers.accelerators, (Moment("log-probs", items),), settings, host)
 
     def in_turns(self) -> Part:
-        """Accelerators that training and generation share in turns."""
+        """Return the accelerators that training and generation use in turns."""
         actor = actor_rank(self.config, self.models.policy)
         engine = rollout_engine(self.config, self.models.policy)
-        sleeps = self.get(f"{ROLLOUT}.free_cache_engine", True)
+        sleeps = self.context.get(f"{ROLLOUT}.free_cache_engine", True)
         beside = (asleep(self.config),) if sleeps else self._engine()
         turns = [Moment(moment.name, (*moment.items, *beside)) for moment in self._training()]
         bucket = Item("weight-sync bucket", bucket_bytes(self.config))
         whole = Item("gathered parameters", 2 * self.models.policy.embedding * 2, certain=False)
-        states = listed(Item("weights", actor.weights), None if actor.optimizer_rest else _optimizer(actor))
+        states = listed(
+            Item("weights", actor.weights), None if actor.optimizer_rest else Item("optimizer", actor.optimizer)
+        )
         others = self._beside(POLICY)
         handing = (*states, *others, Item("rollout engine: weights", engine.weights), bucket, whole, CONTEXT)
         resting = (*actor.at_rest, *others, *self._engine(), CONTEXT)
@@ -246,12 +246,8 @@ def _of(name: str, item: Item) -> Item:
     return Item(f"{item.name} of the {name}", item.bytes, item.certain)
 
 
-def _optimizer(rank: Rank) -> Item:
-    return Item("optimizer", rank.optimizer)
-
-
 def told(verdict: Verdict, device: int) -> str:
-    """Items of a verdict, in words."""
+    """Return the amounts of a verdict in words."""
     items = sorted(verdict.moment.items, key=lambda item: -item.bytes)
     amounts = ", ".join(f"{item.name} {gib(item.bytes)}" for item in items)
     return f"{verdict.part.name}, {verdict.moment.name}: {gib(verdict.moment.total)} of {gib(device)} ({amounts})"
@@ -262,17 +258,17 @@ MODELS_OWN = f"{ROLLOUT}.max_model_len, which is the number of the model's posit
 
 
 def parts(context: RuleContext) -> list[Part]:
-    """The run's parts with what each takes of its accelerators; none where the model's shape is not known."""
+    """Return the run's parts with the memory of their accelerators; none if the model's shape is not known."""
     policy = model_of(context, POLICY_PATH)
     strategies = {context.get(f"{section}.strategy") for section in context.trained}
     if policy is None or context.on_cpu or not strategies <= {"fsdp", "fsdp2", "megatron"}:
         return []
     models = Models(policy, model_of(context, "critic.model.path"), context.positions)
-    return parts_of(context.config, context.settings, models, device_bytes(context))
+    return parts_of(context, models, device_bytes(context))
 
 
 def device_bytes(context: RuleContext) -> int | None:
-    """Memory of an accelerator: as the settings say, else as was found."""
+    """Return the bytes of an accelerator: as set, else as found."""
     asked = context.settings.async_training.device_memory_gib
     if asked is not None:
         return int(asked * GIB)
@@ -280,7 +276,7 @@ def device_bytes(context: RuleContext) -> int | None:
 
 
 def problems(context: RuleContext) -> Iterator[Problem]:
-    """What cannot fit; what is only near is `warnings`."""
+    """Report what cannot fit; `warnings` names what only comes near."""
     yield from parallel_sizes(context)
     for verdict in _verdicts(context):
         if verdict.refused:
@@ -294,7 +290,7 @@ def problems(context: RuleContext) -> Iterator[Problem]:
 
 
 def _cache(context: RuleContext) -> Iterator[Problem]:
-    """vLLM starts only with a KV cache for one request of the longest length (vllm/v1/core/kv_cache_utils.py)."""
+    """Check the KV cache: vLLM starts only if a request of the longest length fits (vllm/v1/core/kv_cache_utils.py)."""
     shape, device = model_of(context, POLICY_PATH), device_bytes(context)
     windowed = context.policy.get("sliding_window") and context.policy.get("use_sliding_window", True)
     other_size = context.get(f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype")
@@ -311,7 +307,7 @@ def _cache(context: RuleContext) -> Iterator[Problem]:
 
 
 def warnings(context: RuleContext) -> list[str]:
-    """What may not fit."""
+    """Warn of what may not fit."""
     device = device_bytes(context) or 0
     return [
         f"may not fit: {told(verdict, device)}; to need less, change {', '.join(verdict.part.settings)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amounts of memory by what takes them, and by the moment at which they are there together."""
+"""Amounts of memory: what takes them, and at which moments they are on a device together."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What takes memory.
+    """Something that takes memory.
 
-    `certain`: it follows from sizes alone, to within a few per cent; of the others (activations, what libraries take)
-    the size is an estimate.
+    If `certain`, its bytes follow from sizes alone, to within a few per cent. Others, such as activations and what
+    libraries take, are estimates.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is on a device at the same time."""
+    """What is on a device at the same time; `name` says when."""
 
     name: str
     items: tuple[Item, ...]
@@ -38,12 +38,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The devices that do the same.
+    """Devices that do the same work.
 
     Attributes:
         devices: how many there are.
+        moments: what each of them has in its memory at different moments.
         settings: what a user would change to need less, most effective first.
-        host: what each of them keeps in memory of its host; `host_once` is there once.
+        host: what each of them keeps in the memory of its host.
+        host_once: what is in the memory of one host only.
         notes: what follows from the amounts, in words.
     """
 
@@ -61,7 +63,7 @@ class Part:
 
 
 def listed(*items: Item | None) -> tuple[Item, ...]:
-    """Those that take anything."""
+    """Return the items that take any memory."""
     return tuple(item for item in items if item is not None and item.bytes > 0)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel sizes by which engines can divide the layers of a model whose shape is known.
+"""Checks that engines can divide the layers of a model by their parallel sizes, if the model's shape is known.
 
-Contract: what an engine asserts when it builds a model is refused before it is started, for each model that a run has:
-the policy's in rollout, trainer and log-prob servers, the critic, the reward model. Shown by
+Contract: whatever an engine would assert when it builds a model is refused before anything starts. That holds for each
+model of a run: the policy in rollout, trainer and log-prob servers, the critic, the reward model. Shown by
 tests/config/test_parallel_sizes.py, which asks Megatron itself.
 """
 
@@ -19,11 +19,15 @@ COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_los
 
 
 def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
+    """Check the parallel sizes of every engine whose model's shape is known."""
     policy, critic = model_of(context, "actor_rollout_ref.model.path"), model_of(context, "critic.model.path")
     if policy is not None:
         yield from _rollout(context, ROLLOUT, policy)
         yield from _training(context, ACTOR, policy)
-        yield from _servers(context, policy)
+        if context.settings.servers.backend == "megatron":
+            yield from _megatron(context, f"{SERVERS}.engine", policy)
+        elif context.settings.servers.enabled:
+            yield from _ulysses(context, f"{SERVERS}.engine", policy)
     if critic is not None:
         yield from _training(context, "critic", critic)
     judge = model_of(context, f"{REWARD_MODEL}.model_path")
@@ -32,7 +36,7 @@ def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
 
 
 def _rollout(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """vLLM's (vllm/model_executor/layers/linear.py, models/qwen2.py:137, config/model.py:1361)."""
+    """Check vLLM's sizes (vllm/model_executor/layers/linear.py, models/qwen2.py:137, config/model.py:1361)."""
     in_parallel = (context.count(f"{section}.expert_parallel_size") or 1) > 1
     yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {} if in_parallel else _experts(shape))
     if in_parallel and not shape.experts:
@@ -47,24 +51,17 @@ def _training(context: RuleContext, section: str, shape: ModelShape) -> Iterator
         yield from _ulysses(context, section, shape)
 
 
-def _servers(context: RuleContext, shape: ModelShape) -> Iterator[Problem]:
-    if context.settings.servers.backend == "megatron":
-        yield from _megatron(context, f"{SERVERS}.engine", shape)
-    elif context.settings.servers.enabled:
-        yield from _ulysses(context, f"{SERVERS}.engine", shape)
-
-
 def _ulysses(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """verl's (verl/models/transformers/monkey_patch.py:344)."""
+    """Check the size of Ulysses (verl/models/transformers/monkey_patch.py:344)."""
     yield from _attention(context, f"{section}.ulysses_sequence_parallel_size", shape)
 
 
 def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Megatron's (megatron/core/transformer/transformer_config.py:920, tensor_parallel/layers.py)."""
+    """Check Megatron's sizes (megatron/core/transformer/transformer_config.py:920, tensor_parallel/layers.py)."""
     of_experts = f"{section}.expert_tensor_parallel_size"
-    # Where none is set for experts, Megatron takes the other layers'.
+    # If none is set for experts, Megatron takes that of the other layers.
     inherited = {} if context.count(of_experts) else _experts(shape)
-    # mbridge pads no vocabulary; what Megatron-Bridge does is its own matter.
+    # mbridge does not pad the vocabulary, so its entries have to divide; Megatron-Bridge is not checked.
     vocabulary = {"entries of the vocabulary": shape.vocab} if context.get(f"{section}.vanilla_mbridge") else {}
     yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {**vocabulary, **inherited})
     yield from _divides(context, of_experts, _experts(shape))
@@ -81,15 +78,15 @@ def _no_experts(context: RuleContext, setting: str) -> Problem:
 
 
 def _experts(shape: ModelShape) -> dict[str, int]:
-    """What tensor parallelism divides of experts."""
+    """Return what tensor parallelism divides of each expert."""
     return {"columns of an expert": shape.expert_mlp} if shape.experts else {}
 
 
 def _stages(context: RuleContext, section: str, layers: int) -> Iterator[Problem]:
-    """What Megatron asks of the layers of pipeline stages (megatron/core/transformer/transformer_config.py:1350-1480).
+    """Check how layers divide among pipeline stages (megatron/core/transformer/transformer_config.py:1350-1480).
 
-    The first and the last stage may have a number of their own, or embedding and loss count as a layer each; the others
-    have equal numbers. A layout that names the layers of each stage is checked by Megatron alone.
+    The first and the last stage may have a number of layers of their own, or embedding and loss count as a layer each;
+    all other stages have equal numbers. A layout that names the layers of each stage is left to Megatron.
     """
     layout = f"{section}.override_transformer_config"
     if context.get(f"{layout}.pipeline_model_parallel_layout"):
@@ -123,7 +120,7 @@ def _tensor(context: RuleContext, setting: str, shape: ModelShape, more: Mapping
 
 
 def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterator[Problem]:
-    """Heads are divided; those of keys and values may be repeated instead."""
+    """Check that a size divides the attention heads; heads of keys and values may be repeated instead."""
     size = context.count(setting) or 1
     if shape.heads % size:
         yield from _divides(context, setting, {"attention heads": shape.heads})
@@ -133,7 +130,7 @@ def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterato
 
 
 def _divides(context: RuleContext, setting: str, wholes: Mapping[str, int]) -> Iterator[Problem]:
-    """The first of ``wholes`` that a size does not divide."""
+    """Report the first of ``wholes`` that a size does not divide."""
     size = context.count(setting) or 1
     what = next((what for what, whole in wholes.items() if whole % size), None)
     if what is not None:

@@ -2,7 +2,7 @@
 """The shape of a decoder-only language model, and how many parameters it has.
 
 Contract: `shape_of` reads the config.json of the families in `FAMILIES` and counts exactly the parameters that
-transformers makes; of any other model it returns None, since a guess would be worse. Shown by
+transformers makes. For any other model it returns None, since a guess would be worse. Shown by
 tests/plan/test_memory.py and test_memory_parts.py.
 """
 
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe.async_engine.config.rules.context import RuleContext
-from recipe.plan.memory.known import known_model
 
-# What a family has beside the weights of its linear layers: biases of q, k and v; a norm of each head's q and k.
+# Whether a family has biases of q, k and v, and whether it has norms of each head's q and k.
 FAMILIES: Mapping[str, tuple[bool, bool]] = {
     "llama": (False, False),
     "mistral": (False, False),
@@ -26,7 +25,7 @@ FAMILIES: Mapping[str, tuple[bool, bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes as config.json has them; `expert_mlp` and the like are 0 in a dense model."""
+    """The sizes in a model's config.json; those of experts are 0 in a dense model."""
 
     hidden: int
     layers: int
@@ -53,7 +52,7 @@ class ModelShape:
 
     @property
     def attention(self) -> int:
-        """Parameters of one layer's attention, its norms and the layer's two norms included."""
+        """The parameters of one layer's attention, including its norms and the layer's two norms."""
         weights = 2 * self.hidden * (self.q_width + self.kv_width)
         biases = (self.q_width + 2 * self.kv_width) * self.qkv_bias
         return weights + biases + 2 * self.head_dim * self.head_norms + 2 * self.hidden
@@ -64,7 +63,7 @@ class ModelShape:
 
     @property
     def experts_of_layer(self) -> int:
-        """Parameters of all experts of one layer."""
+        """The parameters of all experts of one layer."""
         return self.experts * 3 * self.hidden * self.expert_mlp
 
     @property
@@ -86,7 +85,7 @@ class ModelShape:
 
     @property
     def outside_layers(self) -> int:
-        """Parameters of embedding, output head and the last norm."""
+        """The parameters of the embedding, the output head and the last norm."""
         return self.embedding * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -95,7 +94,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers, without the experts."""
+        """The parameters of all layers, without the experts."""
         return self.layers * self.attention + self.expert_layers * self.router + self.dense_layers * self.dense_mlp
 
     @property
@@ -104,20 +103,63 @@ class ModelShape:
 
     @property
     def without_head(self) -> int:
-        """Parameters of a value model: one output in place of the vocabulary."""
+        """The parameters of a value model, which has one output in place of the vocabulary."""
         return self.layer_parameters + self.expert_parameters + self.embedding + 2 * self.hidden
 
     def lora_parameters(self, rank: int) -> int:
-        """Of adapters on every linear layer (`target_modules=all-linear`) but the experts'."""
+        """Return the parameters of adapters on every linear layer (`target_modules=all-linear`) except the experts'."""
         attention = 2 * (self.hidden + self.q_width) + 2 * (self.hidden + self.kv_width)
         return rank * (self.layers * attention + self.dense_layers * 3 * (self.hidden + self.mlp))
+
+
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": True}
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
+
+
+def _sizes(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B": {**_QWEN2, **_sizes(896, 4864, 24, 14, 2)},
+    "Qwen/Qwen2.5-1.5B": {**_QWEN2, **_sizes(1536, 8960, 28, 12, 2)},
+    "Qwen/Qwen2.5-3B": {**_QWEN2, **_sizes(2048, 11008, 36, 16, 2)},
+    "Qwen/Qwen2.5-7B": {
+        **_QWEN2,
+        **_sizes(3584, 18944, 28, 28, 4),
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-4B": {**_QWEN3, **_sizes(2560, 9728, 36, 32, 8), "tie_word_embeddings": True},
+    "Qwen/Qwen3-8B": {**_QWEN3, **_sizes(4096, 12288, 36, 32, 8)},
+    "Qwen/Qwen3-30B-A3B": {
+        **_QWEN3,
+        **_sizes(2048, 6144, 48, 32, 4),
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+}
+"""For plans without a config.json at hand: sizes of the models in the documentation's commands, from their hub."""
+
+
+def known_model(name: str) -> Mapping[str, Any] | None:
+    """Return the entries of a model's config.json that its size depends on; None if its name is not known."""
+    return _SIZES.get(name.removesuffix("-Instruct").removesuffix("-Base"))
 
 
 MOST_LAYERS = 10_000
 
 
 def model_of(context: RuleContext, setting: str) -> ModelShape | None:
-    """The shape of the model that a setting names, where its config.json, or its name, says it."""
+    """Return the shape of the model that a setting names; None if neither its config.json nor its name tells it."""
     for fact in context.files:
         if fact.setting == setting and (config := fact.model_config or known_model(fact.path)) is not None:
             return shape_of(config)
@@ -125,7 +167,7 @@ def model_of(context: RuleContext, setting: str) -> ModelShape | None:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """The shape that a config.json describes, or None where its family is not known or a size is missing."""
+    """Return the shape that a config.json describes; None if its family is not known or a size is missing."""
     family = FAMILIES.get(str(config.get("model_type")))
     try:
         return None if family is None else _shape(config, *family)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank of a training engine needs: weights, gradients, optimizer, gathered layers, activations, logits.
+"""Computes the memory of one rank of a training engine, from a model's shape and the engine's layout.
 
-Contract: pure arithmetic over a model's shape and an engine's layout. Weights, gradients and optimizer follow the
-engines' own bookkeeping: FSDP2 shards an fp32 copy of everything over its group and computes with gathered bf16
-layers. Megatron has bf16 weights, an fp32 gradient buffer and, shared over the data-parallel ranks, fp32 weights and
-Adam's two moments: 6 + 12/d bytes a parameter (Megatron-Core's guide, "Distributed Optimizer"). docs/memory.md compares
-them with published and measured figures.
+Contract: weights, gradients and optimizer are counted as the engines keep them. FSDP2 shards an fp32 copy of everything
+over its group and computes with gathered bf16 layers. Megatron has bf16 weights, an fp32 gradient buffer and, shared
+over the data-parallel ranks, fp32 weights and Adam's two moments: 6 + 12/d bytes per parameter (Megatron-Core's guide,
+"Distributed Optimizer"). docs/memory.md compares the results with published and measured figures.
 """
 
 from dataclasses import dataclass
@@ -13,19 +12,18 @@ from dataclasses import dataclass
 from recipe.plan.memory.items import GIB, Item, listed
 from recipe.plan.memory.shape import ModelShape
 
-# The process: CUDA's context, NCCL's buffers, libraries.
+# What each process takes: CUDA's context, NCCL's buffers, libraries.
 CONTEXT = Item("context, NCCL, libraries", GIB, certain=False)
 FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a rank computes at most at once.
+    """The most that a rank computes at once.
 
     Attributes:
-        tokens: of a micro-batch on this rank.
-        logit_bytes: for each token and each entry of the vocabulary, all copies together; 0 with fused kernels or a
-            value model.
+        tokens: the tokens of a micro-batch on this rank.
+        logit_bytes: the bytes of all copies of a logit; 0 with fused kernels or a value model.
         recomputes: whether only the inputs of layers are kept for the backward pass (gradient checkpointing).
     """
 
@@ -36,14 +34,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Memory of one rank.
+    """The memory of one rank.
 
     Attributes:
-        weights, gradients, optimizer: what it holds of them while it updates.
-        update, forward: what it needs beside these at the peak of an update, and of a forward pass alone.
-        weights_rest, optimizer_rest: whether they leave the device between works.
-        keeps_gradients: whether their buffer stays between works.
-        on_host: whether all of it is in host memory, also at work.
+        weights: the bytes of the weights that it holds during an update; likewise `gradients` and `optimizer`.
+        update: what it needs besides at the peak of an update.
+        forward: what it needs besides at the peak of a forward pass alone.
+        weights_rest: whether the weights leave the device while the rank does not work.
+        optimizer_rest: whether the optimizer's state does.
+        keeps_gradients: whether the buffer of gradients stays meanwhile.
+        on_host: whether weights, gradients and optimizer are always in host memory.
     """
 
     weights: int
@@ -58,18 +58,19 @@ class Rank:
 
     @property
     def updating(self) -> tuple[Item, ...]:
+        """What is on the device during an update."""
         states = (Item("weights", self.weights), Item("gradients", self.gradients), Item("optimizer", self.optimizer))
         return (*(() if self.on_host else listed(*states)), *self.update)
 
     @property
     def scoring(self) -> tuple[Item, ...]:
-        """A forward pass alone."""
+        """What is on the device during a forward pass alone."""
         weights = () if self.on_host or not self.weights_rest else (Item("weights", self.weights),)
         return (*weights, *self.at_rest, *self.forward)
 
     @property
     def at_rest(self) -> tuple[Item, ...]:
-        """What stays on the device between works."""
+        """What stays on the device while the rank does not work."""
         if self.on_host:
             return ()
         buffer = self.keeps_gradients and not self.weights_rest
@@ -81,7 +82,7 @@ class Rank:
 
     @property
     def host(self) -> tuple[Item, ...]:
-        """What it keeps in host memory."""
+        """What the rank keeps in host memory."""
         return listed(
             Item("weights", self.weights) if self.weights_rest or self.on_host else None,
             Item("gradients", self.gradients) if self.on_host else None,
@@ -95,13 +96,13 @@ class FSDP:
 
     Attributes:
         shards: ranks that share one copy (`fsdp_size`, or all).
-        model_bytes: of a parameter that a rank keeps (`model_dtype`).
+        model_bytes: the bytes of a parameter that a rank keeps (`model_dtype`).
         compute_bytes: of a parameter that it computes with (`mixed_precision.param_dtype`).
-        trained: parameters that are trained; None: all.
+        trained: how many parameters are trained; None for all.
         trains: whether there are gradients and an optimizer.
         keeps_unsharded: whether gradients stay whole until the last micro-batch
             (`use_no_sync_for_gradient_accumulation`).
-        reshards: whether a layer's weights are given back after its forward pass.
+        reshards: whether a layer's gathered weights are freed after its forward pass.
     """
 
     shards: int
@@ -117,12 +118,12 @@ class FSDP:
 
 
 def fsdp_rank(shape: ModelShape, layout: FSDP, update: Work | None, forward: Work | None, head: bool = True) -> Rank:
-    """One rank of FSDP2; ``head``: whether the model has an output for each entry of the vocabulary."""
+    """Return a rank of FSDP2; ``head`` says whether the model has an output for each entry of the vocabulary."""
     parameters = shape.parameters if head else shape.without_head
     trained = 0 if not layout.trains else parameters if layout.trained is None else layout.trained
     outside = parameters - shape.layer_parameters - shape.expert_parameters
     share, trained_share = -(-parameters // layout.shards), -(-trained // layout.shards)
-    # Layers are gathered one ahead; what is outside of them stays.
+    # The layer at work and the next one are gathered; what is outside of layers stays gathered.
     gathered = (outside + 2 * shape.largest_layer if layout.reshards else parameters) * layout.compute_bytes
     return Rank(
         weights=share * layout.model_bytes,
@@ -139,10 +140,10 @@ def fsdp_rank(shape: ModelShape, layout: FSDP, update: Work | None, forward: Wor
 def _fsdp_update(
     shape: ModelShape, layout: FSDP, work: Work, gathered: int, outside: int, trained: int
 ) -> tuple[Item, ...]:
-    """At the larger of two peaks: at the output, with all logits, and in the largest layer's backward pass.
+    """Return what an update needs at the larger of two peaks: at the output, or in the largest layer's backward pass.
 
-    At the output there are the gradients of its weights as computed; in a layer those of that layer too, which are
-    summed over the ranks in fp32, and what is computed again for it.
+    At the output there are all logits, and the gradients of the output's weights. In a layer there are also the layer's
+    own gradients, which are summed over the ranks in fp32, and the activations that are computed again.
     """
     inputs = work.tokens * shape.hidden * 2 * shape.layers
     layer = work.tokens * layer_activations(shape)
@@ -172,10 +173,10 @@ def _fsdp_forward(shape: ModelShape, work: Work, gathered: int) -> tuple[Item, .
 
 
 def layer_activations(shape: ModelShape) -> int:
-    """Bytes that transformers' layer keeps for its backward pass, for each token, with flash attention in bf16.
+    """Return the bytes per token that transformers' layer keeps for its backward pass, with flash attention in bf16.
 
-    Norms compute in fp32: input, its fp32 copy, what is normed and what is scaled. Attention has q, k, v and its
-    output, once more where heads have norms. The MLP has gate, its activation, up and their product.
+    Norms compute in fp32 and keep their input, its fp32 copy, the normed and the scaled values. Attention keeps q, k, v
+    and its output, twice if heads have norms. The MLP keeps gate, its activation, up and their product.
     """
     width = shape.q_width + shape.kv_width
     norms = 2 * 12 * shape.hidden + (8 * width if shape.head_norms else 0)
@@ -187,19 +188,19 @@ def layer_activations(shape: ModelShape) -> int:
 
 
 def _layer_peak(shape: ModelShape) -> int:
-    """Bytes of a forward pass alone, for each token: what one layer has at once."""
+    """Return the bytes per token that one layer has at once in a forward pass alone."""
     mlp = shape.experts_per_token * shape.expert_mlp if shape.expert_layers else shape.mlp
     return 8 * shape.hidden + max(6 * mlp, 4 * (shape.q_width + shape.kv_width))
 
 
 @dataclass(frozen=True, slots=True)
 class Megatron:
-    """How Megatron lays a model out; sizes as in verl's `megatron` section.
+    """How Megatron lays a model out; sizes are those of verl's `megatron` section.
 
     Attributes:
-        ranks: of the engine, all copies together.
-        distributed: whether the optimizer is shared over the data-parallel ranks.
-        trained: parameters that are trained; None: all.
+        ranks: the engine's ranks, with all copies of the model.
+        distributed: whether the optimizer's state is shared over the data-parallel ranks.
+        trained: how many parameters are trained; None for all.
         trains: whether there are gradients and an optimizer.
     """
 
@@ -218,7 +219,7 @@ class Megatron:
 
     @property
     def copies(self) -> int:
-        """Ranks over which the optimizer of dense parameters is shared."""
+        """How many ranks share the optimizer's state of dense parameters."""
         return max(1, self.ranks // (self.tensor * self.pipeline))
 
     @property
@@ -227,7 +228,7 @@ class Megatron:
 
 
 def megatron_rank(shape: ModelShape, layout: Megatron, update: Work | None, forward: Work | None) -> Rank:
-    """The rank that needs most of memory: of the first pipeline stage, or of the last."""
+    """Return the rank that needs most memory, of the first or of the last pipeline stage."""
     stages = [_stage(shape, layout, update, forward, first=True)]
     if layout.pipeline > 1:
         stages.append(_stage(shape, layout, update, forward, first=False))
@@ -241,7 +242,7 @@ def _stage(shape: ModelShape, layout: Megatron, update: Work | None, forward: Wo
     if layout.trained is not None:
         trained = layout.trained // (layout.tensor * layout.pipeline), 0
     sharers = (layout.copies, layout.expert_copies) if layout.distributed else (1, 1)
-    # The first stage has as many micro-batches under way as there are stages, the last one.
+    # The first stage has as many micro-batches under way as there are stages; the last stage has one.
     under_way = layout.pipeline if first else 1
     has_logits = only or not first
     return Rank(
@@ -257,7 +258,7 @@ def _stage(shape: ModelShape, layout: Megatron, update: Work | None, forward: Wo
 
 
 def _on_stage(shape: ModelShape, layout: Megatron, first: bool) -> tuple[int, int]:
-    """Parameters of a rank of this stage: dense ones, and experts."""
+    """Return the dense parameters and the experts' parameters on a rank of this stage."""
     only = layout.pipeline == 1
     layers = -(-shape.layers // layout.pipeline) / shape.layers
     norms = 2 * shape.hidden + 2 * shape.head_dim * shape.head_norms
@@ -284,10 +285,11 @@ def _megatron_work(
 
 
 def _megatron_layer(shape: ModelShape) -> int:
-    """Bytes that a layer keeps for each token with flash attention and fused norms, before tensor parallelism.
+    """Return the bytes per token that a layer keeps with flash attention and fused norms, before tensor parallelism.
 
-    Inputs and outputs of both norms, q, k and v as computed and with positions, attention's output, and the MLP: both
-    halves of its first layer and their product. Of experts, a copy of the token for each that it goes to, in and out.
+    A layer keeps the inputs and outputs of both norms, q, k and v with and without positions, the output of attention
+    and, in the MLP, both halves of its first layer and their product. With experts it keeps two copies of the token
+    for each expert that it goes to: one going in, one coming out.
     """
     common = 8 * shape.hidden + 6 * (shape.q_width + shape.kv_width)
     if shape.expert_layers:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration must fulfil, by subject: a rule yields a problem for each setting that cannot stay."""
+"""The rules of a configuration, by subject. A rule yields a problem for each setting that has to be changed."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules over advantages, losses and corrections; see :mod:`recipe.async_engine.config.validation`.
+"""Rules for advantages, losses and corrections.
 
-What they accept runs, and what they refuse of verl's own does not: tests/integration/test_algorithms.py calls each of
-verl's functions with what a batch has here.
+Whatever they accept runs, and whatever they refuse of verl's own does not: tests/integration/test_algorithms.py calls
+each of verl's functions with the columns that a batch has here.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,6 @@ from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
-# The advantage estimators of verl 0.9.1 that need no second, greedy answer for each prompt.
 ADVANTAGE_ESTIMATORS = (
     "gae",
     "gdpo",
@@ -30,7 +29,8 @@ ADVANTAGE_ESTIMATORS = (
     "rloo_vectorized",
     "tir_optimal_token_baseline",
 )
-# Those that compare the answers of one group with each other: with one answer every advantage is zero or undefined.
+"""The advantage estimators of verl 0.9.1 that need no second, greedy answer to each prompt."""
+# They compare the answers of one group: with a single answer every advantage is zero or undefined.
 GROUP_ESTIMATORS = frozenset(ADVANTAGE_ESTIMATORS) - {"gae", "gpg", "reinforce_plus_plus"}
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -39,28 +39,29 @@ REJECTIONS = (
     *(f"seq_{over}_k{number}" for over in ("sum", "mean") for number in (1, 2, 3)),
     *("seq_max_k2", "seq_max_k3"),
 )
-# Losses whose ratio to the proximal policy is the importance weight itself where that is the policy that sampled.
+# Losses with a ratio to the proximal policy. If that is the policy that sampled, the ratio is the importance weight.
 RATIO_LOSSES = ("vanilla", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "geo_mean", "gspo", "kl_cov", "sapo")
-# Names by which verl asks for its PPO loss.
+# The names of verl's PPO loss.
 PPO = ("vanilla", "bypass_mode")
 
 
 def has_ratio(loss: str) -> bool:
-    """Whether a loss has a ratio to the proximal policy; one of the user's is said to have none.
+    """Return whether a loss has a ratio to the proximal policy.
 
-    It is given the weights that were asked for.
+    A user's own loss counts as one without, so it gets the importance weights that the settings ask for.
     """
     return loss in RATIO_LOSSES
 
 
 def chosen_loss(mode: str, loss_type: str | None, source: Proximal) -> str:
-    """The loss that trains where it is corrected in itself: by ``loss_mode``, or by ``loss_type`` beside verl's own."""
+    """Return the loss that an update uses, which ``loss_mode`` or, for verl's PPO loss, ``loss_type`` names."""
     if mode not in PPO:
         return mode
     return "reinforce" if loss_type == "reinforce" and source is Proximal.BYPASS else "vanilla"
 
 
 def advantages(context: RuleContext) -> Iterator[Problem]:
+    """Check that the advantage estimator has what it needs."""
     estimator = str(context.get("algorithm.adv_estimator"))
     if estimator == "remax":
         advice = "It needs a greedy answer for each prompt, which is not supported yet; choose another estimator."
@@ -81,16 +82,17 @@ def advantages(context: RuleContext) -> Iterator[Problem]:
 
 
 def _group_filter(context: RuleContext) -> Iterator[Problem]:
+    """Check that the filter of groups has a metric and could filter any."""
     if not context.get("algorithm.filter_groups.metric"):
         advice = "reward is the reward itself; others are fields of what the reward function returns, such as acc."
         yield context.problem("algorithm.filter_groups.metric", "a name with filter_groups.enable=true", advice)
     if context.count(f"{ROLLOUT}.n") == 1:
-        advice = "A group of one answer is always as good as itself: nothing would be filtered. Remove the setting."
+        advice = "A single answer cannot be compared with others, so nothing would be filtered. Remove the setting."
         yield context.problem("algorithm.filter_groups.enable", f"false with {ROLLOUT}.n=1", advice)
 
 
 def _token_baseline(context: RuleContext, estimator: str) -> Iterator[Problem]:
-    """They weigh tokens by the whole distribution that each was drawn from, which only the trainer's pass gives."""
+    """Check token baselines: they need each token's whole distribution, which only a pass of the trainer computes."""
     if not context.get(f"{ACTOR}.calculate_sum_pi_squared"):
         allowed = f"true with algorithm.adv_estimator={estimator}"
         yield context.problem(f"{ACTOR}.calculate_sum_pi_squared", allowed, "Set it, or choose another estimator.")
@@ -105,6 +107,7 @@ def _token_baseline(context: RuleContext, estimator: str) -> Iterator[Problem]:
 
 
 def losses(context: RuleContext) -> Iterator[Problem]:
+    """Check that the loss fits the source of proximal log-probs."""
     setting, mode = f"{ACTOR}.policy_loss.loss_mode", _loss(context)
     if mode.startswith("recipe_"):
         advice = "It is derived from async_training.proximal_log_probs: set that, and remove this."
@@ -118,7 +121,7 @@ def losses(context: RuleContext) -> Iterator[Problem]:
 
 
 def correction(context: RuleContext) -> Iterator[Problem]:
-    """What verl would find out at the first batch, or with the sources that correct in the loss at the first update."""
+    """Check corrections, which verl would refuse only at the first batch or, inside a loss, at the first update."""
     section = "algorithm.rollout_correction"
     yield from _in_loss(context, section)
     rejection = context.get(f"{section}.rollout_rs")
@@ -134,7 +137,7 @@ def correction(context: RuleContext) -> Iterator[Problem]:
 
 
 def _in_loss(context: RuleContext, section: str) -> Iterator[Problem]:
-    """What a loss that is corrected in itself would not do."""
+    """Check settings that have no effect, or two meanings, where the loss itself corrects."""
     if proximal_source(context.config, context.settings) is not Proximal.BYPASS:
         return
     mode, loss_type = _loss(context), context.get(f"{section}.loss_type", "ppo_clip")
@@ -153,7 +156,7 @@ def _in_loss(context: RuleContext, section: str) -> Iterator[Problem]:
 
 
 def without_effect(context: RuleContext) -> Iterator[str]:
-    """As verl's: its PPO loss computes weights and reports them."""
+    """Warn if importance weights are only reported: verl's PPO loss computes them and does not apply them."""
     section = "algorithm.rollout_correction"
     level = context.get(f"{section}.rollout_is")
     if proximal_source(context.config, context.settings) is not Proximal.BYPASS or not level:

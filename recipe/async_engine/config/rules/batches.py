@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules over batches and staleness; see :mod:`recipe.async_engine.config.validation`."""
+"""Rules for batches, staleness and admission policies."""
 
 import importlib.util
 import math
@@ -16,6 +16,7 @@ DEPTH = "async_training.staleness_threshold"
 
 
 def staleness(context: RuleContext) -> Iterator[Problem]:
+    """Check that the pipeline is no deeper than the staleness bound."""
     training = context.settings.async_training
     bound, depth = staleness_bound(training), training.staleness_threshold
     if depth > bound:
@@ -24,23 +25,21 @@ def staleness(context: RuleContext) -> Iterator[Problem]:
 
 
 def tight_bound(context: RuleContext) -> Iterator[str]:
-    """What a bound costs that leaves running answers no version more than the depth gives them."""
+    """Warn of a bound so tight that training waits for long answers."""
     training = context.settings.async_training
     bound, depth = staleness_bound(training), training.staleness_threshold
     if depth == 0 or training.whole_batches or bound > math.ceil(depth):
         return
+    versions = "1 version" if bound == 1 else f"{bound} versions"
     yield (
-        f"async_training.max_staleness={bound} is as tight as the pipeline is deep ({depth:g} versions): training "
-        f"waits for each answer that takes longer than {_versions(bound)}. {bound + 2} lets long ones pass, and the "
-        "usual sample is no older for it: the depth decides that"
+        f"async_training.max_staleness={bound} is as tight as the pipeline is deep ({depth:g} versions): training waits"
+        f" for each answer that takes longer than {versions}. {bound + 2} lets long answers finish, and samples are"
+        f" usually no older for it, since {DEPTH} decides their age"
     )
 
 
-def _versions(count: int) -> str:
-    return f"{count} version{'s' * (count != 1)}"
-
-
 def batch(context: RuleContext) -> Iterator[Problem]:
+    """Check the batch of a step against the mode, the data and the limits of the run."""
     training = context.settings.async_training
     whole, train = synchronous_batch(training), context.get("data.train_batch_size")
     if not whole and train not in (0, None):
@@ -68,7 +67,7 @@ def batch(context: RuleContext) -> Iterator[Problem]:
 
 
 def _train_batch(context: RuleContext) -> Iterator[Problem]:
-    """`data.train_batch_size` as the batch of a step, split into mini-batches by verl's update."""
+    """Check `data.train_batch_size` as the batch of a step, which verl's update splits into mini-batches."""
     size, mini = context.count("data.train_batch_size"), context.count(f"{ACTOR}.ppo_mini_batch_size")
     if size is None or (mini is not None and size % mini):
         advice = f"A step trains it in mini-batches of {ACTOR}.ppo_mini_batch_size prompts."
@@ -79,7 +78,7 @@ def _train_batch(context: RuleContext) -> Iterator[Problem]:
 
 
 def admission_policy(context: RuleContext) -> Iterator[Problem]:
-    """A name that cannot be one of a class; whether it has what a policy needs is asked where the run lives."""
+    """Check that a policy's module can be found; the trainer's process checks the class itself."""
     name = context.settings.async_training.policy
     if name in POLICIES:
         return
@@ -95,6 +94,7 @@ def admission_policy(context: RuleContext) -> Iterator[Problem]:
 
 
 def whole_batches(context: RuleContext) -> Iterator[Problem]:
+    """Check that whole batches are trained at most one version late."""
     training = context.settings.async_training
     if not training.whole_batches:
         return
@@ -107,6 +107,7 @@ def whole_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def shared_placement(context: RuleContext) -> Iterator[Problem]:
+    """Check settings that have only one value with a shared placement or with whole batches."""
     training = context.settings.async_training
     if synchronous_batch(training) and training.trigger_parameter_sync_step != 1:
         allowed = f"1 with {'placement=shared' if training.placement == SHARED else 'whole batches'}"

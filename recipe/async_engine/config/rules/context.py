@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule of validation looks at: one configuration and what is known of the outside."""
+"""What a rule looks at: a configuration, and what is known about files and nodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,21 +27,21 @@ class RuleContext:
     files: Sequence[FileFact]
 
     def get(self, setting: str, default: Any = None) -> Any:
-        """The value of a setting."""
+        """Return the value of a setting."""
         return lookup(self.config, setting, default)
 
     def problem(self, setting: str, allowed: str, advice: str) -> Problem:
-        """A problem with a setting's present value."""
+        """Return a problem with the value that a setting has."""
         return Problem(setting, render(self.get(setting)), allowed, advice)
 
     def count(self, setting: str) -> int | None:
-        """A setting's value if it is an integer of at least 1; `verl_types` reports it where it is not."""
+        """Return a setting's value if it is an integer of at least 1, else None; `verl_types` reports other values."""
         value = self.get(setting)
         return value if is_count(value) else None
 
     @property
     def batch_groups(self) -> int | None:
-        """b, prompt groups of a step."""
+        """b, the prompt groups of a step; None if its mini-batch is not given."""
         mini = self.count(f"{ACTOR}.ppo_mini_batch_size")
         return None if mini is None else batch_size(self.config, self.settings.async_training)
 
@@ -61,24 +61,25 @@ class RuleContext:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the data may give."""
+        """The tokens of the longest sequence that the data may give."""
         return (self.count("data.max_prompt_length") or 0) + (self.count("data.max_response_length") or 0)
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the trainer's workers keep a reference policy of their own; with LoRA it is the actor's base."""
+        """Whether the trainer's workers keep the weights of a reference policy; with LoRA it is the actor's base."""
         return has_reference(self.config)
 
     @property
     def trainer_scores(self) -> bool:
-        """Whether the trainer computes log-probs of its own, if only those that no log-prob server answers."""
+        """Whether the trainer computes log-probs, be it only those that no log-prob server answers."""
         return proximal_source(self.config, self.settings) in (Proximal.RECOMPUTE, Proximal.SERVER)
 
     @property
     def positions(self) -> int | None:
-        """Tokens that the policy has positions for, of which verl makes an engine's longest sequence; None: not known.
+        """How many tokens the policy has positions for; None if that is not known.
 
-        As its config.json says, unless the configuration gives it others (verl/workers/config/model.py:216).
+        It is what its config.json says, unless the configuration overrides it (verl/workers/config/model.py:216). verl
+        makes it the length of an engine's longest sequence.
         """
         model = "actor_rollout_ref.model"
         for part in ("model_config.", ""):
@@ -90,7 +91,7 @@ class RuleContext:
 
     @property
     def policy(self) -> Mapping[str, Any]:
-        """The policy's config.json; empty where it is not at hand."""
+        """The policy's config.json; empty if it could not be read."""
         setting = "actor_rollout_ref.model.path"
         return next((fact.model_config for fact in self.files if fact.setting == setting and fact.model_config), {})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules over data files, checkpoints and other paths; see :mod:`recipe.async_engine.config.validation`."""
+"""Rules for data files, checkpoints and other paths."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ WANTED = {
 
 
 def files(context: RuleContext) -> Iterator[Problem]:
-    """Paths that cannot be used, columns that are missing, rows whose prompts cannot be used."""
+    """Report paths that cannot be used, missing columns, and rows that cannot be used."""
     needed = [str(context.get("data.prompt_key", "prompt"))]
     if context.get("reward.reward_manager.source", "register") == "register":
         needed += [str(context.get("data.reward_fn_key", "data_source")), *REWARD_COLUMNS]
@@ -40,6 +40,7 @@ def files(context: RuleContext) -> Iterator[Problem]:
 
 
 def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[Problem]:
+    """Report what is wrong with a data file's columns and rows."""
     columns = fact.columns or ()
     missing = [name for name in needed if fact.columns is not None and name not in columns]
     if missing:
@@ -55,6 +56,7 @@ def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[P
 
 
 def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
+    """Report rows with the same fault."""
     limit = context.get("data.max_prompt_length")
     allowed, said = {
         "empty": ("data whose prompts have text", "no text. Remove the rows, or fill them."),
@@ -79,7 +81,7 @@ def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
 
 
 def lengths(context: RuleContext) -> Iterator[Problem]:
-    """Engines go by the one, and data, memory and the check of answers by the other."""
+    """Check that the engines' lengths are those of the data, by which memory and answers are checked."""
     for engines, datas in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         length = context.get(f"data.{datas}")
         if context.get(f"{ROLLOUT}.{engines}") not in (None, length):
@@ -87,11 +89,11 @@ def lengths(context: RuleContext) -> Iterator[Problem]:
 
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
-"""What verl's checkpoints may have; any other name means nothing to it."""
+"""The parts that verl's checkpoints may have; verl ignores other names."""
 
 
 def saving(context: RuleContext) -> Iterator[Problem]:
-    """What a checkpoint that commits model and ledger together cannot be made with, or a run not resumed from."""
+    """Check that a run can resume from the checkpoints that it writes."""
     yield from _contents(context)
     mode = context.get("trainer.resume_mode", "auto")
     start = context.settings.async_training.start_from
@@ -108,7 +110,7 @@ def saving(context: RuleContext) -> Iterator[Problem]:
 
 
 def _contents(context: RuleContext) -> Iterator[Problem]:
-    """Checkpoints that no run could go on from, where one may have to."""
+    """Check that checkpoints have all parts that a run needs to resume, unless none may resume."""
     saves, resumes = (context.get("trainer.save_freq") or -1) > 0, context.get("trainer.resume_mode") != "disable"
     for section in context.trained:
         before: object = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules over the engines of training and generation, and over the accelerators that they need."""
+"""Rules for the engines of training and generation, and for the accelerators that they need."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,16 +10,16 @@ from recipe.async_engine.config.packages import attention, needs
 from recipe.async_engine.config.placement import unplaceable, wanted
 from recipe.async_engine.config.plan import replica_size, rollout_accelerators
 from recipe.async_engine.config.problems import Problem
-from recipe.async_engine.config.rules import rewards
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.rules.names import UNTRIED_ENGINES
+from recipe.async_engine.config.rules.servers import reward_accelerators
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 AT_SWAP = "async_training.weights.at_swap"
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
-# Whose experts have other names in a checkpoint, which vLLM goes by, than in Transformers' model, which verl's FSDP
-# engines send them by.
+# Model families whose experts have different names in a checkpoint, which vLLM uses, and in Transformers' model, which
+# verl's FSDP engines use when they send weights.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 STRATEGIES = {
     "dp": ("fsdp", "fsdp2"),
@@ -27,12 +27,13 @@ STRATEGIES = {
     "torchtitan": ("torchtitan",),
     "veomni": ("veomni",),
 }
-"""By verl's model_engine."""
-# The longest answer of the built-in task with lengths=long_tail, and the end token.
+"""The training engines that verl has for each ``model_engine``."""
+# The tokens of the built-in task's longest answer with lengths=long_tail, its end token included.
 LONG_TAIL_TOKENS = 121
 
 
 def rollout(context: RuleContext) -> Iterator[Problem]:
+    """Check that the engines have room for the longest sequence, and a token of each sequence in a step."""
     room = context.count(f"{ROLLOUT}.max_model_len")
     if room is not None and room < context.longest:
         advice = "Raise it, or lower data.max_prompt_length or data.max_response_length."
@@ -45,14 +46,12 @@ def rollout(context: RuleContext) -> Iterator[Problem]:
     for engine in context.engines:
         budget, sequences = context.count(f"{engine}.max_num_batched_tokens"), context.count(f"{engine}.max_num_seqs")
         if budget is not None and sequences is not None and budget < sequences:
-            advice = (
-                "vLLM's scheduler starts with no less: each sequence has a token in a step. Raise it, or lower that."
-            )
+            advice = "vLLM's scheduler needs a token for each sequence in a step. Raise it, or lower max_num_seqs."
             yield context.problem(f"{engine}.max_num_batched_tokens", f"at least max_num_seqs, {sequences}", advice)
 
 
 def early_ends(context: RuleContext) -> Iterator[str]:
-    """What becomes of answers for which the model has no positions, where verl decides on the engine's length."""
+    """Warn if answers would be cut off because the model has too few positions."""
     positions = context.positions
     if context.get(f"{ROLLOUT}.max_model_len") is None and positions is not None and positions < context.longest:
         yield (
@@ -63,10 +62,10 @@ def early_ends(context: RuleContext) -> Iterator[str]:
 
 
 def weights(context: RuleContext) -> Iterator[Problem]:
-    """How versions are staged, and what becomes of running answers when they are swapped in."""
+    """Check how versions are staged, and what happens to running answers when they are swapped in."""
     training = context.settings.async_training
     chosen, at_swap = training.weights, context.settings.weights.at_swap
-    # As the user has it: by this package's name, or by stock's.
+    # The problem names the setting that the user has set: this package's, or stock's.
     stock = context.get("async_training.weights.at_swap") is None and context.get(INTERRUPTS) is not None
     setting, cut, drained = (INTERRUPTS, "true", "false") if stock else (AT_SWAP, "interrupt", "drain")
     if training.placement == SHARED:
@@ -88,7 +87,7 @@ def weights(context: RuleContext) -> Iterator[Problem]:
         yield context.problem("async_training.weights.staging", "device or host with at_swap=keep", advice)
     connector = f"{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config"
     if at_swap == "keep" and context.get(connector):
-        advice = "What a connector has of older weights cannot be told apart from the rest; remove it."
+        advice = "A connector keeps keys and values of older weights, which cannot be told from new ones; remove it."
         yield context.problem(connector, "null with async_training.weights.at_swap=keep", advice)
     if chosen.staging != "none":
         yield from _stageable(context)
@@ -97,16 +96,18 @@ def weights(context: RuleContext) -> Iterator[Problem]:
 
 
 def _relays(context: RuleContext) -> Iterator[Problem]:
+    """Check that trainer ranks pass no weights on while they train."""
     setting = f"{ROLLOUT}.checkpoint_engine.engine_kwargs.nccl.multi_sender"
     if context.get(f"{ROLLOUT}.checkpoint_engine.backend") == "nccl" and context.get(setting):
         advice = (
-            "Trainer ranks that pass weights on would compute behind them, while rank 0 waits for these ranks in the"
-            " collectives of training. Remove it, or set async_training.weights.publish=inline."
+            "Trainer ranks that pass weights on would fall behind, and rank 0 would wait for them in the collectives of"
+            " training. Remove it, or set async_training.weights.publish=inline."
         )
         yield context.problem(setting, "false where weights are published beside training", advice)
 
 
 def _stageable(context: RuleContext) -> Iterator[Problem]:
+    """Refuse settings whose weights cannot be staged beside the live ones."""
     for setting in (f"{ROLLOUT}.quantization", "actor_rollout_ref.model.mtp.enable_rollout"):
         if context.get(setting):
             advice = "Its weights can only be loaded in place: set async_training.weights.staging=none, or remove it."
@@ -115,10 +116,11 @@ def _stageable(context: RuleContext) -> Iterator[Problem]:
 
 
 def engine(context: RuleContext) -> Iterator[Problem]:
+    """Check that the training engine is the one that the configuration was composed for."""
     engine = context.get("model_engine", "dp")
     strategies = STRATEGIES.get(str(engine), ())
     if not strategies:
-        advice = "It says which of verl's configurations the trainer has."
+        advice = "It names the one of verl's configurations that the trainer uses."
         yield context.problem("model_engine", f"one of {', '.join(STRATEGIES)}", advice)
     for section in context.trained if strategies else ():
         if context.get(f"{section}.strategy") not in strategies:
@@ -131,7 +133,7 @@ def engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def _torchtitan(context: RuleContext) -> Iterator[Problem]:
-    """verl has no copies of its weights (verl/experimental/separation/engine_workers.py:118), and no critic on it."""
+    """Check torchtitan: verl has no critic on it, and no copies of its weights (separation/engine_workers.py:118)."""
     setting, training = "async_training.trigger_parameter_sync_step", context.settings.async_training
     keeps = context.trainer_scores or (context.get("trainer.save_freq") or -1) > 0
     if context.get(f"{ACTOR}.strategy") == "torchtitan" and training.trigger_parameter_sync_step > 1 and keeps:
@@ -142,7 +144,7 @@ def _torchtitan(context: RuleContext) -> Iterator[Problem]:
 
 
 def _sequence_parallel(context: RuleContext, section: str) -> Iterator[Problem]:
-    """FSDP's, which slices packed sequences inside flash attention."""
+    """Check FSDP's sequence parallelism, which slices packed sequences inside flash attention."""
     setting = f"{section}.ulysses_sequence_parallel_size"
     if context.get(f"{section}.strategy") == "megatron" or (context.count(setting) or 1) == 1:
         return
@@ -159,6 +161,7 @@ def _sequence_parallel(context: RuleContext, section: str) -> Iterator[Problem]:
 
 
 def critic(context: RuleContext) -> Iterator[Problem]:
+    """Check that the critic's mini-batches divide the batch of a step."""
     if not context.has_critic:
         return
     mini, batch = context.count("critic.ppo_mini_batch_size"), context.batch_groups
@@ -168,12 +171,13 @@ def critic(context: RuleContext) -> Iterator[Problem]:
 
 
 def lora(context: RuleContext) -> Iterator[Problem]:
+    """Check that trainer and engines agree on the adapters, and that these reach the engines."""
     megatron = context.get(f"{ACTOR}.strategy") == "megatron"
     mine, other = f"{MODEL}.lora_rank", f"{MODEL}.lora.rank"
     if megatron:
         mine, other = other, mine
     if context.count(other) is not None:
-        advice = f"That one is read by the other training engines, but the rollout would go by it: set {mine}."
+        advice = f"Only other training engines read it, but the rollout would use it too: set {mine}."
         yield context.problem(other, f"0 with {ACTOR}.strategy={context.get(f'{ACTOR}.strategy')}", advice)
         return
     if context.count(mine) is None:
@@ -189,6 +193,7 @@ def lora(context: RuleContext) -> Iterator[Problem]:
 
 
 def experts(context: RuleContext) -> Iterator[Problem]:
+    """Refuse models whose experts vLLM would not recognize by the names that verl sends."""
     family, strategy = context.policy.get("model_type"), context.get(f"{ACTOR}.strategy")
     if family in OTHER_EXPERTS and strategy != "megatron":
         advice = "verl's FSDP engines send experts by names that vLLM does not know of this family; take another model"
@@ -199,7 +204,7 @@ def experts(context: RuleContext) -> Iterator[Problem]:
 
 
 def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:
-    """What stands against sending adapters alone, for engines that have the base weights already."""
+    """Check that adapters can be sent without the base weights, which engines load from the model's files."""
     merge, allowed = f"{MODEL}.lora.merge", "with adapters that are sent alone"
     if megatron:
         advice = (
@@ -209,7 +214,7 @@ def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:
         yield context.problem(merge, f"true with {MODEL}.lora.rank and Megatron", advice)
         return
     if "dummy" in str(context.get(f"{ROLLOUT}.load_format", "dummy")):
-        advice = f"The engines have the base weights from the model's files, nobody sends them; or set {merge}=true."
+        advice = f"Base weights are not sent then, so engines load them from the model's files; or set {merge}=true."
         yield context.problem(f"{ROLLOUT}.load_format", f"auto or safetensors {allowed}", advice)
     if context.settings.weights.at_swap == "keep":
         setting = "async_training.weights.at_swap"
@@ -224,13 +229,14 @@ def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:
 
 
 def packages(context: RuleContext) -> Iterator[Problem]:
-    """What the engines would import here and cannot."""
+    """Report packages that the engines would import here and that are missing."""
     for need in needs(context.config):
         if context.available is not None and need.is_lacking(context.available.absent):
             yield context.problem(need.setting, need.allowed, need.advice)
 
 
 def cpu(context: RuleContext) -> Iterator[Problem]:
+    """Check that engines and transfer can run on a CPU."""
     if not context.on_cpu:
         return
     for section in context.trained:
@@ -262,7 +268,7 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
 
 
 def _bucket(context: RuleContext) -> Iterator[Problem]:
-    """On a CPU a tensor goes to vLLM's engine through one piece of shared memory, and whole."""
+    """Check that a bucket holds the largest tensor: on a CPU it goes to vLLM's engine whole, in shared memory."""
     setting = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
     megabytes = context.count(setting)
     wide = context.get(f"{ACTOR}.fsdp_config.model_dtype", "fp32") in ("fp32", "float32")
@@ -276,6 +282,7 @@ def _bucket(context: RuleContext) -> Iterator[Problem]:
 
 
 def resources(context: RuleContext) -> Iterator[Problem]:
+    """Check that replicas divide their accelerators, and that there are enough accelerators for all parts."""
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     shared = context.settings.async_training.placement == SHARED
     if shared and (nodes is None or per_node is None):
@@ -297,7 +304,7 @@ def resources(context: RuleContext) -> Iterator[Problem]:
         return
     training = nodes * per_node
     generation = 0 if shared else generation
-    reward, scoring = rewards.accelerators(context), context.settings.servers.accelerators
+    reward, scoring = reward_accelerators(context), context.settings.servers.accelerators
     if training + generation + reward + scoring > there:
         parts = (
             f"{training} trainer ranks" if shared else f"{training} trainer ranks and {generation} for rollout replicas"
@@ -312,7 +319,7 @@ def resources(context: RuleContext) -> Iterator[Problem]:
 
 
 def _rooms(context: RuleContext, nodes: Sequence[NodeRoom]) -> Iterator[Problem]:
-    """Groups that lie on one node each, and the CPUs that verl reserves with them."""
+    """Check that the nodes have room for each group of accelerators, and for the CPUs that verl reserves with it."""
     part = unplaceable(wanted(context.config, context.settings), nodes)
     if part is None:
         return
@@ -328,6 +335,7 @@ def _rooms(context: RuleContext, nodes: Sequence[NodeRoom]) -> Iterator[Problem]
 
 
 def builtin_task(context: RuleContext) -> Iterator[Problem]:
+    """Check that the built-in task's answers fit into the length of a response."""
     task, length = context.settings.builtin_task, context.count("data.max_response_length")
     if task is not None and task.lengths == "long_tail" and length is not None and length < LONG_TAIL_TOKENS:
         allowed = f"at least {LONG_TAIL_TOKENS} with builtin_task.lengths=long_tail"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that verl looks up when a run is under way: estimators, losses, loggers, dtypes, checkpoint engines.
+"""Checks names that verl looks up only when a run is under way: estimators, losses, loggers, dtypes and others.
 
-Contract: a name is refused here where nobody can add one to verl's own. The others stand in one of verl's registries,
-to which plugins and a model's ``external_lib`` add: what is none of verl's own is asked of the registry where verl is
-imported (`inspection/verl_check`), which a main on a CPU does for such names alone (`unusual`). That the lists are
-verl's shows tests/integration/test_late_names.py.
+Contract: if nobody can add a name to verl's own, a name that is none of them is refused here. The other kinds are in
+verl's registries, to which plugins and a model's ``external_lib`` may add names. There, a name that is none of verl's
+own is looked up in the registry once verl is imported (`inspection/verl_check`); a main on a CPU imports verl only for
+such names (`unusual`). tests/integration/test_late_names.py shows that the lists are verl's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ OWN_ENGINES = {
 UNTRIED_ENGINES = ("kimi_ckpt_engine", "mooncake", "nixl")
 DTYPES = ("fp16", "float16", "fp32", "float32", "bf16", "bfloat16")
 CORRECTION = "algorithm.rollout_correction"
-# The packages of loggers; one that is missing ends verl's start, when everything is up.
+# The package of each logger. If it is missing, verl fails when everything else has started.
 LOGGERS: Mapping[str, str] = {
     "clearml": "clearml",
     "console": "",
@@ -46,7 +46,7 @@ LOGGERS: Mapping[str, str] = {
 
 
 def _is_no_described_loop(context: RuleContext) -> bool:
-    """Whether the default agent loop is none that the user's file describes, as far as that can be read here."""
+    """Return whether the user's file of agent loops, as far as it can be read here, lacks the default one."""
     setting = f"{ROLLOUT}.agent.agent_loop_config_path"
     described = next((fact.columns for fact in context.files if fact.setting == setting), None)
     if described is None:
@@ -60,9 +60,9 @@ class Name:
 
     Attributes:
         own: verl's own names.
-        registry: where verl has them, and whoever adds some; empty where nobody can.
-        external: whether the processes that look it up have imported the model's ``external_lib``.
-        used: whether a run looks it up.
+        registry: where verl keeps the names and others may add some; empty if nobody can.
+        external: whether the processes that look the name up have imported the model's ``external_lib``.
+        used: returns whether a run looks the name up.
     """
 
     setting: str
@@ -82,7 +82,7 @@ PARSERS = ("deepseek_v4", "gemma4", "glm", "gpt-oss", "hermes", "kimi", "minimax
 
 
 def _is_on(setting: str, *values: Any) -> Callable[[RuleContext], bool]:
-    """Whether a setting is on, or one of ``values``."""
+    """Return a test of whether a setting has one of ``values`` or, without ``values``, is on."""
     return lambda context: context.get(setting) in values if values else bool(context.get(setting))
 
 
@@ -118,7 +118,7 @@ NAMES: tuple[Name, ...] = (
         ATTENTION,
         ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa"),
         "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
-        # A kernel of the hub's is fetched by its name.
+        # A name with a slash is a kernel on the hub.
         used=lambda context: "/" not in str(context.get(ATTENTION)),
     ),
     *(
@@ -151,7 +151,7 @@ NAMES: tuple[Name, ...] = (
 
 
 def names(context: RuleContext) -> Iterator[Problem]:
-    """Those that nobody can have added; loggers, of which a run may have several; and checkpoint engines."""
+    """Refuse unknown names of a kind to which nobody can add, unknown loggers, and unfit checkpoint engines."""
     for name in NAMES:
         value = context.get(name.setting)
         if not name.registry and value is not None and name.used(context) and value not in name.own:
@@ -164,37 +164,35 @@ def names(context: RuleContext) -> Iterator[Problem]:
 
 
 def asked(loggers: Any) -> list[Any]:
-    """The names in a setting that takes one or several."""
+    """Return the names in a setting that accepts one or several."""
     return list(loggers) if isinstance(loggers, list) else [loggers] if loggers is not None else []
 
 
 def unknown(context: RuleContext, setting: str, known: Sequence[str]) -> Problem:
-    """A name that is none of those that verl would find."""
-    advice = "verl would look it up when the run is under way, and end it; correct the name."
+    """Return the problem of a name that verl would not find."""
+    advice = "verl would look it up during the run, and fail; correct the name."
     return context.problem(setting, f"one of {', '.join(sorted(map(str, known)))}", advice)
 
 
 def unusual(context: RuleContext) -> list[Name]:
-    """Those whose value is none of verl's own, so that its registry has to be asked."""
-    return [name for name in NAMES if name.registry and name.used(context) and _asks(context, name)]
-
-
-def _asks(context: RuleContext, name: Name) -> bool:
-    value = context.get(name.setting)
-    return value is not None and value not in name.own and value != OWN_ENGINES.get(context.get(MODULE))
+    """Return the settings whose values are none of verl's own names, so that a registry has to be asked."""
+    ours = OWN_ENGINES.get(context.get(MODULE))
+    asked = ((name, context.get(name.setting)) for name in NAMES if name.registry and name.used(context))
+    return [name for name, value in asked if value is not None and value not in (*name.own, ours)]
 
 
 def _checkpoint_engine(context: RuleContext) -> Iterator[Problem]:
+    """Check that the checkpoint engine can bring whole weights to other processes."""
     backend, publish = context.get(BACKEND), context.settings.weights.publish
     usual = "recipe_gloo" if context.on_cpu else "nccl"
     if backend == "naive":
         advice = f"naive copies within one process; set {BACKEND}={usual}."
         yield context.problem(BACKEND, "a backend that reaches other processes", advice)
     elif backend == "delta_sharded":
-        advice = f"It writes changes into the weights that generate, which are never torn here; set {BACKEND}={usual}."
+        advice = f"It changes live weights in place, while this package swaps whole versions; set {BACKEND}={usual}."
         yield context.problem(BACKEND, "nccl, or another one that sends whole weights", advice)
     elif backend == "kimi_ckpt_engine" and publish == "beside":
-        advice = "Its ranks register their own parts, and beside training rank 0 sends alone."
+        advice = "With it every rank sends its own part, but beside training only rank 0 sends."
         yield context.problem("async_training.weights.publish", f"inline with {BACKEND}=kimi_ckpt_engine", advice)
     elif backend in OWN_ENGINES.values() and backend != "nccl" and OWN_ENGINES.get(context.get(MODULE)) != backend:
         module = next(module for module, engine in OWN_ENGINES.items() if engine == backend)
@@ -203,7 +201,7 @@ def _checkpoint_engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def untried(context: RuleContext) -> Iterator[str]:
-    """Of what is accepted, what nobody has tried."""
+    """Warn of checkpoint engines that are accepted but that nobody has tried with this package."""
     backend = context.get(BACKEND)
     if backend in UNTRIED_ENGINES and context.settings.async_training.placement != SHARED:
         yield f"{BACKEND}={backend} was never tried with this package; nccl was"

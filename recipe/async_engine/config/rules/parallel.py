@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks and batches are divided: what verl asserts when the workers are up, or later.
+"""Rules for how ranks and batches are divided, which verl would only assert when the workers are up, or later.
 
 verl/workers/config/actor.py:199-209 and critic.py (a size, or sizing by tokens), verl/workers/engine_workers.py:616-643
 (the same way for updates and log-probs), verl/workers/engine/utils.py:124 (sizes that divide) and
@@ -15,7 +15,7 @@ from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
-# By training engine, the settings by which ranks share a model or a sequence.
+# The settings by which ranks share a model or a sequence, by training engine.
 OF_FSDP = ("ulysses_sequence_parallel_size",)
 TITANS = tuple(f"torchtitan.{kind}_parallel_size" for kind in ("tensor", "pipeline", "context"))
 SHARING = {
@@ -31,7 +31,7 @@ SERVERS, PARALLEL, REFERENCE = "model_engine_server", "model_parallel_size", "ac
 
 
 def ranks(context: RuleContext) -> Iterator[Problem]:
-    """Sizes by which an engine lays its ranks out; the actor's own parallel sizes are `division`'s."""
+    """Check the sizes by which an engine lays its ranks out; `division` checks the actor's own parallel sizes."""
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     if nodes is not None and per_node is not None:
         trainer = nodes * per_node
@@ -48,7 +48,7 @@ def ranks(context: RuleContext) -> Iterator[Problem]:
 
 
 def _copies(context: RuleContext, section: str, engine: str, count: int) -> Iterator[Problem]:
-    """FSDP keeps a copy of the model on each ``fsdp_size`` ranks (verl/workers/engine/fsdp/utils.py:35)."""
+    """Check ``fsdp_size``: FSDP keeps a copy of the model on as many ranks (verl/workers/engine/fsdp/utils.py:35)."""
     setting = f"{engine}.fsdp_size"
     size = context.get(setting)
     if context.get(f"{section}.strategy") in SHARING or not isinstance(size, int):
@@ -59,7 +59,7 @@ def _copies(context: RuleContext, section: str, engine: str, count: int) -> Iter
 
 
 def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
-    """Ranks that share a sequence, or a model, are as many in each data-parallel part."""
+    """Check that the ranks divide into groups that share a model or a sequence."""
     sizes = shared_by(context, section)
     if count % math.prod(sizes.values()) == 0:
         return []
@@ -70,13 +70,13 @@ def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
 
 
 def shared_by(context: RuleContext, section: str) -> dict[str, int]:
-    """By how many ranks a sequence, or a model, is shared, by setting."""
+    """Return, for each setting, by how many ranks it has a model or a sequence shared."""
     of_engine = SHARING.get(str(context.get(f"{section}.strategy")), OF_FSDP)
     return {setting: context.count(setting) or 1 for setting in (f"{section}.{name}" for name in of_engine)}
 
 
 def _critics_batches(context: RuleContext, count: int) -> Iterator[Problem]:
-    """verl's (verl/workers/engine_workers.py:267)."""
+    """Check that the critic's mini-batches divide among its ranks (verl/workers/engine_workers.py:267)."""
     setting = "critic.ppo_mini_batch_size"
     mini, answers = context.count(setting), context.count(f"{ROLLOUT}.n")
     parts = count // math.prod(shared_by(context, "critic").values())
@@ -90,10 +90,10 @@ class Sizing:
     """The settings by which one kind of work is divided into micro-batches.
 
     Attributes:
-        dynamic: whether by tokens, else by a number of sequences.
-        rows: sequences of a micro-batch of a rank; ``old_rows``: verl's name for all ranks together, which its engines
-            do not read.
-        tokens: of a micro-batch of a rank.
+        dynamic: whether micro-batches are sized by tokens, else by a number of sequences.
+        rows: the sequences of a micro-batch of a rank.
+        old_rows: verl's older setting for all ranks together, which its engines do not read.
+        tokens: the tokens of a micro-batch of a rank.
     """
 
     dynamic: str
@@ -102,18 +102,20 @@ class Sizing:
     tokens: str
 
 
-def _scoring(section: str) -> Sizing:
+def scoring(section: str) -> Sizing:
+    """Return the settings that size the computation of log-probs."""
     names = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "micro_batch_size", "max_token_len_per_gpu")
     return Sizing(*(f"{section}.log_prob_{name}" for name in names))
 
 
-def _updating(section: str) -> Sizing:
+def updating(section: str) -> Sizing:
+    """Return the settings that size updates."""
     names = ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu")
     return Sizing(f"{section}.use_dynamic_bsz", *(f"{section}.{name}" for name in names))
 
 
 def micro_batches(context: RuleContext) -> Iterator[Problem]:
-    """Each kind of work has a size, of the kind that is asked for, and room for the longest sequence."""
+    """Check that each kind of work has a micro-batch size of the chosen kind, with room for the longest sequence."""
     for section, sizing in _used(context).items():
         by_tokens = bool(context.get(sizing.dynamic))
         if not by_tokens and (context.get(sizing.rows) is None or context.get(sizing.old_rows) is not None):
@@ -122,9 +124,10 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
             name = sizing.old_rows.rpartition(".")[2]
             advice = f"Set it, or {switch}=True, and remove {name}."
             yield context.problem(sizing.rows, allowed, advice)
-        # verl's critic goes by tokens either way (engine.use_dynamic_bsz).
+        # verl's critic is always sized by tokens (engine.use_dynamic_bsz).
         tokens = context.count(sizing.tokens)
-        shares = _sequence_shares(context, "critic" if section == "critic" else ACTOR)
+        # The last of these sizes shares a sequence.
+        shares = list(shared_by(context, "critic" if section == "critic" else ACTOR).values())[-1]
         if (by_tokens or section == "critic") and tokens is not None and tokens * shares < context.longest:
             allowed = f"at least {-(-context.longest // shares)}"
             split = f", a share of it on each of {shares} ranks" if shares > 1 else ""
@@ -137,15 +140,17 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def _used(context: RuleContext) -> dict[str, Sizing]:
-    sizings = {section: _updating(section) for section in context.trained}
-    # verl asserts the sizes for log-probs whether or not the trainer computes any.
-    sizings[ROLLOUT] = _scoring(ROLLOUT)
+    """Return the kinds of work that a run does, by section."""
+    sizings = {section: updating(section) for section in context.trained}
+    # verl asserts the sizes for log-probs even if the trainer computes none.
+    sizings[ROLLOUT] = scoring(ROLLOUT)
     if context.uses_reference:
-        sizings[REFERENCE] = _scoring(REFERENCE)
+        sizings[REFERENCE] = scoring(REFERENCE)
     return sizings
 
 
 def division(context: RuleContext) -> Iterator[Problem]:
+    """Check that the actor's ranks divide by its parallel sizes, and its batches by what is left."""
     mini, answers = context.count(f"{ACTOR}.ppo_mini_batch_size"), context.count(f"{ROLLOUT}.n")
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     if mini is None or answers is None or nodes is None or per_node is None:
@@ -166,12 +171,17 @@ def division(context: RuleContext) -> Iterator[Problem]:
 
 
 def _divisors(context: RuleContext, mini: int, batch: int) -> Iterator[Problem]:
-    """Micro-batches by a number of sequences divide what a rank has: ``mini`` of an update, ``batch`` of a step."""
-    works = {ACTOR: (_updating(ACTOR), mini, "mini-batch")}
+    """Check that micro-batches sized by sequences divide a rank's trajectories.
+
+    Args:
+        mini: a rank's trajectories of an update.
+        batch: a rank's trajectories of a step.
+    """
+    works = {ACTOR: (updating(ACTOR), mini, "mini-batch")}
     if context.trainer_scores:
-        works[ROLLOUT] = (_scoring(ROLLOUT), batch, "batch")
+        works[ROLLOUT] = (scoring(ROLLOUT), batch, "batch")
     if context.uses_reference:
-        works[REFERENCE] = (_scoring(REFERENCE), batch, "batch")
+        works[REFERENCE] = (scoring(REFERENCE), batch, "batch")
     for sizing, rows, what in works.values():
         micro = context.count(sizing.rows)
         if not context.get(sizing.dynamic) and micro is not None and rows % micro:
@@ -181,6 +191,7 @@ def _divisors(context: RuleContext, mini: int, batch: int) -> Iterator[Problem]:
 
 
 def _expert_division(context: RuleContext, ranks: int) -> Iterator[Problem]:
+    """Check that Megatron's ranks divide by the parallel sizes of experts."""
     if context.get(f"{ACTOR}.strategy") != "megatron":
         return
     names = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")
@@ -195,9 +206,3 @@ def _expert_division(context: RuleContext, ranks: int) -> Iterator[Problem]:
             f" {ACTOR}.megatron.{names[1]}=null means {tensor}, the tensor parallel size."
         )
         yield context.problem(setting, f"such that their product divides {ranks}", advice)
-
-
-def _sequence_shares(context: RuleContext, section: str) -> int:
-    """Ranks that split each sequence."""
-    # Of each engine's, the last one shares a sequence.
-    return list(shared_by(context, section).values())[-1]

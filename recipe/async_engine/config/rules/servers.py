@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules over the log-prob servers' settings; see :mod:`recipe.async_engine.config.validation`."""
+"""Rules for the settings of the log-prob servers and of the reward model's servers."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from recipe.async_engine.config.log_prob_servers import Proximal
 from recipe.async_engine.config.plan import has_adapter, proximal_source, uses_kl
 from recipe.async_engine.config.problems import Problem
-from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verl_types import ACTOR
 from recipe.async_engine.core.scoring import Anchor
@@ -17,6 +17,7 @@ PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", 
 
 
 def proximal_log_probs(context: RuleContext) -> Iterator[Problem]:
+    """Check that the source of proximal log-probs fits the log-prob servers and the loss."""
     servers, setting = context.settings.servers, "async_training.proximal_log_probs"
     source = proximal_source(context.config, context.settings)
     if source is Proximal.SERVER and not servers.enabled:
@@ -32,6 +33,7 @@ def proximal_log_probs(context: RuleContext) -> Iterator[Problem]:
 
 
 def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
+    """Check the servers' mode, anchor and division of accelerators."""
     servers = context.settings.servers
     yield from _reference(context)
     if not servers.enabled:
@@ -51,8 +53,8 @@ def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
     held = context.settings.weights.at_swap == "keep"
     if held and servers.anchor == Anchor.GENERATION:
         advice = (
-            "What an answer that is held at a swap has of the version before is known when the answer ends, and its"
-            f" server has newer weights by then: set {SERVERS}.anchor=latest, or at_swap=interrupt."
+            "The versions of an answer's tokens are known only when the answer ends. If it is held at a swap, the"
+            f" servers have newer weights by then: set {SERVERS}.anchor=latest, or at_swap=interrupt."
         )
         yield context.problem(f"{SERVERS}.anchor", "latest with async_training.weights.at_swap=keep", advice)
     total = servers.shared_accelerators
@@ -73,6 +75,7 @@ def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
 
 
 def _reference(context: RuleContext) -> Iterator[Problem]:
+    """Check that servers of the reference policy are of use."""
     servers, setting = context.settings.servers, f"{SERVERS}.reference_replicas"
     if servers.reference_replicas == 0:
         return
@@ -85,3 +88,28 @@ def _reference(context: RuleContext) -> Iterator[Problem]:
     if has_adapter(context.config):
         advice = "With LoRA the reference policy is the actor without its adapter, and needs no weights of its own."
         yield context.problem(setting, "0 with LoRA", advice)
+
+
+def reward_model(context: RuleContext) -> Iterator[Problem]:
+    """Check that the reward model has accelerators, and that its servers divide them evenly."""
+    if not context.get(f"{REWARD_MODEL}.enable"):
+        return
+    for setting in ("nnodes", "n_gpus_per_node"):
+        if context.count(f"{REWARD_MODEL}.{setting}") is None:
+            advice = "Set the accelerators that the reward model's servers are started on."
+            yield context.problem(f"{REWARD_MODEL}.{setting}", "an integer >= 1", advice)
+    rollout = f"{REWARD_MODEL}.rollout"
+    size = context.count(f"{rollout}.tensor_model_parallel_size") or 1
+    total = reward_accelerators(context)
+    # Where there are none, a problem above says so.
+    if total and total % size:
+        advice = f"They are the {total} of {REWARD_MODEL}.nnodes * n_gpus_per_node."
+        allowed = "a divisor of the reward model's accelerators"
+        yield context.problem(f"{rollout}.tensor_model_parallel_size", allowed, advice)
+
+
+def reward_accelerators(context: RuleContext) -> int:
+    """Return how many accelerators the reward model's servers have."""
+    if not context.get(f"{REWARD_MODEL}.enable") or not context.get(f"{REWARD_MODEL}.enable_resource_pool"):
+        return 0
+    return (context.count(f"{REWARD_MODEL}.nnodes") or 0) * (context.count(f"{REWARD_MODEL}.n_gpus_per_node") or 0)
