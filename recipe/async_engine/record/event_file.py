@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of events on disk: one Arrow IPC stream for each start of a run, in ``events/`` of its folder.
 
-Contract: what was written is readable at any moment, also after ``kill -9`` and of a run that goes on; of a batch that
-was cut off, and of what would come after it, nothing is read. A batch that cannot be written, on a full disk for
-example, leaves the file as it was and is tried again with the next one; beyond `WAITING` events, those that come are
-dropped and counted. The schema's metadata has the format's version and the run's header: docs/run-record.md.
+Contract: what was written is readable at any moment, also after ``kill -9`` and while the run goes on. A batch that was
+cut off, and anything after it, is not read. A batch that cannot be written, for example on a full disk, leaves the file
+as it was and is tried again with the next one. Beyond `WAITING` waiting events, new ones are dropped and counted. The
+schema's metadata has the format's version and the run's header (docs/run-record.md).
 
 Shown by tests/core/test_event_file.py.
 """
@@ -66,16 +66,16 @@ COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 
 
 def files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The record's files of a run's folder, one for each start, the newest last; others' files are left out."""
+    """Return the record's files in a run's folder, one for each start, the newest last."""
     found = (path for path in Path(folder, FOLDER).glob("*.arrow") if path.stem.isdecimal())
     return sorted(found, key=lambda path: int(path.stem))
 
 
 class EventFile:
-    """A new file for this start of the run in ``folder``; raises OSError if there can be none.
+    """A new file in ``folder`` for this start of the run; the constructor raises OSError if it cannot be made.
 
     Attributes:
-        lost: events that were dropped.
+        lost: the number of dropped events.
     """
 
     def __init__(self, folder: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ class EventFile:
         self._stream = pa.ipc.new_stream(self._bytes, self._schema, options=COMPRESSED)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Have these in the file, with what could not be written before."""
+        """Write these events, and those that could not be written before."""
         room = WAITING - len(self._waiting)
         self.lost += max(0, len(events) - room)
         self._waiting += events[:room]
@@ -106,7 +106,7 @@ class EventFile:
             self._flushed()
 
     def close(self) -> None:
-        """Write what waits, and the stream's end; what still cannot be written is lost."""
+        """Write the waiting events and the stream's end. Events that still cannot be written are lost."""
         self.write([])
         if self._flushed():
             self._stream.close()
@@ -115,7 +115,7 @@ class EventFile:
         self._file.close()
 
     def _flushed(self) -> bool:
-        """Whether the file has all that the stream's writer has written."""
+        """Copy the stream's output to the file, and return whether the file has all of it."""
         content = self._bytes.getvalue()
         before = os.fstat(self._file.fileno()).st_size
         try:
@@ -155,9 +155,13 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Recorded(NamedTuple):
-    """One start's record, as far as it is whole. notes: what is wrong with it, and was left out.
+    """The record of one start, as far as it could be read.
 
-    header: as it was written (`record.schema.Header`); empty where the run ended before anything was.
+    Attributes:
+        header: the header as it was written (`record.schema.Header`). It is empty if the run ended before it was
+            written.
+        events: the events.
+        notes: what is wrong with the record and was left out.
     """
 
     header: dict[str, Any]
@@ -166,7 +170,7 @@ class Recorded(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> Recorded:
-    """The header and the events of one file.
+    """Return the header and the events of one file.
 
     Raises:
         OtherFormat: it is of another version.
@@ -194,13 +198,13 @@ def read(path: str | os.PathLike[str]) -> Recorded:
 
 
 class Tail:
-    """The events of a file that may still be written, as they come; nothing is read past what is damaged.
+    """Reads the events of a file that may still be written, as they come, and stops at damage.
 
     Attributes:
-        at: up to which byte it has been read.
-        header: as it was written; None before it is there.
+        at: the number of bytes read so far.
+        header: the header as it was written. None before it is there.
         damage: what is wrong with the file, if anything.
-        left_out: rows so far that are no events.
+        left_out: the number of rows so far that are no valid events.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -211,11 +215,11 @@ class Tail:
         self.left_out = 0
 
     def new(self) -> list[Event]:
-        """The events of :meth:`table`."""
+        """Return the events of :meth:`table` as a list."""
         return events_of(self.table())
 
     def table(self) -> pa.Table:
-        """Those that have come since it was asked last, as far as they are whole.
+        """Return the valid events since the last call.
 
         Raises:
             OtherFormat: the file is of another version.
@@ -247,7 +251,7 @@ class Tail:
 
 
 def _message(file: pa.NativeFile) -> pa.Message | None:
-    """The next message of a stream, None if it is not whole or there is none."""
+    """Return the next message of a stream, or None if there is none or if it is not complete."""
     try:
         return pa.ipc.read_message(file)
     except EOFError:
@@ -274,7 +278,7 @@ def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
 
 
 def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-    """The events of a batch without those that are none, and their number; raises what `BROKEN` has."""
+    """Return a batch without invalid events, and how many these were; raise one of `BROKEN` if it is damaged."""
     batch.validate(full=True)
     of = {name: batch.column(name) for name in COLUMNS.names}
     lane, what = of["lane"], of["what"]
@@ -299,5 +303,5 @@ def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
 
 
 def events_of(table: pa.Table) -> list[Event]:
-    """The rows of a table that `read` gave."""
+    """Return the rows of a table that `read` returned."""
     return [Event(*row) for row in zip(*(column.to_pylist() for column in table.columns), strict=True)]

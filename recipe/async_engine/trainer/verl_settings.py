@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a run that verl reads from elsewhere in its configuration than where this package has them."""
+"""Derives values that verl reads from other places of its configuration than this package."""
 
 from typing import Any
 
@@ -14,7 +14,11 @@ from recipe.async_engine.trainer.log_probs.losses import BYPASS, CHOSEN, LOGLINE
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
-    """Write the values that verl reads from elsewhere in its configuration."""
+    """Write the values that verl reads from elsewhere in its configuration, and resolve it, as verl's own main does.
+
+    OmegaConf parses an interpolation each time that it is read. An agent loop reads several of them for each answer,
+    which was two thirds of an agent-loop worker's CPU time.
+    """
     with open_dict(config):
         # verl's constructor only knows this placement; which processes exist is decided by the role mapping.
         config.actor_rollout_ref.hybrid_engine = True
@@ -36,18 +40,20 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
         places = plan.engine_places // plan.rollout_replicas
         tell_servers(rollout, plan.settings.async_training.timeouts, plan.settings.weights, places)
         derive_loss(config, plan.proximal)
+    OmegaConf.resolve(config)
 
 
 def _tell_tokenizer(rollout: Any, path: str | None) -> None:
-    """Have vLLM find stop strings and forbidden words by the run's tokenizer; verl lets it take the model folder's."""
+    """Have vLLM use the run's tokenizer for stop strings and forbidden words, instead of the model folder's."""
     if path and rollout.name == "vllm":
         kwargs = rollout.get("engine_kwargs") or {}
         rollout.engine_kwargs = {**kwargs, "vllm": {"tokenizer": path, **(kwargs.get("vllm") or {})}}
 
 
 def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = None, places: int | None = None) -> None:
-    """Write what this package's rollout servers and weight workers read: that there is a trainer, deadlines, how
-    weights come, and how many answers an engine generates at once.
+    """Write what this package's rollout servers and weight workers read from verl's configuration.
+
+    This is that there is a trainer, the deadlines, how weights come, and how many answers an engine generates at once.
     """
     weights = weights or Weights()
     custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
@@ -64,10 +70,10 @@ def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = Non
 
 
 def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -> None:
-    """Write what every member of a sync is made with, unless it is set: trainer ranks, replicas, log-prob servers.
+    """Write the arguments of every checkpoint engine of a sync, unless they are set.
 
     verl's nccl engine has the ranks on the sender's node pass weights on, by broadcasts in their stream of training.
-    Beside training these and its collectives would wait for each other, so that rank 0 sends alone there.
+    Beside training these would wait for the collectives of training and the other way round, so only rank 0 sends then.
     """
     derived: dict[str, Any] = {}
     if engine.backend == "nccl" and weights.publish == "beside":
@@ -81,7 +87,7 @@ def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -
 
 
 def derive_loss(config: Any, source: Proximal) -> None:
-    """Before the workers are given their configuration: the loss is theirs."""
+    """Write the loss that the workers use. Call this before the workers are given their configuration."""
     loss = config.actor_rollout_ref.actor.policy_loss
     correction = config.algorithm.rollout_correction
     correction.bypass_mode = source in (Proximal.BYPASS, Proximal.LOGLINEAR)
