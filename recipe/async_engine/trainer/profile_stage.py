@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage that profiles the steps of ``global_profiler.steps``, by verl's own profilers.
+"""Profiles the steps of ``global_profiler.steps`` with verl's own profilers.
 
 Contract: a profiled step is profiled from the wait for its batch to the end of its training, before its weights are
-published: the rollout engines that ``rollout.profiler`` selects from the beginning, the training workers from where
-they begin. With ``profile_continuous_steps`` steps in a row are one trace. The finish hook runs once, after the last of
-these steps, or the run's last one if that is profiled. A replica that cannot be profiled costs its own trace, and no
-run. Shown by tests/integration/test_profile_stage.py and tests/e2e/test_trainer_features.py.
+published. The rollout engines that ``rollout.profiler`` selects are profiled during all of it, the training workers
+from the beginning of their work. With ``profile_continuous_steps``, consecutive steps are one trace. The finish hook
+runs once, after the last of these steps, or after the run's last step if that is profiled. A replica that cannot be
+profiled loses only its own trace.
+
+Shown by tests/integration/test_profile_stage.py and tests/e2e/test_trainer_features.py.
 """
 
 from __future__ import annotations
@@ -48,19 +50,19 @@ class ProfileStage:
         self._engines = self._workers = False
 
     def begin(self, step: int) -> None:
-        """This step's batch is waited for."""
+        """Begin to profile the engines, because this step's batch is waited for."""
         if step in self._steps and not self._engines:
             self._engines = True
             self._ask("start_profile")
 
     def train(self, step: int) -> None:
-        """The step's training begins."""
+        """Begin to profile the training workers, because the step's training begins."""
         if step in self._steps and not self._workers:
             self._workers = True
             self._start(True)
 
     def end(self, step: int, is_last: bool) -> None:
-        """The step's training is over, or there is no batch for it."""
+        """End the profile, because the step's training is over or there is no batch for it."""
         if self._in_a_row and step + 1 in self._steps and not is_last:
             return
         if self._workers:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a trainer starts the processes of its run side by side and gives each of them its work.
+"""Starts the processes of a run side by side and gives each of them its work.
 
-Contract: accelerators are reserved first (`engines.reservation`); then everything that takes long (imports, engines)
-starts at once, and the whole has one deadline (``async_training.timeouts.startup``). What fails first ends the start
-with its own error. Nothing is routed to or asked before it has weights. A critic is verl's, one more role of the
-training workers; it trains on every batch, the actor from ``trainer.critic_warmup`` on.
+Contract: accelerators are reserved first (`engines.reservation`). Then everything that takes long (imports, engines)
+starts at once, with one deadline for all (``async_training.timeouts.startup``). The first part that fails ends the
+start with its own error. Requests reach a process only when it has weights. A critic is verl's, as one more role of the
+training workers. It trains on every batch, and the actor from ``trainer.critic_warmup`` on.
 
 Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 """
@@ -49,7 +49,7 @@ from recipe.async_engine.weights.snapshot import widest
 
 
 class StartFailed(RecipeError):
-    """A process could not be made, by what its constructor raised, or not all are up in time; the message names it."""
+    """A process could not be made, or not all are up in time. The message names the process."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ class RolloutSide:
     rewards: ScoringManager
 
     def workers(self, timeout_s: float) -> dict[str, Callable[[], Any]]:
-        """Parts of the start for `side_by_side`: return once all workers are made, or raise what one has raised."""
+        """Return parts of the start for `side_by_side` that wait until all workers are made, or raise a worker's
+        error.
+        """
 
         def are_made() -> None:
             ray.get([sign_of_life(worker).remote() for worker in self.agents.agent_loop_workers], timeout=timeout_s)
@@ -73,13 +75,13 @@ class RolloutSide:
 
 
 def _users_manager(config: Any) -> str | None:
-    """The agent-loop manager that a user has named; a flag has a placeholder there, for verl's own main."""
+    """Return the agent-loop manager that a user has named. A flag has a placeholder there for verl's own main."""
     named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     return None if named == PLACEHOLDER else named
 
 
 def start_agents(config: Any, reservations: Reservations) -> RolloutSide:
-    """Create the rollout side up to the replicas' servers, which are to be launched."""
+    """Create the rollout side. The replicas' servers are launched later."""
     manager = manager_class(_users_manager(config))
     rewards = ScoringManager(config, reservations)
     replicas = ReplicaManager(config, reservations)
@@ -92,11 +94,11 @@ def start_agents(config: Any, reservations: Reservations) -> RolloutSide:
 
 
 def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[str, Any]:
-    """Run ``parts`` on a thread each and return their results by name.
+    """Run each of ``parts`` on a thread, and return their results by name.
 
     Raises:
-        StartFailed: one of them is not done in time, or the first one to fail did because a process was not made.
-        Exception: whatever else it raised.
+        StartFailed: a part is not done in time, or the first one to fail could not make a process.
+        Exception: another error of the first part that failed.
     """
     pool = ThreadPoolExecutor(max_workers=len(parts), thread_name_prefix="startup")
     began = time.monotonic()
@@ -129,7 +131,7 @@ def _result(name: str, part: Future[Any]) -> Any:
 
 
 def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerSettings:
-    """What a run's plan and configuration ask of its scheduler; ``in_turns``: generation happens in turns."""
+    """Return the settings of a run's scheduler. ``in_turns`` says whether generation happens in turns."""
     training = plan.settings.async_training
     filtering = filter_metric(config) is not None
     batches = config.algorithm.filter_groups.get("max_num_gen_batches", 0) if filtering else 0
@@ -148,7 +150,7 @@ def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerS
 
 
 class Startup:
-    """See the module's contract: the processes of a run, of which its trainer is told."""
+    """Starts the processes of a run, as the module's contract says."""
 
     config: Any
     plan: RunPlan
@@ -194,7 +196,7 @@ class Startup:
             agents.tell("use_reference", handles, servers.timeout, timeout_s=timeout_s)
 
     def _server_launcher(self) -> Callable[..., list[ModelEngineReplica]]:
-        """Starts log-prob servers as `launch` does."""
+        """Return a function that starts log-prob servers as `launch` does."""
         return partial(
             launch,
             self.config,
@@ -205,21 +207,21 @@ class Startup:
         )
 
     def reserve(self) -> None:
-        """Reserve the accelerators of every part; NothingFree if they are not there in time."""
+        """Reserve the accelerators of every part; raise NothingFree if they are not free in time."""
         self.reservations = Reservations()
         parts = wanted(OmegaConf.to_container(self.config, resolve=True), self.plan.settings)
         # The watch, whose deadline for the start is this setting, knows less of what is missing.
         self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
 
     def _start_rollout(self) -> RolloutSide:
-        """Up to the replicas' servers, which hold no weights yet."""
+        """Start the rollout side, whose servers have no weights yet."""
         side = start_agents(self.config, self.reservations)
         timeout_s = self.timeouts.startup
         side_by_side({"the rollout servers": side.replicas.launch, **side.workers(timeout_s)}, timeout_s)
         return side
 
     def use_rollout(self, rollout: RolloutSide) -> None:
-        """Have the rollout side, and give its replicas a publisher."""
+        """Take the rollout side, and make a publisher for its replicas."""
         self.async_rollout_manager = rollout.agents
         self.reward_loop_manager = rollout.rewards
         self.publisher = self.publisher_class(
@@ -237,7 +239,7 @@ class Startup:
         self.is_up = True
 
     def _dtypes_of_receivers(self) -> list[str]:
-        """In which whatever gets weights computes, as verl names them."""
+        """Return verl's names of the dtypes in which the receivers of weights compute."""
         dtypes = [self.config.actor_rollout_ref.rollout.dtype]
         if self.plan.settings.servers.enabled:
             engine = self.config.model_engine_server.engine
@@ -275,5 +277,5 @@ class Startup:
 
     @property
     def actor_rollout_wg(self) -> Any:
-        """The group of workers that train the policy, by verl's name."""
+        """The group of workers that train the policy, under verl's name."""
         return self.stages.actor_rollout_wg

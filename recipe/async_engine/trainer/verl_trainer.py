@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's trainer, as the loop's `Stages`: the only file that subclasses it, and that touches its private members.
+"""verl's trainer as the loop's `Stages`. Only this file subclasses it and uses its private members.
 
-Contract: each stage is verl's own, under verl's names of metrics. verl calls its groups of workers by methods of its
-own; each is overridden here to call verl's within the loop's context, so that the record knows when accelerators
-compute. Shown by tests/integration/test_finite_stage.py, test_trainer_group.py and the end-to-end runs.
+Contract: each stage is verl's own, with verl's names of metrics. verl calls its worker groups in methods of its own.
+Each of these is overridden here to run verl's method within the loop's context, so that the record knows when
+accelerators compute. Shown by tests/integration/test_finite_stage.py, test_trainer_group.py and the end-to-end runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from recipe.async_engine.trainer.record_stage import COMPUTE, UPDATE
 
 
 class TrainerGroup(RayWorkerGroup):
-    """verl's group of training workers, which send weights beside training, see `ActorWorker`."""
+    """verl's group of training workers, which send weights beside training (`ActorWorker`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         worker = kwargs.get("ray_cls_with_init")
@@ -47,14 +47,16 @@ class TrainerGroup(RayWorkerGroup):
 
 
 class VerlTrainer(SeparateRayPPOTrainer):
-    """See the module's contract.
+    """verl's trainer as the loop's stages.
 
     Args:
         config: the whole configuration.
+        tokenizer, processor: those of the run.
         data: the data sets of training and validation.
-        actor_worker: the class of the workers that train the policy, and ``actor_role`` what they do, in verl's words.
-        phase: a context for a call of workers, by the name of the timeline's phase that it is.
-        updated: gets the name of a model ("actor", "critic") that has been updated, and what its ranks report.
+        actor_worker: the class of the workers that train the policy.
+        actor_role: what these workers do, in verl's words.
+        phase: returns a context for a call of workers, given the name of its phase in the timeline.
+        updated: is called with the name of a model ("actor", "critic") that was updated, and what its ranks report.
     """
 
     config: Any
@@ -106,7 +108,9 @@ class VerlTrainer(SeparateRayPPOTrainer):
     # Processes.
 
     def start(self, reservations: Reservations) -> None:
-        """Start the training workers on what is reserved: verl would ask for less than all of it to be free."""
+        """Start the training workers on the reserved accelerators. verl would require less than all of them to be
+        free.
+        """
         manager = self.resource_pool_manager
         manager.resource_pool_dict = {name: reservations.pool(name) for name in manager.resource_pool_spec}
         self.resource_pool_to_cls: dict[Any, Any] = {pool: {} for pool in manager.resource_pool_dict.values()}
@@ -118,7 +122,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
             self.ref_policy_wg = self.actor_rollout_wg
 
     def use_rollout(self, agents: Any, servers: Any, rewards: Any, publisher: Any) -> None:
-        """Give the rollout side the names that verl's own methods ask for."""
+        """Store the rollout side under the names that verl's own methods use."""
         self.async_rollout_manager, self.llm_server_manager = agents, servers
         self.reward_loop_manager, self.checkpoint_manager = rewards, publisher
 
@@ -129,7 +133,9 @@ class VerlTrainer(SeparateRayPPOTrainer):
         )
 
     def _create_critic_class(self) -> None:
-        """Make the critic as `RayPPOTrainer` does (ray_trainer.py:797); `SeparateRayPPOTrainer` knows FSDP1 alone."""
+        """Make the critic as `RayPPOTrainer` does (ray_trainer.py:797), since `SeparateRayPPOTrainer` only supports
+        FSDP1.
+        """
         if not self.use_critic:
             return
         critic = omega_conf_to_dataclass(self.config.critic)
