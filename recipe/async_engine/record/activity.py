@@ -30,7 +30,7 @@ class Work(StrEnum):
 
 
 OF_ITS_OWN = {Work.RETRY: Class.RETRY, Work.VALIDATION: Class.VALIDATING}
-"""Work that is one class from a request's arrival to its end; of the rest the first token divides it."""
+"""Work that counts as one class from a request's arrival to its end. Other work changes class at the first token."""
 TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
@@ -147,7 +147,7 @@ class EngineActivity:
         self._closed: Class | None = Class.START_UP
         self._told: dict[str, Work] = {}
         self._requests: dict[str, _Request] = {}
-        # Of requests with a token, which are in a place, and of those without one yet.
+        # Requests with a token, which occupy a place, and requests without one.
         self._kinds: dict[bool, Counter[Class]] = {True: Counter(), False: Counter()}
         self._used: dict[str, float] = {}
         self._tokens: Counter[str] = Counter()
@@ -197,7 +197,7 @@ class EngineActivity:
         """Note that the engine has sampled so many tokens for the request in total."""
         request = self._requests[name]
         if (new := tokens - request.tokens) <= 0:
-            return  # The last word of one that is cut has no token of its own.
+            return  # the last output of a cut request has no new token
         if request.work in TRAINED_WORK:
             self.sampled += new
         request.tokens = tokens
@@ -249,7 +249,7 @@ class EngineActivity:
             answering = self._kinds[True].total()
             waiting = len(self._requests) - answering
             places = max(answering, self._places)
-            # The others that have no token yet wait at the engine for a place.
+            # The other requests without a token wait in the engine's queue.
             entered = min(waiting, places - answering)
             for answers, part in ((True, 1.0), (False, entered / max(1, waiting))):
                 for kind, count in self._kinds[answers].items():

@@ -87,7 +87,7 @@ class EventFile:
         self._failed = False
         self._waiting: list[Event] = []
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 - it stays open as long as the run
-        # Holds what the stream's writer has written and the file does not have yet.
+        # The output of the stream's writer that is not in the file yet.
         self._bytes, self._in_bytes = io.BytesIO(), 0
         metadata = {FORMAT: str(VERSION).encode(), HEADER: json.dumps(header).encode()}
         self._schema = COLUMNS.with_metadata(metadata)
@@ -140,17 +140,19 @@ NEEDS = {
     TOKENS: ("version", "tokens"),
     WEIGHTS: ("version",),
 }
-"""What an event of these lanes is nothing without."""
+"""The fields that an event of each of these lanes must have."""
 MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
 OFF_BY_S = 1.0
-"""An event may begin before the run, or end before it begins, by this much: clocks of several hosts are compared."""
+"""An event may begin before the run, or end before it begins, by so many seconds, because clocks of several hosts
+are compared.
+"""
 NAMES_DEVICE = (BEGINS, ENDS, LOST, JOINED, SAMPLED)
 
 
 BROKEN = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, MemoryError, OverflowError)
-"""What Arrow raises of a stream that is none."""
+"""The errors that Arrow raises for an invalid stream."""
 CUT = re.compile(r"only (read )?\d+|be able to read")
-"""What Arrow says of a message whose end is not there."""
+"""The text of Arrow's errors for an incomplete message."""
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -232,7 +234,7 @@ class Tail:
                 try:
                     if (message := _message(file)) is None:
                         break
-                    # Arrow reads whatever it is given as what it is asked for.
+                    # Arrow would read any message as the type that it is asked for.
                     if message.type != ("schema" if self._schema is None else "record batch"):
                         raise BadFile(f"{message.type} is nothing that comes here")
                     if self._schema is None:

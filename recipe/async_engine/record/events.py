@@ -78,9 +78,9 @@ class Class(StrEnum):
 
 
 SAMPLED = "sampled"
-"""On the lane `RUN`: how many tokens a rollout engine has sampled so far."""
+"""An event on the lane `RUN`: how many tokens a rollout engine has sampled so far."""
 EMPTY = "empty"
-"""An engine without a request; why, the scheduler knows."""
+"""An engine has no request. The scheduler's lane says why."""
 
 
 class Away(StrEnum):
@@ -92,7 +92,7 @@ class Away(StrEnum):
 
 
 NOWHERE = "none"
-"""On the lane of an agent-loop worker: none of its trajectories is away."""
+"""An event on the lane of an agent-loop worker: none of its trajectories is outside of an engine."""
 
 
 class Span(NamedTuple):
@@ -192,7 +192,7 @@ class OtherClock:
         self._theirs_before, self._here_before = self._theirs, self._here
         guess = self._here + exchange.answered - self._theirs
         self._theirs = exchange.answered
-        # Not before what has been mapped: no time is given twice.
+        # Never go back behind a time that was given already.
         self._here = max(self._here_before, min(max(guess, exchange.asked), exchange.came))
 
     def here(self, theirs: float) -> float:
@@ -206,12 +206,12 @@ class OtherClock:
 
 
 RECORDED = "recorded"
-"""Where the trainer's state has the `Recorded`, for whoever writes the summary."""
+"""The key of the `Recorded` in the trainer's state, which the writer of the summary reads."""
 SCORES = "scores"
-"""A phase of the trainer's timeline: it waits for log-prob servers."""
+"""The phase of the trainer's timeline in which it waits for log-prob servers."""
 BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
-"""On the run's lane, of the device that `text` names: its life begins later than the run, or ends before it; it died,
-or came in a lost one's place.
+"""Events on the run's lane about the device that `text` names: it begins later than the run, ends earlier, was lost,
+or replaced a lost one.
 """
 
 

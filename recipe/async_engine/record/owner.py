@@ -38,7 +38,7 @@ def is_owned(folder: str | os.PathLike[str], part: int = RUN) -> bool:
     """Return whether somebody owns this part of a run's folder, without taking it and without waiting."""
     try:
         with open(Path(folder, LOCK_FILE), "rb") as file:
-            # The kernel's struct flock on 64-bit Linux: type, whence, start, length, process.
+            # The fields of the kernel's struct flock on 64-bit Linux: type, whence, start, length, process.
             asked = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, part, 1, 0)
             (found, *_) = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
     except OSError:
@@ -81,7 +81,7 @@ class Owner:
                 )
             time.sleep(POLL_S)
         if part == RUN:
-            with suppress(OSError):  # a full disk: the lock holds without it
+            with suppress(OSError):  # the disk may be full; the lock holds without the text
                 self._file.truncate(0)
                 since = time.strftime("%F %T %z")
                 self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())

@@ -21,7 +21,7 @@ from recipe.async_engine.core.prompt_manager import PromptCounts
 from recipe.async_engine.record.events import Class, Clock, Lane, TokenBooks
 
 SUMMED = ("reprefilled_tokens", "recovered_tokens", "restored_tokens")
-"""Fields of a scored trajectory that are summed over those of complete groups."""
+"""Fields of `TrajectoryScored` that are summed over complete groups."""
 
 
 class RolloutBooks:
@@ -46,7 +46,8 @@ class RolloutBooks:
     def __init__(self, clock: Clock, capacity: int, lane_clock: Clock | None = None) -> None:
         self._clock, self._places = clock, capacity
         self.lane = Lane(lane_clock or clock, Class.START_UP)
-        # Trajectories that generate, that could at once, whose reward is computed; whether the trainer waits.
+        # The levels are the trajectories that generate, the capacity, the trajectories being scored, and whether the
+        # trainer waits.
         self._levels = {"running": 0, "capacity": capacity, "scoring": 0, "waiting": 0}
         self._since = clock()
         self.tokens: Counter[str] = Counter()
@@ -187,7 +188,7 @@ class RolloutBooks:
             trained=self.tokens["trained"],
             filtered=self.tokens["filtered"],
             failed=self.tokens["failed"],
-            # An answer that was on its way to a trajectory that ended came to nobody.
+            # An answer that was on its way to an ended trajectory reached nobody.
             cut=self.tokens["cut"]
             + _thrown_away(begun)
             + max(0, answered - of_workers["received"])

@@ -33,7 +33,7 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 NON_FINITE = "fully_async/non_finite/metrics"
 WITH_ALARMS = 3
-"""What a main exits with after a run that ended so."""
+"""The exit status of a main after a run that ended with alarms."""
 
 
 def exit_status(summary: Mapping[str, Any], says_alarms: bool) -> int:
@@ -55,7 +55,7 @@ class RunRecord:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._owner = Owner(self._folder, RUN)
-        # A summary speaks of a finished run; while this one goes on there is none.
+        # There is a summary only of a finished run.
         (self._folder / SUMMARY_FILE).unlink(missing_ok=True)
         self._began = time.time() if began is None else began
         self._recorded: Recorded | None = None
@@ -108,7 +108,7 @@ class RunRecord:
             with open(self._folder / METRICS_FILE, "ab", buffering=0) as file:
                 before = os.fstat(file.fileno()).st_size
                 if file.write(line) < len(line):
-                    # The rest of it would be joined to the next line.
+                    # Otherwise the next line would be appended to the incomplete one.
                     file.truncate(before)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:

@@ -20,12 +20,12 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 FORMAT = 1
-"""Of summaries and of markers of checkpoints; those written before they said it have the same."""
+"""The format of summaries and of checkpoints' markers. Older ones that do not name it have the same."""
 LIMIT = 1e9
-"""Seconds of a run, and counts of its parts, are below."""
+"""An upper limit for the seconds of a run and for counts."""
 MOST = 1_000_000
 TOO_LARGE = 1e100
-"""A metric beyond this is no measurement."""
+"""A metric beyond this value cannot be a measurement."""
 SHOWN = 3
 
 Finite = Annotated[float, Field(allow_inf_nan=False, ge=-LIMIT, le=LIMIT)]

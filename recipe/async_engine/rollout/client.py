@@ -64,14 +64,16 @@ from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder, current
 
 logger = logging.getLogger(__name__)
 
-# What a request may have beside tokens, in verl's words.
+# verl's names for what a request may have beside tokens.
 MODALITIES = ("image_data", "video_data", "audio_data")
 FETCH_S = 10.0
 ASK_AGAIN_S = 0.02
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 MOST_FAILURES = 3
-"""As often in a row an engine may fail a request; what it fails each time is not asked for until the deadline."""
-# The load balancer does nothing but count.
+"""An engine may fail a request so often in a row. Without this limit a request that always fails would be repeated
+until the deadline.
+"""
+# The load balancer only counts, so it answers at once unless it is gone.
 ROUTING_S = 60.0
 
 
@@ -108,7 +110,7 @@ class Patience:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, SHORTEST_PAUSE_S * 2.0 ** min(self.refusals - 2, 30)))
 
 
-# verl's methods are told nothing of a request but its own arguments.
+# verl's methods get only the arguments of a request, so the rest travels in a context variable.
 _flight: ContextVar[Flight | None] = ContextVar("recipe_flight", default=None)
 
 
@@ -174,7 +176,7 @@ class ResumingClient(LLMServerClient):
         self._resume = bool(async_training.partial_rollout)
         self._timeout_s = float(async_training.timeouts.generation)
         interval = async_training.partial_tokens_interval
-        # What the router of a mixture of experts chose comes with complete parts only.
+        # The choices of a mixture of experts' router come with complete parts only.
         self._keeps_parts = not config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False)
         self._fetch_every_s = float(interval) if interval is not None and self._keeps_parts else None
         rollout = config.actor_rollout_ref.rollout
@@ -195,7 +197,7 @@ class ResumingClient(LLMServerClient):
         try:
             server_id, server = await self._routed(asyncio.shield(answer))
         except asyncio.CancelledError:
-            # The load balancer counts a request that no server will have.
+            # The load balancer has counted a request that no server will get.
             answer.add_done_callback(lambda routed: self._give_back(routed, request_id))
             raise
         except Exception as error:
@@ -280,7 +282,7 @@ class ResumingClient(LLMServerClient):
         recorder = current_recorder() or TrajectoryRecorder(work=Work.VALIDATION)
         if any(kwargs.get(data) for data in MODALITIES):
             recorder.mark_multimodal()
-        if self._by_age and not kwargs.get("priority"):  # 0: what verl's agent loops give
+        if self._by_age and not kwargs.get("priority"):  # verl's agent loops give 0
             kwargs["priority"] = recorder.order
         patience = Patience(self._timeout_s)
         recorder.tools.asks()
@@ -368,7 +370,7 @@ class ResumingClient(LLMServerClient):
             began = time.monotonic()
             answer = await self._ask_server(request_id, recorder, patience, **kwargs)
             recorder.asked_s += time.monotonic() - began
-            # Nothing is awaited since the request left ``flights``: it is never in a record twice, or not at all.
+            # Nothing is awaited after the request has left ``flights``, so a record has its tokens exactly once.
             if answer is not None:
                 recorder.keep(asked, answer)
         return answer
@@ -474,7 +476,7 @@ class ResumingClient(LLMServerClient):
             async with asyncio.timeout(FETCH_S):
                 sampled = await flights[0].server.sampled_since.remote(known)
         except (RayError, TimeoutError) as error:
-            # The requests themselves end with the server's death, or with their own deadline.
+            # The requests themselves end with the server's death or with their own deadlines.
             logger.warning("rollout server %s did not say what it has sampled: %s", flights[0].server_id, error)
             for flight in flights:
                 flight.told = True

@@ -45,9 +45,11 @@ class TrajectoryCancelled(RecipeError):
 
 
 DEATHS_FOR_NOTHING = 2
-"""How often a trajectory may lose its worker to what may be another one's doing; after that it is tried by itself."""
+"""How often a trajectory may lose its worker before it gets one of its own, because another trajectory may be the
+cause.
+"""
 DEATHS_ALONE = 2
-"""How often it may lose one that it has for itself: what was there before may have left the cause of the first time."""
+"""How often it may lose a worker of its own. An earlier trajectory may have left the cause of the first loss."""
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ LEAVES = frozenset({NoneType, bool, int, float, complex, str, bytes})
 LISTS = frozenset({list, tuple, set, frozenset})
 SIZED = frozenset({str, bytes, dict, np.ndarray, torch.Tensor, *LISTS})
 DEEPEST = 100
-"""Levels of lists and dicts in a field; code that walks through deeper ones runs out of stack."""
+"""The deepest nesting of lists and dicts in a field. Code that recurses into deeper ones overflows the stack."""
 LARGEST = 256 << 20
-"""Bytes of text and arrays in a field: a batch has thousands of answers."""
+"""The most bytes of text and arrays in a field. A batch has thousands of answers."""
 INT32 = 2**31
 
 
@@ -217,7 +217,7 @@ def _is_plain(what: str, value: Any, above: set[int], seen: set[int]) -> bool:
     if {bool, int, float, NoneType}.issuperset(map(type, inside)):
         return True
     above = above | {id(value)}
-    # Each of them: one that is not plain does not spare the others their bounds.
+    # Check every item, so that the bounds hold for all of them.
     return all([_is_plain(what, each, above, seen) for each in inside])
 
 

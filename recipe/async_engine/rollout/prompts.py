@@ -90,7 +90,7 @@ class IndexedDataset(Dataset):
             raise ValueError(f"agent loops have an argument of the name of its field {min(taken)}: rename it")
         if "raw_prompt" not in row:
             raise KeyError(f"there is no raw_prompt among its fields ({', '.join(row)}), which agent loops are given")
-        # It goes to other processes and into checkpoints.
+        # The row is sent to other processes and written into checkpoints.
         cloudpickle.loads(cloudpickle.dumps({k: v for k, v in row.items() if not isinstance(v, torch.Tensor)}))
         return row
 
@@ -102,7 +102,7 @@ def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict
     Failed rows are left out unless all rows have failed.
     """
     lost = [row[FAILURE] for row in rows if FAILURE in row]
-    if lost and DATASET_INDEX not in rows[0]:  # of a prompt that is trained on the scheduler tells
+    if lost and DATASET_INDEX not in rows[0]:  # the scheduler reports lost training prompts
         logger.error("%d of %d rows of the data are left out, the first: %s", len(lost), len(rows), lost[0])
     rows = [row for row in rows if FAILURE not in row] or rows
     batch: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict
         else:
             batch[name] = np.fromiter(values, dtype=object, count=len(values))
     if not any(isinstance(column, torch.Tensor) for column in batch.values()):
-        # verl's batches have at least one.
+        # verl's batches have at least one tensor.
         batch["dummy_tensor"] = torch.zeros((len(rows), 1), dtype=torch.uint8)
     return batch
 
@@ -189,7 +189,7 @@ class PromptSource:
         self._taken_in_epoch = 0
         self._iterator: Iterator[dict[str, Any]] | None = None
         self._restored: dict[str, Any] | None = None
-        """The data loader's state of a checkpoint, until the first prompt is taken after it."""
+        """The data loader's state from a checkpoint, until the first prompt is taken after it."""
         self._put_back: deque[Prompt] = deque()
 
     @property
@@ -216,7 +216,7 @@ class PromptSource:
             if row is not None and self._taken_in_epoch < self._epoch_prompts:
                 self._taken_in_epoch += 1
                 return Prompt(self._epoch, int(row[DATASET_INDEX][0]), row)
-            # To its end, although the rest is not used: a sampler draws its next order from where it ended.
+            # Read the iterator to its end, because a sampler draws the next order from where this one ended.
             for _ in self._iterator:
                 pass
             self._iterator = None
@@ -238,7 +238,7 @@ class PromptSource:
         self._epoch = state["epoch"]
         self._taken_in_epoch = state["taken_in_epoch"]
         put_back = state["put_back"]
-        # Checkpoints that were written before there could be more have one, or None.
+        # Checkpoints of earlier versions have one prompt, or None.
         self._put_back = deque(put_back if isinstance(put_back, list) else filter(None, [put_back]))
         self._iterator, self._restored = None, state["dataloader"]
         if self._restored is not None:
@@ -269,7 +269,7 @@ class PromptFeed:
         self._ahead: deque[Prompt] = deque()
         self._late: DataFailed | None = None
         self._failed: DataFailed | None = None
-        # One thing at a time, so that a position is that of a moment.
+        # One call at a time, so that a position belongs to one moment.
         self._lock = asyncio.Lock()
 
     @property
@@ -332,7 +332,7 @@ class PromptFeed:
             try:
                 return work()
             except BaseException as error:  # a data set may raise anything
-                # Of a worker that died while it handed over tensors, torch says no more than this.
+                # If a worker process died while it sent tensors, torch only raises one of these errors.
                 died = " (a worker process of it has died)" if isinstance(error, EOFError | ConnectionError) else ""
                 raise DataFailed(f"the training data's loader {what}{died}: {told(error)}") from error
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 MADE_UP = {"raw_prompt": [{"role": "user", "content": "1 + 1"}]}
 DEEP = 400
-"""Calls within each other; Python allows 1,000."""
+"""The depth of nested calls. Python allows 1,000."""
 SOCKETS = 4
 LIMIT_S = 10.0
 WHY = "look for what an agent loop or tool changes in its process"
@@ -108,7 +108,7 @@ class Rehearsal:
         try:
             async with asyncio.timeout(LIMIT_S):
                 now = await self._attempt()
-        except TimeoutError:  # the process is busy; whether it answers at all is watched elsewhere
+        except TimeoutError:  # the process is busy; others watch whether it answers at all
             return None
         except Exception as failure:
             return told(failure)

@@ -64,12 +64,12 @@ from recipe.async_engine.rollout.worker_pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 LOOP_S = 60.0
-# A payload that its worker has handed over is here in less, or lost.
+# A payload that its worker has sent arrives within this time, or is lost.
 LAST_WORDS_S = 5.0
 PORTION, PAUSE_S = 1_024, 0.001
-"""How many trajectories begin before whoever waits for the scheduler has its turn, and for how long."""
+"""So many trajectories begin at once. Then the scheduler pauses, so that others get the lock."""
 TRAINED_FIRST = attrgetter("start", "id")
-"""Key by which groups are sorted."""
+"""The sort key that puts groups into the order of training."""
 
 
 class RolloutScheduler:
@@ -121,7 +121,7 @@ class RolloutScheduler:
         self._wake = asyncio.Event()
         self._thread = LoopThread("rollout-scheduler", self.fail)
 
-    # The trainer's side.
+    # Called by the trainer's thread.
 
     def start(self) -> None:
         """Start the thread. A stream begins to issue groups, restored ones first."""
@@ -202,7 +202,7 @@ class RolloutScheduler:
         """Return whether a batch may be taken, or none will come. Any thread that changes something calls this."""
         try:
             return self._error is not None or self._ending or self.ledger.may_take() or self._over()
-        except RecipeError as error:  # of the admission policy
+        except RecipeError as error:  # raised by the admission policy
             self._error = error
             return True
 
@@ -317,7 +317,7 @@ class RolloutScheduler:
                 if state is GroupState.RUNNING:
                     self.manager.adopt(group, run.states)
                     if run.is_complete:
-                        # Its last payload came as the checkpoint was taken.
+                        # Its last payload arrived while the checkpoint was taken.
                         self._complete(run)
 
     def counts(self) -> LedgerCounts:
@@ -331,7 +331,7 @@ class RolloutScheduler:
             did = self._books.metrics(self.ledger.counts(), self.manager.counts())
             return {"fully_async/rollouter/slots": self.manager.slots, **self._pool.metrics(), **did}
 
-    # The event loop's side.
+    # Run in the event loop, unless the docstring says otherwise.
 
     def describe(self) -> list[str]:
         """Return lines that say what runs and where the coroutines wait. It takes no lock, since a stuck thread may
@@ -372,7 +372,7 @@ class RolloutScheduler:
     async def _issue_forever(self) -> None:
         while True:
             while self._issue_some():
-                # Whoever waits for this loop, or for the lock, which is not a fair one, has its turn.
+                # Let whoever waits for this loop or for the lock have a turn. The lock is not fair.
                 await asyncio.sleep(PAUSE_S)
             await self._wake.wait()
             self._wake.clear()
@@ -511,7 +511,7 @@ class RolloutScheduler:
         self._filter.forget(run.group.id)
         del self._runs[run.group.id]
         self._tell_all(group_events(run, group, self.ledger.version, reason))
-        # Of the trajectories under way, their workers count them.
+        # The workers count the trajectories under way.
         records = [each.record for each in run.trajectories if not each.under_way]
         self.tokens.lost += run.cut_tokens + sum(record.cut_tokens for record in records if record is not None)
 
@@ -544,7 +544,7 @@ class RolloutScheduler:
             if scoring:
                 self._count_scoring(-1)
             self._tell_all(attempt_events(run, each.n, began, sampled_at))
-            # The worker has counted its tokens, whatever became of them.
+            # The worker has counted its tokens.
             each.record = None
             del self._ends[each.key]
             over.set_result(None)
@@ -561,7 +561,7 @@ class RolloutScheduler:
         with self._changed:
             self._books.arrived(scored, not each.of.given_up)
             if each.of.given_up:
-                # It was complete before its worker heard that its group is not wanted.
+                # It was complete before its worker heard that the group is not wanted.
                 self.tokens.lost += scored.cut_tokens
 
     def _count_scoring(self, change: int) -> None:
@@ -571,7 +571,7 @@ class RolloutScheduler:
 
     async def _snapshot(self, timeout_s: float) -> dict[str, Any]:
         told, over, account = await self._pool.export(timeout_s)
-        # Payloads that their workers had handed over already.
+        # Wait for payloads that the workers have sent already.
         last_words = [self._ends[key] for key in over if key in self._ends]
         if last_words:
             await asyncio.wait(last_words, timeout=LAST_WORDS_S)
@@ -596,7 +596,7 @@ class RolloutScheduler:
                 cached = complete + sum(record.cut_tokens for record in records)
                 return {
                     "ledger": self.ledger.snapshot(),
-                    # The loader may go on with what it has told.
+                    # The loader may change the object that it returned.
                     "source": copy.deepcopy(position),
                     "groups": groups,
                     "interrupted_tokens": {
@@ -613,7 +613,7 @@ class RolloutScheduler:
             self._books.end_version()
             ready = self.ledger.in_state(GroupState.READY) if self._rescore else ()
         self._wake.set()
-        # Whoever announces a version waits for this, and takes no batch meanwhile.
+        # The trainer waits for this while it announces a version, and takes no batch meanwhile.
         for group in sorted(ready, key=TRAINED_FIRST):
             with self._changed:
                 self._score([group])
@@ -636,7 +636,7 @@ class RolloutScheduler:
         keys = {key for run in self._runs.values() for key in run.keys}
         await asyncio.gather(self._pool.close(keys), self._thread.end_tasks(), return_exceptions=True)
 
-    # Under the condition variable.
+    # Called while the lock is held.
 
     def _account(self) -> None:
         self._books.set(running=self.manager.generating)

@@ -19,13 +19,13 @@ import torch
 from ray import cloudpickle
 
 ALIGNED = 64
-"""Arrays begin at multiples of so many bytes, as the object store's do."""
+"""Arrays begin at multiples of so many bytes, as those in the object store do."""
 UNREAD = ("multi_modal_data", "mm_processor_output")
-"""What inputs were computed from already."""
+"""Fields from which the inputs were computed, and which nobody reads afterwards."""
 RAW_PROMPT = "raw_prompt"
-"""Of the extra fields: the trainer has it with the prompt's row, once for all its answers."""
+"""The extra field that the trainer has with the prompt's row, once for all answers."""
 
-# Of tensors that are only read, which `unpack` makes on purpose.
+# `unpack` makes tensors of read-only memory on purpose, because they are only read.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 

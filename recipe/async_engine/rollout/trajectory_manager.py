@@ -46,14 +46,10 @@ from recipe.async_engine.rollout.worker_pool import TracedGroups, WorkerPool
 logger = logging.getLogger(__name__)
 
 HELD = ("run_trajectory", "finish_trajectory", "rescore")
-"""What keeps calls of a worker open."""
+"""Methods of a worker whose calls stay open for long."""
 CALLS_AT_ONCE = 15_000
-"""Such calls of one worker at once; Ray's 1,000 would keep trajectories from their slots."""
+"""The most such calls of one worker at once. Ray's default of 1,000 would keep trajectories waiting."""
 AS_OFTEN_AS_IT_DIES = -1
-
-
-class ValidationFailed(RecipeError):
-    """Every answer of the first validation failed, or a validation was not done in time."""
 
 
 class TrajectoryManager(AgentLoopManager):
@@ -70,13 +66,14 @@ class TrajectoryManager(AgentLoopManager):
             self.worker_class(), AS_OFTEN_AS_IT_DIES, HELD, max_concurrency=CALLS_AT_ONCE
         )
         self._told: dict[str, tuple[Any, ...]] = {}
-        # What is told last is what a worker is left with: the trainer's thread tells, the scheduler's prepares.
+        # Two threads tell the workers: the trainer's, and the scheduler's in `prepare`. The last word has to be the
+        # same for all.
         self._telling = threading.Lock()
         self._deadline: float | None = None
         self.validation_slots = CALLS_AT_ONCE
         self.failed_validations = 0
         self._asked, self._errors, self._ever_answered = 0, list[RecipeError](), False
-        # What rewards of validations have reported.
+        # The names that rewards of validations have reported so far.
         self._reported: dict[Any, None] = {}
         self._columns: tuple[Any, ...] | None = None
 
@@ -105,7 +102,7 @@ class TrajectoryManager(AgentLoopManager):
         """Give the ``generate_sequences`` calls inside the ``with`` block ``timeout_s`` seconds from now.
 
         Raises:
-            ValidationFailed: at the end of the block, if every answer failed and no earlier validation had an answer.
+            RolloutFailed: at the end of the block, if every answer failed and no earlier validation had an answer.
         """
         self._deadline, self._columns = time.monotonic() + timeout_s, None
         self._asked, self._errors = 0, []
@@ -117,7 +114,7 @@ class TrajectoryManager(AgentLoopManager):
             self.failed_validations += 1
             said = f"each of the {self._asked} answers of a validation failed, the last one with: {self._errors[-1]}"
             if not self._ever_answered:
-                raise ValidationFailed(said) from self._errors[-1]
+                raise RolloutFailed(said) from self._errors[-1]
             logger.error("%s", said)
         self._ever_answered |= len(self._errors) < self._asked
 
@@ -126,7 +123,7 @@ class TrajectoryManager(AgentLoopManager):
         """Return the answers to a validation's batch, one row each.
 
         Raises:
-            ValidationFailed: the time of :meth:`validation` is over.
+            RolloutFailed: the time of :meth:`validation` is over.
         """
         settings = self.config.async_training
         samples = self.rollout_config.trace.get("max_samples_per_step_per_worker")
@@ -141,7 +138,7 @@ class TrajectoryManager(AgentLoopManager):
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise ValidationFailed(
+            raise RolloutFailed(
                 "validation was not done within async_training.timeouts.batch_wait; raise it, or validate fewer "
                 "prompts (data.val_max_samples)"
             ) from error
@@ -152,7 +149,7 @@ class TrajectoryManager(AgentLoopManager):
         lengths = self.rollout_config.prompt_length, self.rollout_config.response_length
         batch = joined(self, with_stand_ins(outputs, *lengths))
         spread_reports(batch, self._columns_of(batch), validation=True)
-        # Times of each answer, of which verl's validation shows none.
+        # These are times of each answer, which verl's validation does not report.
         del batch.meta_info["metrics"]
         return batch
 
@@ -183,7 +180,7 @@ UNASKED: dict[type, tuple[str, ...]] = {
     AgentLoopManager: ("generate_sequences", "_performance_metrics"),
     AgentLoopWorker: ("generate_sequences", "_run_agent_loop", "_postprocess"),
 }
-"""What verl does for whole batches, and this package one trajectory at a time."""
+"""Methods that verl calls for whole batches. This package runs one trajectory at a time and never calls them."""
 
 
 def manager_class(name: str | None) -> type[TrajectoryManager]:
@@ -243,7 +240,7 @@ def _check(name: str, users: Any, verls: type) -> None:
 
 
 SCORE = "reward"
-"""The name that verl's validation has the score itself by."""
+"""verl's name for the score itself in a validation."""
 
 
 def joined(worker: Any, outputs: list[Any]) -> DataProto:

@@ -78,7 +78,7 @@ from recipe.async_engine.rollout.users_loop import (
 logger = logging.getLogger(__name__)
 
 REWARD_AT_ONCE_S = 0.03
-# For a trajectory that was cancelled to end; an agent loop may catch the cancellation and go on.
+# A cancelled trajectory has so long to end. Its agent loop may catch the cancellation and go on.
 LAST_MOMENT_S = 10.0
 
 CANCELLED = (
@@ -87,7 +87,9 @@ CANCELLED = (
 )
 
 REWARD_METRIC = "reward"
-"""verl's name for the reward itself in ``algorithm.filter_groups.metric``; others are fields of the reward's result."""
+"""verl's name for the reward itself in ``algorithm.filter_groups.metric``. Other names are fields of the reward's
+result.
+"""
 
 
 class TrajectoryWorker(AgentLoopWorker):
@@ -104,7 +106,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
         self._group_size = self.config.actor_rollout_ref.rollout.get("n")
-        # Of the reward's result, what advantages are computed from beside the reward itself.
+        # The fields of the reward's result from which advantages are computed, beside the reward itself.
         algorithm = self.config.algorithm
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(limits.trajectory)
@@ -115,15 +117,15 @@ class TrajectoryWorker(AgentLoopWorker):
         self._score_parts = False
         self._reference: ScoringClient | None = None
         self._away, self._life = AwayActivity(time.monotonic), uuid4().hex
-        with suppress(RuntimeError):  # made where no event loop runs
+        with suppress(RuntimeError):  # there is no running event loop in some tests
             contain_exits(asyncio.get_running_loop())
         self._default_loop = self.rollout_config.agent.default_agent_loop
-        with suppress(AgentLoopError):  # it is not registered, and rows may name another
-            # Its module's own error, at the start.
+        with suppress(AgentLoopError):  # it is not registered, but rows may name another one
+            # An error of the loop's module is raised here, at the start.
             loop_maker(self._default_loop)
         self._vocabulary = vocabulary_of(self.model_config)
         self._rehearsal = Rehearsal(self._run_made_up)
-        # It may have died with no work, so that nobody has noticed.
+        # A restarted worker may have lost what it was told, without anybody noticing.
         self._is_prepared = not was_restarted()
 
     async def use_servers(self, servers: dict[str, Any], timeout_s: float, score_parts: bool) -> None:
@@ -244,7 +246,7 @@ class TrajectoryWorker(AgentLoopWorker):
         try:
             await self._until_sampled(running, key)
             if running.sampled.done():
-                # A second call costs both ends about as much as the rest of a short trajectory.
+                # A second call costs about as much as the rest of a short trajectory, so wait a moment for the reward.
                 await asyncio.wait({running.task}, timeout=REWARD_AT_ONCE_S)
                 if not running.task.done():
                     return None, None
@@ -427,7 +429,7 @@ class TrajectoryWorker(AgentLoopWorker):
         wants_reference = self._reference is not None and recorder.text_only and not recorder.validates
         reference = asyncio.create_task(self._reference_scores(output)) if wants_reference else None
         try:
-            # The row as one argument, whatever its columns are called; `_compute_score` takes it out again.
+            # The row is one argument, so its columns may have any names. `_compute_score` unpacks it.
             padded = await self._agent_loop_postprocess(
                 output, recorder.validates, raw_prompt=row.get("raw_prompt"), row=row
             )
@@ -484,7 +486,7 @@ class TrajectoryWorker(AgentLoopWorker):
 
     def _check_reward(self, output: AgentLoopOutput, trained: Sequence[str]) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:
-            # The trainer computes it.
+            # The trainer computes the reward.
             return
         report = output.extra_fields.get(REPORTED)
         check_report(report)
@@ -528,7 +530,7 @@ async def _cancel(task: asyncio.Task[Any], key: str) -> None:
     await asyncio.wait({task}, timeout=LAST_MOMENT_S)
     if not task.done():
         logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
-        # Whatever it ends with some day, nobody asks.
+        # Read the result when it ends, because asyncio warns about errors that nobody has read.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 

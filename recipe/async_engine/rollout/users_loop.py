@@ -29,14 +29,14 @@ from recipe.async_engine.rollout.group_run import AgentLoopError
 from recipe.async_engine.rollout.loop_output import NonFinite, RewardError, UnusableAnswer
 
 ROLLOUT_N = "__rollout_n__"
-"""The column by which verl's v1 trainers have another number of answers to a prompt than ``rollout.n``."""
+"""With this column verl's v1 trainers give a prompt another number of answers than ``rollout.n``."""
 PRIORITY = "priority"
 ANY = "**"
 CONTROLS = frozenset({ROLLOUT_N, "__do_sample__"})
-"""Columns that verl itself reads and does not hand on."""
+"""Columns that verl reads itself and does not give to the loop."""
 
 OURS = (AgentLoopError, RewardError, NonFinite, UnusableAnswer)
-"""What says already what is wrong with a trajectory."""
+"""Errors that already say what is wrong with a trajectory."""
 
 
 async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
@@ -91,7 +91,7 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     for name in ARGUMENTS & row.keys():
         raise AgentLoopError(f"the data has a column {name!r}, the name of an argument of every agent loop: rename it")
     takes = _parameters(type(agent_loop).run)
-    # A column that this row's file lacks has the loop's own default, if that has one.
+    # A column that is missing in this row's file gets the loop's own default, if there is one.
     columns = {
         name: value
         for name, value in row.items()
@@ -99,7 +99,7 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     }
     more = {name: value for name, value in v1.items() if ANY in takes or name in takes}
     if type(agent_loop).__module__.startswith("verl.") and not isinstance(columns.get(PRIORITY), int | np.integer):
-        # verl's own loops take it for a request's place in the engine's queue.
+        # verl's own loops use this column as a request's priority in the engine.
         columns.pop(PRIORITY, None)
     return await agent_loop.run(sampling_params, **{**more, **columns})
 
@@ -143,7 +143,7 @@ def explained(kind: type[RecipeError], words: str, error: BaseException) -> Reci
     A note has the traceback of ``error``, which Ray would cut short.
     """
     what = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-    # This package's own errors speak for themselves.
+    # The messages of this package's own errors need no type before them.
     failed = kind(f"{words}{what if isinstance(what, RecipeError) else told(what)}")
     failed.add_note(traced(error))
     return failed
@@ -161,6 +161,6 @@ def loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
     settings = _agent_loop_registry[agent_name]
     own = {name: value for name, value in settings.items() if name != "_target_"}
     if any(name.startswith("_") or not isinstance(value, str | int | float | None) for name, value in own.items()):
-        # Arguments of its own that Hydra builds.
+        # The loop has arguments that Hydra has to build.
         return partial(hydra.utils.instantiate, settings)
     return partial(hydra.utils.get_object(settings["_target_"]), **own)

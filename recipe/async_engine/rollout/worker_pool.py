@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 STARTUP_S = 600.0
 LARGE = 64 << 10
-"""Ray copies larger arguments into the object store too, once for each call."""
+"""Ray also copies larger arguments into the object store, but once for each call."""
 VALIDATION = "validation-"
-"""What the keys of a validation's attempts begin with; a worker has those of training beside them."""
+"""The prefix of the keys of a validation's attempts, which a worker runs beside those of training."""
 ALONE = ", again, by itself (look for what in its agent loop or tools ends, blocks or fills the process)"
 LOOK_S = 0.05
 NONE_LEFT = "every agent-loop worker has died; the first one's error is in the log above"
@@ -186,7 +186,8 @@ class WorkerPool(WorkerSet):
                     scored = await _said(said, payload)
                 run.scored, run.payload = scored, payload
         except RayTaskError as error:
-            # First of all: Ray's error is also an instance of its cause's class, which may be any of those below.
+            # This has to come first: Ray's error is also an instance of its cause's class, which may be any of those
+            # below.
             raise _failure(run, error.cause) from error
         except WorkerDied as error:
             often = ALONE if run.is_suspect else ""
@@ -301,7 +302,7 @@ class WorkerPool(WorkerSet):
             their workers, so that their payloads are on their way; and the account of all workers together.
         """
         submitted = {key: run.worker_id for key, run in self.under_way.items() if run.submitted}
-        # Half of the time is for the workers' own questions to their servers.
+        # The workers need half of the time to ask their servers.
         told = await self._ask("export", timeout_s, timeout_s / 2)
         records: dict[str, TrajectoryRecord | None] = {}
         for worker_id, (part, account) in told.items():
@@ -333,12 +334,12 @@ class WorkerPool(WorkerSet):
         }
 
     def _note(self, worker_id: str, account: TokenAccount) -> None:
-        # One that has died since is counted already.
+        # The account of a worker that has died since is counted already.
         if worker_id not in self.actors:
             return
         before = self._accounts.get(worker_id, TokenAccount())
         if account.cut < before.cut:
-            # Of another process: that one died with no work, so that nobody has noticed yet.
+            # The account comes from a restarted process. The one before died without work, so nobody has noticed yet.
             self._lost_with_workers += before.held_as_lost()
         self._accounts[worker_id] = account
 

@@ -38,14 +38,14 @@ from recipe.async_engine.weights.arena import in_one_piece, settle
 from recipe.async_engine.weights.checksum import SummedSender
 from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 
-# The losses that verl finds by their names in this process.
+# verl finds these losses by their names because they are imported in this process.
 LOSSES = (losses.BYPASS, losses.LOGLINEAR)
 
 
 PUBLISHED, TRAINED = "published", "trained"
 
 BESIDE_TRAINING = "weights"
-"""The actor's concurrency group for the methods that `BESIDE_METHODS` names."""
+"""The actor's concurrency group for the methods in `BESIDE_METHODS`."""
 BESIDE_METHODS = ("execute_checkpoint_engine", "send_snapshot")
 
 
@@ -145,14 +145,14 @@ class ActorWorker(DetachActorWorker):
             use_remove_padding=model.get("use_remove_padding", False),
             use_fused_kernels=self.actor.engine_config.use_fused_kernels,
         )
-        # It drops the gradients when it ends.
+        # The context drops the gradients when it ends.
         with engine.train_mode():
             engine.forward_backward_batch(data, negative_likelihood)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model_to_cpu(self, n: str) -> None:
         """Keep a copy of this rank's shard of the weights under the name ``n``."""
-        # What verl offloads is on its way to host memory still (utils/fsdp_utils.py:203), where it is read now.
+        # verl may still be copying offloaded weights to host memory (utils/fsdp_utils.py:203), where they are read now.
         settle()
         if self.config.actor.strategy not in SHARDED:
             super().save_model_to_cpu(n)
@@ -226,16 +226,16 @@ class CriticWorker(TrainingWorker):
 
 def load_weights(engine: Any, folder: str) -> None:
     """Have verl's checkpoint manager load only the model."""
-    # verl spells Megatron's so (workers/engine/megatron/transformer_impl.py:627).
+    # verl misspells the name for Megatron (workers/engine/megatron/transformer_impl.py:627).
     manager = getattr(engine, "checkpoint_manager", None) or engine.checkpoint_mananager
     contents, manager.checkpoint_load_contents = manager.checkpoint_load_contents, ["model"]
     try:
         engine.load_checkpoint(folder, del_local_after_load=False)
     finally:
         manager.checkpoint_load_contents = contents
-    # Megatron's optimizers train copies of their own, which verl leaves as they were.
+    # Megatron's optimizers train copies of the weights, which verl does not update here.
     if (renew := getattr(engine.optimizer, "reload_model_params", None)) is not None:
-        with engine.train_mode():  # where both are on the device
+        with engine.train_mode():  # in this context both are on the device
             renew()
 
 

@@ -18,20 +18,18 @@ from verl import DataProto
 
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.alarms import Alarms
-from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import LedgerCounts
+from recipe.async_engine.trainer.stages import TrainingFailed
 
 logger = logging.getLogger(__name__)
 
 EMPTY_SHARE, SHORT = 0.5, 16
-"""An answer of more tokens is not empty, whatever they are."""
+"""An answer with more than `SHORT` tokens never counts as empty. The alarm is about batches with this share of empty
+answers.
+"""
 WINDOW_BATCHES = 4
 WITHOUT_SCORE = "val-aux/num_failed"
-"""How many answers of a validation have no score; its means are without their prompts."""
-
-
-class NothingTrained(RecipeError):
-    """The data ended before the first batch."""
+"""The number of a validation's answers without a score, whose prompts are left out of the means."""
 
 
 def new_alarms(plan: RunPlan, counts: Mapping[str, int] | None = None) -> Alarms:
@@ -63,7 +61,7 @@ def note_answers(batch: DataProto, special: Collection[int], alarms: Alarms) -> 
         alarms: the alarms of the run.
     """
     sampled = batch.batch["response_mask"].bool()
-    # A batch may have millions of tokens, most of them of answers that are not looked at.
+    # A batch may have millions of tokens, so only short answers are checked.
     short = sampled.sum(dim=1) <= SHORT
     text = ~torch.isin(batch.batch["responses"][short], torch.tensor(sorted(special), dtype=torch.long))
     empty = int((~(text & sampled[short]).any(dim=1)).sum())
@@ -89,9 +87,9 @@ def note_validation(metrics: Mapping[str, Any], alarms: Alarms) -> None:
     alarms.note("failed_validation", metrics.get(WITHOUT_SCORE, 0) > 0)
 
 
-def nothing_trained(plan: RunPlan, counts: LedgerCounts) -> NothingTrained:
+def nothing_trained(plan: RunPlan, counts: LedgerCounts) -> TrainingFailed:
     """Return the error for a run whose data ended without a step."""
-    return NothingTrained(
+    return TrainingFailed(
         f"no batch of {plan.batch_groups} prompt groups could be formed, so nothing was trained: of {counts.issued} "
         f"groups that were issued {counts.failed} failed and {counts.filtered} were filtered. Look at their errors "
         "above, at the number of prompts, and at algorithm.filter_groups"

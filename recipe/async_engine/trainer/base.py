@@ -88,7 +88,7 @@ class AsyncPPOTrainer(SavedRun):
         workers = self.actor_worker, self.actor_role, self.timeline.phase, self._updated
         self.stages = VerlTrainer(config, tokenizer, processor, data, *workers)
         self.timeouts = self.plan.settings.async_training.timeouts
-        # Only the prompt feed's thread takes from it; a checkpoint is restored before that thread starts.
+        # Only the prompt feed's thread takes prompts, and a checkpoint is restored before that thread starts.
         used = epoch_prompts(len(data[0]), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.stages.prompts, config.trainer.total_epochs, used)
         self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
@@ -103,8 +103,7 @@ class AsyncPPOTrainer(SavedRun):
         self.profiling = ProfileStage(
             config.global_profiler,
             self._asked,
-            lambda do: self.stages.profile(start=True),
-            lambda do, run_command: self.stages.profile(start=False, run_hook=run_command),
+            self.stages.profile,
             self.timeouts.weight_sync,
         )
         self.step_metrics = StepMetrics(config, self.plan)
@@ -182,7 +181,7 @@ class AsyncPPOTrainer(SavedRun):
             return
         self.timeline.restart()
         self.scheduler.start()
-        # Generation of the first batch goes on during the first validation.
+        # The first batch is generated during the first validation.
         first = self._validate_now() if self.config.trainer.get("val_before_train", True) else {}
         first |= rehearsed
         if first:
@@ -324,7 +323,7 @@ class AsyncPPOTrainer(SavedRun):
             self._validated_at = self.global_steps
             self.publishing.finish(self.metrics)
             if self.is_within_version:
-                # The run ends within a version: its last weights are validated, but are no version of the ledger.
+                # The run ends within a version. Its last weights are validated, but are no version of the ledger.
                 self.metrics.update(self.publisher.publish(version))
             self.metrics.update(self._validate_now())
 

@@ -75,7 +75,8 @@ def balanced(
 
 def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
     """Return the version of each token, int64 (rows, length), with `NOT_SAMPLED` after the runs of a row."""
-    # Of torch: NumPy asks the system for huge pages, and takes several times as long where memory is in pieces.
+    # torch allocates the column, because NumPy asks for huge pages, which takes several times as long in fragmented
+    # memory.
     column = torch.empty((len(rows), length), dtype=torch.int64)
     for row, runs in zip(column.numpy(), rows, strict=True):
         begin = 0
@@ -110,7 +111,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     ages = version - sampled_by
     if (ages < 0).any():
         raise VersionRecordError(f"tokens of version {sampled_by.max()} cannot be trained at version {version}")
-    # Of each trajectory: the age of its oldest token, and of its newest; 0 where nothing was sampled.
+    # The age of each trajectory's oldest token, and of its newest one; 0 if nothing was sampled.
     oldest = np.zeros(len(batch), np.int64)
     np.maximum.at(oldest, row, ages)
     newest = oldest.copy()

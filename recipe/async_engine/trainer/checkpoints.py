@@ -47,17 +47,17 @@ logger = logging.getLogger(__name__)
 MARKER = "committed.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 DIGITS = 18
-"""Of a step, at most."""
+"""The most digits of a step."""
 FOLDER = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 ASIDE = ".aside"
 BEGUN = "begun"
-"""The first file of a folder that this trainer writes, gone once its rollout side is there."""
+"""The first file that this trainer writes into a folder. It is removed once the rollout side is there."""
 BEGUN_BY = (BEGUN, BEGUN + durable.PARTIAL, ROLLOUT_STATE, ROLLOUT_STATE + durable.PARTIAL)
-"""One of these is in each folder that this trainer has begun."""
+"""Each folder that this trainer has begun has one of these files."""
 SMALL = 1 << 20
-"""Files of at most so many bytes are named in the marker with their digests."""
+"""The marker has the digests of files with at most so many bytes."""
 FULL = 1 << 20
-"""A disk with fewer free bytes is why a checkpoint could not be saved."""
+"""If the disk has fewer free bytes than this, it is taken as the cause of a failed save."""
 ENDING_S = 60.0
 """How long the trainer of an earlier start may take to end after its main was killed."""
 
@@ -227,7 +227,7 @@ def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterato
                 durable.remove_tree(folder)
             with suppress(OSError):
                 track(root, before)
-        if full:  # torch says no more than that a file has a wrong size
+        if full:  # torch only says that a file has a wrong size
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise
 
@@ -254,7 +254,7 @@ class RunState:
         limit = config.trainer.get("max_actor_ckpt_to_keep")
         self._kept = 1 if config.trainer.get("remove_previous_ckpt_in_save") else limit
         with open_dict(config):
-            # A checkpoint is kept or removed as a whole; verl would remove one before the next is committed.
+            # A checkpoint is kept or removed as a whole. verl would remove one before the next is committed.
             config.trainer.update({"max_actor_ckpt_to_keep": None, "max_critic_ckpt_to_keep": None})
             config.trainer.remove_previous_ckpt_in_save = False
         self._root = config.trainer.default_local_dir
@@ -263,10 +263,11 @@ class RunState:
         self._owner: Owner | None = None
         self._found: dict[str, Any] | None = None
         self._history_from: int | None = -1
-        """Checkpoints in the folder past this step are of another history; None once they were set aside."""
+        """Checkpoints after this step belong to another history. None after they were renamed."""
         self.resumed: dict[str, Any] = {"step": 0, "groups_kept": 0, "changed": []}
-        """Of a resumed run: the checkpoint's step, how many of its groups were complete and not yet trained, and which
-        settings have changed."""
+        """The step of the checkpoint that the run resumed from, its complete groups that were not trained yet, and the
+        settings that have changed since.
+        """
 
     def save(self, step: int, snapshot: dict[str, Any], save_verl: Callable[[], None]) -> Callable[[], None]:
         """Have ``save_verl`` write its part, and return a function that writes ``snapshot`` and commits both.
@@ -329,7 +330,7 @@ class RunState:
                 "trainer.resume_mode=auto to resume from the newest complete one."
             )
         if tracked(self._root) is None:
-            # verl reads it in any case, and one that was cut off ends that.
+            # verl reads the tracker in any case, and fails if it was cut off.
             track(self._root, None)
         return folder
 
@@ -365,7 +366,7 @@ class RunState:
             raise
         except BadFile as error:
             return str(error)
-        except Exception as error:  # unpickling raises anything
+        except Exception as error:  # unpickling may raise anything
             return f"its {ROLLOUT_STATE} cannot be read ({type(error).__name__}: {error})"
         ledger = found["ledger"]
         try:

@@ -30,7 +30,7 @@ from recipe.async_engine.rollout.prompts import IndexedDataset
 logger = logging.getLogger(__name__)
 
 FIRST = 8
-"""So many rows of each data set are looked at."""
+"""The number of rows of each data set that are checked."""
 
 
 def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
@@ -104,7 +104,7 @@ class _Maker:
         rows = self._made(self._config.data)
         try:
             size = len(rows)
-        except Exception as error:  # as above
+        except Exception as error:  # a user's class may raise anything
             raise self._refused("a data set that tells its length", f"len() of it raises {told(error)}.") from error
         if size < needed:
             raise self._too_few(size, needed)
@@ -159,7 +159,7 @@ class _Maker:
             rows = self._made(data)
             first = [rows[index] for index in range(min(FIRST, len(rows)))]
             fault = self._cannot_prompt([row["raw_prompt"] for row in first if FAILURE not in row])
-        except Exception:  # its own filter has its own reasons
+        except Exception:  # this text is only an explanation, so a failure costs nothing else
             return ""
         return "" if fault is None else f"Of all {len(rows)}: {fault.problems[0].advice}"
 

@@ -52,7 +52,7 @@ class PrometheusExporter:
             return
         try:
             self._tell({key: float(value) for key, value in figures.items() if isinstance(value, Real)})
-        except Exception:  # a run does not end for what is told of it
+        except Exception:  # an error of the exporter must not end the run
             self._has_failed = True
             logger.exception("Prometheus is told nothing more")
 

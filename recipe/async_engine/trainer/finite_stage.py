@@ -20,18 +20,14 @@ import numpy as np
 import torch
 from verl import DataProto
 
-from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.rollout.loop_output import is_number
+from recipe.async_engine.trainer.stages import TrainingFailed
 
 logger = logging.getLogger(__name__)
 
 COMPUTED = ("old_log_probs", "ref_log_prob", "values")
 DERIVED = ("advantages", "returns", "rollout_is_weights")
 LEFT_OUT = "fully_async/non_finite/answers_left_out"
-
-
-class NothingFinite(RecipeError):
-    """Every answer of a batch has a number that is NaN or infinite."""
 
 
 def leave_out(batch: DataProto, names: Sequence[str]) -> int:
@@ -42,7 +38,7 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
         names: the columns (rows, R) to check, if the batch has them.
 
     Raises:
-        NothingFinite: no answer is left.
+        TrainingFailed: no answer is left.
     """
     mask = batch.batch["response_mask"].bool()
     columns = {name: batch.batch[name] for name in names if name in batch.batch}
@@ -54,7 +50,7 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
         return 0
     named = ", ".join(name for name, found in at_fault.items() if found.any())
     if not (mask.any(dim=1) & ~rows).any():
-        raise NothingFinite(
+        raise TrainingFailed(
             f"each answer of the batch has NaN or an infinity in its {named}: the weights may have them since an "
             "update; resume from an earlier checkpoint with a lower learning rate"
         )
@@ -77,7 +73,7 @@ def with_scores(
         infos: what the reward reports, by name. verl can take means of the returned values.
         turns: for each batch the numbers of turns of its answers.
     """
-    # verl's main score is one of these.
+    # verl takes one of these as its main score.
     scored = [infos[name] for name in ("reward", "acc") if name in infos]
     none = [not all(value is None or is_number(value) for value in row) for row in zip(*scored, strict=True)]
     without = {uid for uid, is_none in zip(uids, none, strict=True) if is_none}

@@ -39,7 +39,7 @@ def made_with(config: Any, plan: RunPlan, dataset: Any, tokenizer: Any) -> dict[
         "async_training.placement": training.placement,
         "async_training.max_staleness": plan.max_staleness,
         "actor_rollout_ref.actor.strategy": strategy,
-        # Megatron's distributed checkpoints can be loaded by another number of ranks.
+        # Another number of ranks can load Megatron's distributed checkpoints.
         "trainer.nnodes * trainer.n_gpus_per_node": plan.trainer_ranks if "fsdp" in strategy else None,
         "data.train_files": files_fingerprint(getattr(dataset, "data_files", None) or _listed(data.train_files)),
         "rows of data.train_files": len(dataset),
@@ -66,7 +66,7 @@ SIZES = (
     "n_routed_experts",
     "moe_intermediate_size",
 )
-"""Of a model's config.json: what its tensors' shapes follow from."""
+"""The keys of a model's config.json that decide the shapes of its tensors."""
 
 
 def _of_models(config: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Probe:
         self.prompt_tokens = min(PROMPT_TOKENS, int(rollout.prompt_length))
         self.answer_tokens = min(ANSWER_TOKENS, int(rollout.response_length))
         room = int(rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length)
-        # Longer than any answer of training may be, so that it is under way when it is to be cut.
+        # Longer than any answer of training, so that it is still under way when the swap comes.
         self._long = max(1, min(LONG_ANSWER_TOKENS, room - self.prompt_tokens))
 
     def tokens(self, seed: int, count: int) -> list[int]:

@@ -26,27 +26,25 @@ logger = logging.getLogger(__name__)
 
 
 class ProfileStage:
-    """See the module's contract; the trainer's thread calls it.
+    """Profiles as the module's contract says. The trainer's thread calls it.
 
     Args:
         profiler: the section ``global_profiler``.
-        replicas: those of now.
-        start: starts the training workers' profilers if it is given true (`RayPPOTrainer._start_profiling`).
-        stop: stops them likewise, and runs the finish hook if ``run_command`` (`RayPPOTrainer._stop_profiling`).
-        timeout_s: for replicas to answer.
+        replicas: returns the present replicas.
+        profile: starts or stops the training workers' profilers (`Stages.profile`).
+        timeout_s: the deadline of the replicas.
     """
 
     def __init__(
         self,
         profiler: Any,
         replicas: Callable[[], Iterable[RolloutReplica]],
-        start: Callable[[bool], None],
-        stop: Callable[..., None],
+        profile: Callable[..., None],
         timeout_s: float,
     ) -> None:
         self._steps = frozenset(profiler.steps or ())
         self._in_a_row = bool(profiler.profile_continuous_steps)
-        self._replicas, self._start, self._stop, self._timeout_s = replicas, start, stop, timeout_s
+        self._replicas, self._profile, self._timeout_s = replicas, profile, timeout_s
         self._engines = self._workers = False
 
     def begin(self, step: int) -> None:
@@ -59,7 +57,7 @@ class ProfileStage:
         """Begin to profile the training workers, because the step's training begins."""
         if step in self._steps and not self._workers:
             self._workers = True
-            self._start(True)
+            self._profile(start=True)
 
     def end(self, step: int, is_last: bool) -> None:
         """End the profile, because the step's training is over or there is no batch for it."""
@@ -67,7 +65,7 @@ class ProfileStage:
             return
         if self._workers:
             self._workers = False
-            self._stop(True, run_command=is_last or step == max(self._steps))
+            self._profile(start=False, run_hook=is_last or step == max(self._steps))
         if self._engines:
             self._engines = False
             self._ask("stop_profile")

@@ -63,7 +63,8 @@ class PublishStage:
         self._way = self._new_way(fail)
 
     def _new_way(self, fail: Callable[[BaseException], None]) -> Beside[dict[str, float]]:
-        # A sync asks who is there, transfers at most three times, pauses, swaps and resumes, each within its deadline.
+        # A sync asks which replicas are alive, transfers at most three times, pauses, swaps and resumes, each within
+        # its deadline.
         timeouts, parts = self._plan.settings.async_training.timeouts, 4 + ATTEMPTS
         setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
         seconds = parts * timeouts.weight_sync
@@ -142,7 +143,7 @@ class PublishStage:
                 self._scheduler.pause_until_drained(training.timeouts.drain, fill=training.whole_batches)
         with self._timeline.during("swap", version):
             self._publisher.swap(staged)
-        # No replica generates: what starts from here on is the new version's.
+        # No replica generates now, so whatever starts from here on belongs to the new version.
         self._scheduler.version_announced()
         with self._timeline.during("resume", version):
             metrics = self._publisher.resume(staged)

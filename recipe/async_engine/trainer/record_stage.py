@@ -101,7 +101,7 @@ class RecordStage:
             if scheduler is not None:
                 within = BOOKS_OF_A_FAILED_RUN_S if failed else BOOKS_S
                 tokens = scheduler.close_books(self._recording.engine_tokens, within)
-        except Exception as error:  # of whatever part does not answer
+        except Exception as error:  # any part may fail to answer
             logger.error("nobody can say what became of the tokens: %s", error)
             tokens = None
         try:

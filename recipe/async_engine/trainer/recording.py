@@ -52,7 +52,7 @@ from recipe.async_engine.record.events import (
 logger = logging.getLogger(__name__)
 
 ASK_S, LONGEST_ASK_S = 1.0, 30.0
-# One question for each 2,000th part of the run so far.
+# In a long run, the interval between questions is a 2,000th part of its time so far.
 ASKED_IN_ALL = 2_000
 ANSWER_S, AGENTS_ANSWER_S = 2.0, 0.3
 WRITE_S, MANY = 5.0, 5_000
@@ -194,7 +194,7 @@ class Recording:
             if locked:
                 self._lock.release()
 
-    # The thread's work.
+    # Run by the recording's thread.
 
     def _record(self) -> None:
         while not self._over.wait(min(LONGEST_ASK_S, max(ASK_S, self._now / ASKED_IN_ALL))):
@@ -241,7 +241,7 @@ class Recording:
             asked[device.asked[1]] = device
         began, waiting = self._clock(), list(asked)
         while waiting:
-            # An agent loop may keep its worker from answering; nothing else waits for that.
+            # An agent loop may keep its worker from answering, so agent-loop workers alone are not waited for as long.
             limit = ANSWER_S if any(asked[reference].is_counted for reference in waiting) else AGENTS_ANSWER_S
             if (left := began + limit - self._clock()) <= 0:
                 break
@@ -273,7 +273,7 @@ class Recording:
         known = until = device.known_until
         for span in answer.spans:
             start, end = (device.clock.here(time) - self._began for time in (span.start, span.end))
-            # Nothing is told twice of a time; what a lost one left is told already.
+            # No time is recorded twice. The time of a lost device is recorded already.
             if end > known:
                 self._told.append(Event(device.name, span.what, max(start, known), end, span.share, tokens=span.tokens))
                 until = max(until, end)
@@ -288,7 +288,7 @@ class Recording:
         if not device.is_counted:
             device.known_until = max(device.known_until, start)
         elif device.life:
-            # The same place: it is the lost one's account that goes on.
+            # The device was restarted in the same place, so its account continues.
             if not device.down:
                 self._dies(device)
             self._fill(device, Class.DOWN, start)

@@ -41,10 +41,10 @@ from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
 logger = logging.getLogger(__name__)
 
 TOKENS_AT_ONCE = 1024
-"""Of a micro-batch: few, since nothing is known of the room for logits."""
+"""Tokens in a micro-batch. They are few, because the memory that is left for logits is not known."""
 
 Pairs = dict[str, list[tuple[float, float]]]
-"""By replica, two log-probs of each token."""
+"""Two log-probs of each token, by replica."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Rehearsal:
             trainer.stages.old_log_probs,
             trainer.published.in_use if trainer.is_within_version else nullcontext,
             timeout_s,
-            # verl's agent loops lay out positions in images so (experimental/agent_loop/agent_loop.py:964).
+            # verl's agent loops use this layout for positions in images (experimental/agent_loop/agent_loop.py:964).
             position_rows=4 if hasattr(trainer.processor, "get_rope_index") else 1,
         )
 
@@ -127,15 +127,15 @@ class Rehearsal:
             yield check
         except (NoReplicaLeft, PublishFailed):
             raise
-        except Exception as error:  # whatever it is, the run would meet it later
-            if self.result.has_failed:  # in a check within this one
+        except Exception as error:  # any error here would also happen later in the run
+            if self.result.has_failed:  # a check inside this one has failed
                 raise
             self.result.checks.append(Check(name, FAILED, str(error), time.monotonic() - began))
             raise RehearsalFailed(f"{name}: {error}") from error
         check.seconds = time.monotonic() - began
         self.result.checks.append(check)
 
-    # The way of the weights; `recipe.partial_rollout.rehearsal` has another one.
+    # Sending the weights, which `recipe.partial_rollout.rehearsal` does in another way.
 
     def send_again(self, before: list[Answer]) -> None:
         """Send the version once more as the run would, or in another way if that fails, and compare log-probs."""
@@ -256,10 +256,11 @@ class Rehearsal:
 
     @property
     def _longest_s(self) -> float:
-        # A transfer asks who is there, connects in two steps and sends, each in the deadline and a moment.
+        # A transfer asks which replicas are alive, connects in two steps and sends, each within the deadline, and has a
+        # minute more.
         return 5 * self.publisher.known.timeout_s + 60
 
-    # Work of the trainer's ranks.
+    # The work of the trainer's ranks.
 
     def work(self, until: Callable[[], bool] = lambda: True) -> int:
         """Do forward and backward passes on every trainer rank, at least one; returns how many."""
@@ -270,7 +271,7 @@ class Rehearsal:
         passes = 0
         while passes == 0 or not until():
             try:
-                # A transfer that stands in its way is broken off at a deadline of its own, before this one.
+                # A transfer that blocks the pass fails at its own deadline, before this one.
                 ray.get(self.workers.pass_without_update(data), timeout=self._longest_s)
             except GetTimeoutError:
                 raise RehearsalFailed(
@@ -299,7 +300,7 @@ class Rehearsal:
         meta = {
             "temperature": self.rollout.temperature,
             "global_token_num": [length] * rows,
-            # By tokens, so that any number of rows divides.
+            # Micro-batches are made by tokens, so any number of rows can be divided.
             "use_dynamic_bsz": True,
             "max_token_len_per_gpu": TOKENS_AT_ONCE,
         }
@@ -312,7 +313,7 @@ class Rehearsal:
             self.result.checks.append(Check(name, LEFT_OUT, "the trainer replays what the engine's router chose"))
             return
         with self.checking(name) as check:
-            # As many rows for one rank as for another.
+            # Every rank needs the same number of rows.
             rows = answers + answers[:1] * (-len(answers) % self.ranks)
             batch = self._batch([row.prompt for row in rows], [row.tokens for row in rows])
             with self.published():

@@ -47,7 +47,7 @@ LiveRow = Annotated[
     tuple[Number, Number, Number, str, Number, Literal["running", "ready"], Number, Number | None],
     BeforeValidator(lambda row: tuple(row) if isinstance(row, list) else row),
 ]
-"""As `Group.to_row` gives it."""
+"""A row as `Group.to_row` returns it."""
 
 
 class LedgerState(TypedDict):
@@ -175,8 +175,8 @@ def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
     saved = {**snapshot, "format": STATE_FORMAT, "groups": groups, "ledger": {**snapshot["ledger"], "live": live}}
     path = Path(folder) / ROLLOUT_STATE
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The protocol is that of what is no tensor; torch's own writes bytes as text. A prompt may have objects of classes
-    # that the user's file defines, which Ray's pickle takes along.
+    # The protocol is for everything except tensors, because torch's default writes bytes as text. Ray's pickle also
+    # writes objects of classes that the user's file defines, which a prompt may have.
     keeping = {"pickle_module": cloudpickle, "pickle_protocol": pickle.HIGHEST_PROTOCOL}
     durable.write(path, lambda file: torch.save(saved, file, **keeping))
 
@@ -193,7 +193,7 @@ def _unless_lost(payload: ray.ObjectRef, deadline: float) -> Any:
         fetched = ray.get(payload, timeout=max(0.0, deadline - time.monotonic()))
     except ObjectLostError:
         return None
-    # A tensor's memory goes to the file as it is, an array's is copied first.
+    # A tensor's memory is written as it is, while an array would be copied first.
     return torch.from_numpy(fetched) if isinstance(fetched, np.ndarray) else fetched
 
 

@@ -125,7 +125,7 @@ class SaveStage:
         """Complete the present checkpoint, if possible, because the run fails."""
         try:
             self.finish()
-        except Exception:  # the run's own error is the one to report
+        except Exception:  # the run's own error is reported instead
             logger.exception("the last checkpoint is not complete")
 
 
@@ -184,7 +184,7 @@ class SavedRun(TrainingStep):
     def save_once(self) -> None:
         """Save the run, unless it was saved at this step before."""
         if self.saving.step != self.global_steps:
-            # A run that resumes begins with a version that generates.
+            # A resumed run has to begin with an announced version.
             self.publishing.finish(self.metrics)
             self.saving.finish()
             with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):

@@ -12,7 +12,12 @@ from typing import Any, Protocol
 
 from verl import DataProto
 
+from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.engines.reservation import Reservations
+
+
+class TrainingFailed(RecipeError):
+    """A run cannot start or continue to train. The message says why, and what to change."""
 
 
 class Stages(Protocol):

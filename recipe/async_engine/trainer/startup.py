@@ -30,7 +30,6 @@ from recipe.async_engine.config.placement import wanted
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.config.sections import Timeouts
 from recipe.async_engine.config.verdicts import PLACEHOLDER
-from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import OnNonFinite
 from recipe.async_engine.core.plain import postponed
 from recipe.async_engine.core.scoring import Anchor
@@ -43,13 +42,9 @@ from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager, manager_class
 from recipe.async_engine.rollout.trajectory_worker import filter_metric
 from recipe.async_engine.trainer.actor_worker import ActorWorker, PublishedWeights
-from recipe.async_engine.trainer.stages import Stages
+from recipe.async_engine.trainer.stages import Stages, TrainingFailed
 from recipe.async_engine.weights.publisher import Handles, WeightPublisher
 from recipe.async_engine.weights.snapshot import widest
-
-
-class StartFailed(RecipeError):
-    """A process could not be made, or not all are up in time. The message names the process."""
 
 
 @dataclass(frozen=True)
@@ -97,19 +92,19 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
     """Run each of ``parts`` on a thread, and return their results by name.
 
     Raises:
-        StartFailed: a part is not done in time, or the first one to fail could not make a process.
+        TrainingFailed: a part is not done in time, or the first one to fail could not make a process.
         Exception: another error of the first part that failed.
     """
     pool = ThreadPoolExecutor(max_workers=len(parts), thread_name_prefix="startup")
     began = time.monotonic()
     futures = {name: pool.submit(part) for name, part in parts.items()}
     done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
-    # Threads that still wait for a process are left to it: the job ends, and its processes with it.
+    # Threads that still wait for a process are abandoned. The job ends, and its processes with it.
     pool.shutdown(wait=False, cancel_futures=True)
     results = {name: _result(name, future) for name, future in futures.items() if future in done}
     if pending:
         late = [name for name, future in futures.items() if future in pending]
-        raise StartFailed(
+        raise TrainingFailed(
             f"{', '.join(late)} not up after {time.monotonic() - began:.0f} s; raise async_training.timeouts.startup "
             "if the model is large, and check that the cluster has the accelerators that trainer.n_gpus_per_node and "
             "rollout.n_gpus_per_node ask for"
@@ -124,10 +119,10 @@ def _result(name: str, part: Future[Any]) -> Any:
         raise
     except RayActorError as error:
         said = re.sub(r"\x1b\[\d*m", "", str(error))
-        # Of a chain of exceptions the first one is the cause.
+        # The first exception of a chain is the cause.
         cause = re.search(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|NotMade|Interrupt)\b.*$", said, re.MULTILINE)
         words = f"{cause[0]}{postponed(said)}\n" if cause else ""
-        raise StartFailed(f"{name} could not be made: {words}{said}") from error
+        raise TrainingFailed(f"{name} could not be made: {words}{said}") from error
 
 
 def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerSettings:
@@ -158,15 +153,15 @@ class Startup:
     stages: Stages
     actor_worker: type[ActorWorker] = ActorWorker
     actor_role = "actor"
-    """What a training worker does, in verl's words."""
+    """verl's name for what a training worker does."""
     references: Sequence[ModelEngineReplica] = ()
-    """Servers of the reference policy."""
+    """The servers of the reference policy."""
     publisher_class: type[WeightPublisher] = WeightPublisher
     server_class: type[ModelEngineReplica] = ModelEngineReplica
-    """Of each log-prob server."""
+    """The class of each log-prob server."""
     reservations: Reservations
     is_up = False
-    """Whether there are ``publisher`` and ``published``."""
+    """Whether ``publisher`` and ``published`` exist."""
     publisher: WeightPublisher
     published: PublishedWeights
 
@@ -189,7 +184,7 @@ class Startup:
         if servers.enabled:
             self._use_servers(started["the log-prob servers"], servers)
         if servers.reference_replicas:
-            # They get no weights.
+            # These servers get no weights.
             self.references = started["the servers of the reference policy"]
             handles = {replica.server_address: replica.server_handle for replica in self.references}
             agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
@@ -210,7 +205,8 @@ class Startup:
         """Reserve the accelerators of every part; raise NothingFree if they are not free in time."""
         self.reservations = Reservations()
         parts = wanted(OmegaConf.to_container(self.config, resolve=True), self.plan.settings)
-        # The watch, whose deadline for the start is this setting, knows less of what is missing.
+        # This has to fail before the watch does, whose deadline for the start is the same setting and whose message
+        # says less.
         self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
 
     def _start_rollout(self) -> RolloutSide:
@@ -244,7 +240,7 @@ class Startup:
         if self.plan.settings.servers.enabled:
             engine = self.config.model_engine_server.engine
             mixed = engine.get("mixed_precision")
-            # FSDP2 goes by this one, and by bfloat16 where it is null.
+            # FSDP2 computes in this dtype, or in bfloat16 if it is null.
             fsdp = mixed.get("param_dtype", "bf16") if mixed else "bf16"
             dtypes.append(engine.dtype if self.plan.settings.servers.backend == "megatron" else fsdp)
         return dtypes

@@ -68,7 +68,7 @@ class TrainingStep(Startup):
         self.record.ages(batch, self.ledger.version)
         self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
         self.metrics.update(self.step_metrics.of_batch(batch, groups, self.async_rollout_manager, self.timing_raw))
-        # From here on they are a column.
+        # From here on the versions are a column.
         del batch.non_tensor_batch[VERSION_RUNS]
         batch = self.train_on(batch)
         self.running.batch_trained()
@@ -80,7 +80,7 @@ class TrainingStep(Startup):
         stages, version = self.stages, self.ledger.version
         self.metrics.update(note_answers(batch, self.tokenizer.all_special_ids, self.alarms))
         batch = stages.rewards(batch)
-        # The trainer waits for its servers, where they have the log-probs.
+        # If log-prob servers are the source, the trainer waits for them in this phase.
         with self.timeline.phase(ANSWER_SCORES) if self.plan.proximal is Proximal.SERVER else nullcontext():
             self.log_probs.fill(batch, version, self.metrics, self.timing_raw)
         if stages.uses_reference and self.plan.settings.servers.reference_replicas:
@@ -109,7 +109,7 @@ class TrainingStep(Startup):
 
     def by_published_weights(self, batch: DataProto) -> tuple[DataProto, float]:
         """Compute old log-probs of a batch by the weights that were published last."""
-        # The batch under way has been taken already.
+        # The present batch is taken already, so this holds in the first batch of a version.
         if self.ledger.batches_left == self.plan.batches_per_version - 1:
             return self.stages.old_log_probs(batch)
         with self.published.in_use():

@@ -63,7 +63,7 @@ class StepMetrics:
         self._stale += metrics[STALE]
         return {
             STALE: self._stale,
-            # verl divides by the trainer's accelerators alone.
+            # verl divides only by the trainer's accelerators.
             "perf/throughput": metrics["perf/throughput"] * self._trainers_share,
             "fully_async/total_wait_time": timing["gen"],
             "fully_async/trainer/idle_ratio": timing["gen"] / timing["step"],

@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 Call = Callable[[Tracking], Any]
 
 BACKLOG = 4096
-"""Rows that a tracker may be behind; a longer one hangs."""
+"""Rows that a tracker may be behind before it counts as hanging."""
 REFUSED_S = 60.0
-"""For the others where one cannot be set up."""
+"""Seconds that the other trackers get if one of them cannot be set up."""
 LONGEST = 1000
-"""Characters of an error that trackers are told; MLflow refuses tags of more than a few thousand."""
+"""The most characters of an error that trackers get, because MLflow refuses tags of more than a few thousand."""
 ENDED = "run/ended"
 MLFLOW_FILE = "mlflow_run.json"
 
@@ -78,7 +78,7 @@ class _Tracker:
             what, call = asked
             try:
                 call(tracking)
-            except BaseException as error:  # whatever a disk, a network or a service has
+            except BaseException as error:  # a disk, a network or a service may raise anything
                 self._say(f"does not take {what}", error)
         self.over.set()
 
@@ -125,7 +125,7 @@ class Trackers:
         self._trackers = [_Tracker(name, partial(self._set_up, name)) for name in self._samples]
         self._ending = threading.Lock()
         self.generations = SimpleNamespace(log=self._log_generations)
-        """In the place of verl's logger of a validation's answers."""
+        """Stands for verl's logger of a validation's answers."""
         try:
             self._wait(startup_s)
         except TrackerFailed as error:
@@ -180,19 +180,19 @@ class Trackers:
                     limit_s,
                 )
 
-    # On the tracker's thread.
+    # Run on the tracker's thread.
 
     def _set_up(self, name: str) -> Tracking:
         kept = _rows_kept(_file_of(self._project, self._experiment), self._resumed_step) if name == "file" else b""
         if name == "wandb":
-            # By itself it would write its file every 15 s, and what it has not written is lost with the process.
+            # By default W&B writes its file every 15 s, and the rest is lost with the process.
             os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
         tracking = Tracking(self._project, self._experiment, [name], self._config)
         if name == "file":
             tracking.logger[name].fp.write(kept)
         elif name == "tensorboard":
             writer = tracking.logger[name].writer
-            # Another folder than the run's may have other runs beside it.
+            # A folder outside of the run's may have other runs in it.
             if self._resumed_step > 0 or self._folder.resolve() in Path(writer.log_dir).resolve().parents:
                 _leave_out(writer, self._resumed_step + 1 if self._resumed_step > 0 else 0)
         elif name == "mlflow" and name in tracking.logger:
@@ -202,7 +202,7 @@ class Trackers:
     def _write(self, row: dict[str, Any], step: int, tracking: Tracking) -> None:
         tracking.log(row, step)
         if (tensorboard := tracking.logger.get("tensorboard")) is not None:
-            # It would keep rows for two minutes, and they would be lost with the process.
+            # TensorBoard would keep rows for two minutes, and they would be lost with the process.
             tensorboard.writer.flush()
 
     def _write_samples(self, name: str, samples: Sequence[Any], step: int, tracking: Tracking) -> None:
@@ -224,7 +224,7 @@ class Trackers:
         finally:
             tracking.finish(exit_code=int(has_failed))
             if name == "wandb":
-                # Its own process writes the last rows after that, and would be killed with this one.
+                # W&B's own process writes the last rows after that, and would be killed with this one.
                 backend.teardown()
 
 
@@ -238,7 +238,7 @@ def begin_tracking(config: Any, step: int, startup_s: float) -> Trackers:
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:
     found = [names] if isinstance(names, str) else names or ()
-    # verl's old name of it.
+    # "tracking" is verl's old name of "wandb".
     return list(dict.fromkeys("wandb" if name == "tracking" else name for name in found))
 
 
@@ -276,7 +276,7 @@ def _is_row(line: bytes, last: int) -> bool:
     try:
         row = json.loads(line)
         return row["step"] <= last and ENDED not in row["data"]
-    except (ValueError, TypeError, KeyError):  # it was cut off
+    except (ValueError, TypeError, KeyError):  # the line was cut off
         return False
 
 
@@ -297,7 +297,7 @@ def _end_killed_run(mlflow: Any, file: Path) -> None:
         if file.is_file() and (before := json.loads(file.read_text())["run_id"]) != run:
             mlflow.MlflowClient().set_terminated(before, "KILLED")
         durable.write(file, json.dumps({"run_id": run}) + "\n")
-    except Exception as error:  # the file is damaged, or of another tracking server
+    except Exception as error:  # the file may be damaged, or of another tracking server
         logger.warning("an MLflow run of an earlier start keeps the status that it has: %r", error)
 
 

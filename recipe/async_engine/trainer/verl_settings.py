@@ -20,7 +20,7 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
     which was two thirds of an agent-loop worker's CPU time.
     """
     with open_dict(config):
-        # verl's constructor only knows this placement; which processes exist is decided by the role mapping.
+        # verl's constructor only supports this placement. The role mapping decides which processes exist.
         config.actor_rollout_ref.hybrid_engine = True
         config.trainer.total_training_steps = plan.total_steps
         config.data.gen_batch_size = 1
@@ -29,12 +29,12 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
         resources = config.trainer if shared else config.rollout
         rollout.nnodes, rollout.n_gpus_per_node = resources.nnodes, resources.n_gpus_per_node
         if not shared and rollout.get("standalone_gpu_memory_utilization") is not None:
-            # As stock's fully-async rollouter does (fully_async_rollouter.py:113).
+            # Stock verl's fully-async rollouter does the same (fully_async_rollouter.py:113).
             rollout.gpu_memory_utilization = rollout.standalone_gpu_memory_utilization
         if shared:
-            # verl's name for handing weights over within one place.
+            # This is verl's name for the transfer of weights between processes on the same accelerators.
             rollout.checkpoint_engine.backend = "naive"
-        # By which the agent loops' client knows whether an answer may be cut or go on under another version.
+        # The agent loops' client reads here whether an answer may be cut and continue under another version.
         config.async_training.partial_rollout = plan.settings.weights.at_swap != "drain"
         _tell_tokenizer(rollout, config.actor_rollout_ref.model.get("tokenizer_path"))
         places = plan.engine_places // plan.rollout_replicas
@@ -78,10 +78,11 @@ def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -
     derived: dict[str, Any] = {}
     if engine.backend == "nccl" and weights.publish == "beside":
         derived["multi_sender"] = False
-    if OWN_ENGINES.get(engine.get("custom_backend_module", "")) == engine.backend:  # they have it
+    # only this package's engines take it
+    if OWN_ENGINES.get(engine.get("custom_backend_module", "")) == engine.backend:
         derived["timeout_s"] = timeouts.weight_sync
     if derived:
-        # A struct's keys are the ones it has: what is derived is new.
+        # A struct accepts no new keys, so the mapping is replaced.
         engine.engine_kwargs = {**(engine.get("engine_kwargs") or {})}
         engine.engine_kwargs[engine.backend] = derived | dict(engine.engine_kwargs.get(engine.backend) or {})
 

@@ -34,13 +34,13 @@ class TrainerGroup(RayWorkerGroup):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         worker = kwargs.get("ray_cls_with_init")
         if worker is not None:
-            # Ray takes concurrency groups where it makes an actor class, which verl does.
+            # verl makes the actor class, and Ray takes concurrency groups only there.
             group = ray.remote(concurrency_groups={BESIDE_TRAINING: len(BESIDE_METHODS)})
             worker.cls = group(worker.cls.__ray_actor_class__)
         super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        # Of several roles in one actor each has its name before its methods.
+        # If one actor has several roles, the role's name stands before the method's.
         if method_name.endswith(BESIDE_METHODS):
             return getattr(worker, method_name).options(concurrency_group=BESIDE_TRAINING).remote(*args, **kwargs)
         return super()._execute_remote_single_worker(worker, method_name, *args, **kwargs)
@@ -94,7 +94,8 @@ class VerlTrainer(SeparateRayPPOTrainer):
             collate_fn=partial(collate, defaults=defaults(config)),
             train_sampler=create_rl_sampler(config.data, data[0]),
         )
-        # verl would have one on the trainer's accelerators; here it is the reward workers', on its own.
+        # verl would have a reward model on the trainer's accelerators, but here the reward workers have it on their
+        # own.
         self.use_rm = False
         self.prompts = self.train_dataloader
         self.train_dataloader = LoaderInUse(len(self.train_dataloader))
@@ -118,7 +119,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._init_worker_groups()
         self._init_models()
         if self.ref_in_actor:
-            # As verl's first trainer, whose profiling asks for it (ray_trainer.py:907, 1134).
+            # verl's profiling needs this name, which its first trainer sets too (ray_trainer.py:907, 1134).
             self.ref_policy_wg = self.actor_rollout_wg
 
     def use_rollout(self, agents: Any, servers: Any, rewards: Any, publisher: Any) -> None:
@@ -181,7 +182,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._fit_collect_metrics(batch)
         self._fit_experimental(batch)
 
-    # verl's calls of its worker groups.
+    # verl's calls of its worker groups, each in its phase.
 
     def _compute_values(self, batch: DataProto) -> DataProto:
         with self._phase(COMPUTE):

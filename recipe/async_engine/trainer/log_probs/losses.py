@@ -42,9 +42,9 @@ from recipe.async_engine.core.versions import NOT_SAMPLED
 
 BYPASS, LOGLINEAR = "recipe_bypass", "recipe_loglinear"
 CHOSEN = "loss_mode"
-"""Beside verl's own keys in the ``rollout_correction`` that workers are given: the loss that was chosen."""
+"""The key of the chosen loss, beside verl's own keys in the ``rollout_correction`` that workers are given."""
 SAFETY_BOUND = 20.0
-"""verl's: log ratios are clamped to it before they are exponentiated."""
+"""verl clamps log ratios to this before exponentiating them."""
 
 Loss = tuple[torch.Tensor, dict[str, Any]]
 

@@ -65,11 +65,11 @@ class ProximalLogProbs:
         """Add ``old_log_probs`` to a batch that is trained at ``version``. ``metrics`` and ``timing`` are the
         step's.
         """
-        # Present in every run: seconds of log-prob work that training waited for.
+        # Every run reports the seconds of log-prob work for which training waited.
         timing.setdefault("old_log_prob", 0.0)
         began = time.monotonic()
         if self._source in (Proximal.BYPASS, Proximal.LOGLINEAR):
-            # The policy that sampled; the loss interpolates, and reports the mismatch by the current policy.
+            # These are the sampling policy's. The loss interpolates, and reports the mismatch by the current policy.
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
             if self._source is Proximal.LOGLINEAR:
                 batch.batch["rollout_is_weights"] = shares(batch.batch[TOKEN_VERSIONS], version)
@@ -92,7 +92,7 @@ class ProximalLogProbs:
         log_probs, entropy = computed.batch.pop("old_log_probs"), computed.batch.pop("entropys")
         replay = OmegaConf.select(self._actor, "megatron.router_replay.mode")
         for name, column in computed.batch.items():
-            # What experts the trainer chose is wanted only where verl replays the trainer's choice.
+            # The trainer's choice of experts is only needed if verl replays it.
             if name != "routed_experts" or name not in batch.batch or replay == "R2":
                 batch.batch[name] = column
         return log_probs, entropy
@@ -182,9 +182,9 @@ class ServerColumns:
     entropy: torch.Tensor  # float32 (rows, R)
     versions: torch.Tensor  # int64 (rows, R), the version that computed each token's
     missing: torch.Tensor  # bool (rows,), rows that have none
-    wrong: int  # of these, rows whose scores were computed by a version that will not do
-    late_tokens: int  # tokens that another version computed than the one wanted
-    queued_s: float  # longest time that a request of the batch waited at a server
+    wrong: int  # the missing rows whose scores an unacceptable version computed
+    late_tokens: int  # tokens whose scores another version than the wanted one computed
+    queued_s: float  # the longest time that a request of the batch waited at a server
 
 
 def server_columns(
@@ -230,7 +230,7 @@ def _will_do(
     """
     if servers.anchor == Anchor.LATEST:
         return bool((scored_by == newest).all())
-    # What came late to a server was scored by a later version, which the server said.
+    # A late request is scored by a later version, and the server says so.
     expected = (scored_by == sampled_by) | ((scored_by > sampled_by) & bool(late_tokens))
     return bool(expected.all())
 
