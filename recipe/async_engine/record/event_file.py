@@ -195,7 +195,7 @@ def read(path: str | os.PathLike[str]) -> Recorded:
         why = tail.damage or "its end is not there"
         notes.append(f"{path}: what comes after {whole} events is cut off or damaged, and left out ({why})")
     if tail.left_out:
-        notes.append(f"{path}: {tail.left_out} events are none, and are left out")
+        notes.append(f"{path}: {tail.left_out} rows are no valid events, and are left out")
     return Recorded(tail.header, events, notes)
 
 

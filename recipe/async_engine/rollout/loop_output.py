@@ -76,7 +76,9 @@ def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutpu
     check_answer(plain, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
     for name, value in (_mapping("extra_fields", output.extra_fields) or {}).items():
         if not isinstance(name, str):
-            raise UnusableAnswer(f"extra_fields of its AgentLoopOutput has the name {shown(name)}, which is no text")
+            raise UnusableAnswer(
+                f"extra_fields of its AgentLoopOutput has the name {shown(name)}, which is not a string"
+            )
         carried = check_carried(f"extra_fields[{name!r}] of its AgentLoopOutput", value)
         plain.extra_fields[f"{OTHER_NAME}{name}" if name in TAKEN else name] = carried
     check_report(plain.extra_fields.get(REPORTED))
@@ -107,7 +109,7 @@ def _listed(name: str, values: Any) -> list[Any]:
     if isinstance(values, np.ndarray | torch.Tensor):
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(values)}, and no list")
+        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(values)}, not a list")
     return list(values)
 
 
@@ -152,7 +154,7 @@ def _mapping(name: str, value: Any) -> dict[Any, Any] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(value)}, and no dict")
+        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(value)}, not a dict")
     return dict(value)
 
 
@@ -166,7 +168,7 @@ def _metrics(value: Any) -> AgentLoopMetrics:
 def check_report(report: Any) -> None:
     """Raise `UnusableAnswer` if a reward must not report this beside its score."""
     if not isinstance(report, dict | NoneType):
-        raise UnusableAnswer(f"{REPORTED} is {shown(report)}, and no dict")
+        raise UnusableAnswer(f"{REPORTED} is {shown(report)}, not a dict")
     for name, value in (report or {}).items():
         check_carried(f"{REPORTED}[{shown(name)}]", value)
 

@@ -112,7 +112,7 @@ class Rehearsal:
             return None
         except Exception as failure:
             return told(failure)
-        return None if now == first.result() else "a made-up one comes out as another than at the start"
+        return None if now == first.result() else "a made-up trajectory has another result than at the start"
 
     async def _attempt(self) -> list[tuple[str, str, bytes]]:
         _call_deeply(DEEP)

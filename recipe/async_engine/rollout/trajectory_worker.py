@@ -82,8 +82,8 @@ REWARD_AT_ONCE_S = 0.03
 LAST_MOMENT_S = 10.0
 
 CANCELLED = (
-    "its agent loop was cancelled, and nobody here had asked for that: the loop or one of its tools did it, or another "
-    "one's that cancels what is not its own (asyncio.CancelledError)"
+    "its agent loop was cancelled, and nobody here had asked for that (asyncio.CancelledError): the loop did it, or "
+    "one of its tools, or the code of another trajectory"
 )
 
 REWARD_METRIC = "reward"

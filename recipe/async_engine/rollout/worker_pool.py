@@ -43,7 +43,7 @@ LARGE = 64 << 10
 """Ray also copies larger arguments into the object store, but once for each call."""
 VALIDATION = "validation-"
 """The prefix of the keys of a validation's attempts, which a worker runs beside those of training."""
-ALONE = ", again, by itself (look for what in its agent loop or tools ends, blocks or fills the process)"
+ALONE = ", again, in a worker of its own (look for what in its agent loop or tools ends, blocks or fills the process)"
 LOOK_S = 0.05
 NONE_LEFT = "every agent-loop worker has died; the first one's error is in the log above"
 

@@ -376,10 +376,10 @@ class RunState:
             new_ledger(self._plan, ledger)
         except SnapshotError as error:
             if isinstance(error.__cause__, RecipeError) and ledger["max_staleness"] == self._plan.max_staleness:
-                return f"the ledger in its {ROLLOUT_STATE} is none of a run: {error.__cause__}"
+                return f"the ledger in its {ROLLOUT_STATE} is not a run's ledger: {error.__cause__}"
             raise SnapshotError(f"cannot resume from {folder}: {error}") from None
         except (RecipeError, ArithmeticError, LookupError) as error:
-            return f"the ledger in its {ROLLOUT_STATE} is none of a run: {error}"
+            return f"the ledger in its {ROLLOUT_STATE} is not a run's ledger: {error}"
         self._found, self.resumed["changed"] = found, changed
         if changed:
             logger.warning("since the checkpoint that is resumed from, these have changed: %s", "; ".join(changed))

@@ -102,7 +102,7 @@ class RecordStage:
                 within = BOOKS_OF_A_FAILED_RUN_S if failed else BOOKS_S
                 tokens = scheduler.close_books(self._recording.engine_tokens, within)
         except Exception as error:  # any part may fail to answer
-            logger.error("nobody can say what became of the tokens: %s", error)
+            logger.error("the token counts of the run are not known: %s", error)
             tokens = None
         try:
             self._recording.close(self._timeline.end, tokens)

@@ -139,7 +139,7 @@ def checked(snapshot: Any) -> dict[str, Any]:
     try:
         SNAPSHOTS.validate_python(snapshot, strict=True)
     except ValidationError as error:
-        raise BadFile(f"its {ROLLOUT_STATE} is of another kind ({said(error)})") from None
+        raise BadFile(f"its {ROLLOUT_STATE} has another structure than expected ({said(error)})") from None
     ready = {row[0]: row[5] == GroupState.READY for row in snapshot["ledger"]["live"]}
     if ready.keys() != snapshot["groups"].keys():
         raise BadFile(f"its {ROLLOUT_STATE} has other groups than its ledger")
