@@ -33,7 +33,7 @@ from weight_sender import TrainerGroup
 from recipe.async_engine.config.sections import Timeouts, Weights
 from recipe.async_engine.engines.manager import ReplicaManager
 from recipe.async_engine.rollout.client import ResumingClient
-from recipe.async_engine.rollout.recorder import start_recording
+from recipe.async_engine.rollout.kept_answers import start_recording
 from recipe.async_engine.run.ray_start import start_own
 from recipe.async_engine.trainer.verl_settings import tell_servers
 from recipe.async_engine.weights.publisher import WeightPublisher

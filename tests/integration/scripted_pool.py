@@ -20,7 +20,7 @@ from recipe.async_engine.rollout.group_run import (
     TrajectoryRun,
     TrajectoryScored,
 )
-from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
+from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 
@@ -128,16 +128,16 @@ class ScriptedPool:
     async def attempt(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
         await self._assigned.pop(run.key).go(run, sampled)
 
-    async def export(self, timeout_s: float) -> Exported:
-        return Exported(self.kept, self.over, self.account)
+    async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], set[str], TokenAccount]:
+        return self.kept, self.over, self.account
 
-    async def close_books(self, timeout_s: float) -> TokenFlow:
+    async def close_books(self, timeout_s: float) -> TokenAccount:
         """End what runs, counting 6 tokens for each complete answer and 2 for each unfinished one."""
         under_way = [call for call in self.calls if not call._rewarded.done()]
         complete = [call for call in self.calls if call._rewarded.done() and call._rewarded.exception() is None]
         await self.cancel([call.key for call in under_way])
         unfinished = 2 * len(under_way)
-        return TokenFlow(received=6 * len(complete) + unfinished, unfinished=unfinished)
+        return TokenAccount(received=6 * len(complete) + unfinished, unfinished=unfinished)
 
     async def cancel(self, keys: Iterable[str]) -> None:
         named = set(keys)

@@ -23,7 +23,7 @@ from recipe.async_engine.engines.vllm.output_watch import OutputWatch
 from recipe.async_engine.record.activity import EngineActivity, Work
 from recipe.async_engine.rollout import client as client_module
 from recipe.async_engine.rollout.client import MOST_FAILURES, ResumingClient
-from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
+from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder, start_recording
 
 PROMPT = [1, 2, 3]
 OF_A_TURN = dict.fromkeys(["batch_wait", "weight_sync", "checkpoint"], 20.0)
@@ -86,7 +86,7 @@ async def test_aborted_answer_is_continued_at_once_with_its_tokens_and_the_param
 @pytest.mark.parametrize("policy", ["priority", "fcfs"])
 async def test_an_engine_that_goes_by_age_is_told_the_number_of_the_group_with_each_part(policy: str) -> None:
     server = ScriptedServer(part([10, 11], 0, "aborted"), part([12], 1))
-    start_recording(order=7)
+    start_recording(TrajectoryRecorder(order=7))
     client = client_of(server, policy=policy)
     # As verl's agent loops ask.
     await client.generate("request", prompt_ids=PROMPT, sampling_params={"max_tokens": 6}, priority=0)
@@ -549,7 +549,7 @@ class Scorer:
 @pytest.mark.parametrize("images", [None, ["an image"]])
 async def test_log_prob_servers_are_sent_nothing_that_came_with_an_image(images: list[str] | None) -> None:
     scorer = Scorer()
-    recorder = start_recording(scorer)
+    recorder = start_recording(TrajectoryRecorder(scorer=scorer))
     client = client_of(ScriptedServer(part([10], 3)))
     await client.generate("request", prompt_ids=list(PROMPT), sampling_params={"max_tokens": 6}, image_data=images)
     assert recorder.segments == [(3, (10,))]

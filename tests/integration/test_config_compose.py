@@ -235,6 +235,12 @@ def test_every_member_of_a_sync_is_made_for_the_way_and_the_time_that_the_run_ha
     assert OmegaConf.to_container(config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs) == made_with
 
 
+def test_no_interpolation_is_left_that_agent_loops_would_parse_for_each_answer() -> None:
+    config = composed(FSDP, ["preset=tiny_cpu"])
+    derive_verl_settings(config, derive(plain(config), dataset_rows=512))
+    assert OmegaConf.to_container(config) == OmegaConf.to_container(config, resolve=True)
+
+
 def test_verl_accepts_the_preset_in_its_own_config_types() -> None:
     from verl.utils.config import omega_conf_to_dataclass
 

@@ -12,8 +12,8 @@ from verl import DataProto
 
 from recipe.async_engine.core.alarms import AlarmLimit, Alarms
 from recipe.async_engine.record.timeline import Timeline
-from recipe.async_engine.trainer.alarm_stage import NothingTrained
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
+from recipe.async_engine.trainer.stages import TrainingFailed
 
 
 class Ending(AsyncPPOTrainer):
@@ -50,7 +50,7 @@ class Ended(Ending):
 
 
 def test_run_that_trained_nothing_has_failed_and_says_what_became_of_its_prompts() -> None:
-    with pytest.raises(NothingTrained, match=r"no batch of 8 .* of 7 groups that were issued 5 failed and 0 were filt"):
+    with pytest.raises(TrainingFailed, match=r"no batch of 8 .* of 7 groups that were issued 5 failed and 0 were filt"):
         Ended(step=0, failed=5, kept=2).judge_the_end()
     Ended(step=0, stopped_by="SIGTERM").judge_the_end()
     Ended(step=4, failed=0, kept=7).judge_the_end()

@@ -14,7 +14,8 @@ from verl import DataProto
 
 from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.async_engine.trainer.finite_stage import LEFT_OUT, NothingFinite, leave_out
+from recipe.async_engine.trainer.finite_stage import LEFT_OUT, leave_out
+from recipe.async_engine.trainer.stages import TrainingFailed
 from recipe.async_engine.trainer.verl_trainer import VerlTrainer
 
 NAN, INF = float("nan"), float("inf")
@@ -70,7 +71,7 @@ def test_answer_with_a_number_that_is_none_is_left_out_and_the_others_are_as_the
 
 
 def test_batch_in_which_every_answer_is_broken_ends_the_run_by_name() -> None:
-    with pytest.raises(NothingFinite, match="NaN or an infinity in its values"):
+    with pytest.raises(TrainingFailed, match="NaN or an infinity in its values"):
         leave_out(
             batch_of(old_log_probs=torch.zeros(4, 3), values=torch.full((4, 3), INF)), ("old_log_probs", "values")
         )

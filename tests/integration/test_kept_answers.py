@@ -15,8 +15,13 @@ from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from recipe.async_engine.core.errors import GenerationError
 from recipe.async_engine.engines.answers import Sampled
 from recipe.async_engine.rollout.client import ResumingClient
-from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryAnswers, TrajectoryRecord
-from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
+from recipe.async_engine.rollout.kept_answers import (
+    AnswerBook,
+    TokenAccount,
+    TrajectoryRecord,
+    TrajectoryRecorder,
+    start_recording,
+)
 
 PROMPT = [1, 2, 3]
 TOOL = [50, 51]
@@ -73,10 +78,10 @@ async def settle() -> None:
 
 
 async def answer(
-    client: ResumingClient, answers: TrajectoryAnswers, work: Any = None, **sampling: Any
+    client: ResumingClient, recorder: TrajectoryRecorder, work: Any = None, **sampling: Any
 ) -> tuple[Any, TrajectoryRecorder]:
     """One trajectory: ``work`` of the client, by default one request."""
-    recorder = start_recording(None, answers)
+    start_recording(recorder)
     if work is not None:
         return await work(client), recorder
     sampling = {"max_tokens": 8, **sampling}
@@ -152,12 +157,12 @@ async def test_a_restored_trajectory_asks_only_for_what_is_missing(resume: bool)
     assert [call["prompt_ids"] for call in server.calls] == [[*PROMPT, *first, *TOOL, 12, 13]]
     assert [(call["sampling_params"]["max_tokens"], call["sampled"]) for call in server.calls] == [(8, 2)]
     assert recorder.segments[-2:] == [(0, (12, 13)), (0, (14,))]
-    assert recorder.answers.restored_tokens == len(first) + 2
+    assert recorder.restored_tokens == len(first) + 2
     assert recorder.cut_tokens == record.cut_tokens
     # By weight syncs: the checkpoint was none.
     assert recorder.interruptions == (1 if resume else 0)
     book.end("0-0-0", complete=True)
-    assert book.account() == TokenAccount()
+    assert book.account() == TokenAccount(received=1)
 
 
 async def test_an_answer_of_one_version_goes_on_from_a_checkpoint_under_that_version_only() -> None:
@@ -261,8 +266,8 @@ async def test_what_a_tool_that_answers_differently_leaves_unused_of_the_record_
     result, recorder = await answer(client_of(server), answers, lambda client: two_turns(client, [60]))
     assert result == [9, 10, 11, 60, 15]
     book.end("0-0-0", complete=True)
-    assert (recorder.answers.restored_tokens, recorder.cut_tokens) == (3, 1)
-    assert book.account() == TokenAccount(lost=2)
+    assert (recorder.restored_tokens, recorder.cut_tokens) == (3, 1)
+    assert book.account() == TokenAccount(lost=2, received=1)
 
 
 async def test_tokens_of_a_trajectory_that_ends_incomplete_are_counted_as_lost() -> None:
@@ -280,7 +285,7 @@ async def test_tokens_of_a_trajectory_that_ends_incomplete_are_counted_as_lost()
     work.cancel()
     await settle()
     book.end("0-0-0", complete=False)
-    assert book.account() == TokenAccount(cut=2, lost=2)
+    assert book.account() == TokenAccount(cut=2, lost=2, received=2, dropped=2)
 
 
 class CountingServer:
@@ -409,5 +414,5 @@ async def test_no_token_is_sampled_twice_wherever_a_run_is_killed_and_however_of
     assert last.server.sampled == sum(tokens_in) - sampled_by(tokens_in, results, records)
     whole = client_of(CountingServer(rng), response_length=64)
     for n, shape in enumerate(shapes):
-        expected, _ = await answer(whole, TrajectoryAnswers(), lambda client, shape=shape: a_loop(client, shape))
+        expected, _ = await answer(whole, TrajectoryRecorder(), lambda client, shape=shape: a_loop(client, shape))
         assert last.results[str(n)] == expected

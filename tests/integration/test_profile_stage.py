@@ -41,8 +41,9 @@ def profiled(
     stage = ProfileStage(
         SimpleNamespace(steps=steps, profile_continuous_steps=in_a_row),
         lambda: replicas,
-        lambda do: done.append("trainer starts"),
-        lambda do, run_command: done.append("trainer stops" + (", hook" if run_command else "")),
+        lambda start, run_hook=False: done.append(
+            "trainer starts" if start else "trainer stops" + (", hook" if run_hook else "")
+        ),
         5.0,
     )
     for step in range(1, last + 1):

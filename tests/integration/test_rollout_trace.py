@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from recipe.async_engine.rollout.traced_groups import TracedGroups
+from recipe.async_engine.rollout.worker_pool import TracedGroups
 
 
 def test_first_groups_of_each_version_are_traced_with_all_their_answers() -> None:

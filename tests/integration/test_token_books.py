@@ -11,13 +11,13 @@ from recipe.async_engine.record.events import GROUPS, Event
 from recipe.async_engine.record.rollout_books import RolloutBooks
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.group_run import TrajectoryScored
-from recipe.async_engine.rollout.kept_answers import TokenFlow
+from recipe.async_engine.rollout.kept_answers import TokenAccount
 
 SCORED = TrajectoryScored(1.0, 0, 0, True, 0, 0, 6, sampled_tokens=6, received_tokens=7)
 """An answer of 6 tokens, after one that its agent loop left out."""
 BEFORE = {"sampled": 65, "answered": 50, "under_way": 11}
 AFTER = {"sampled": 70, "answered": 52, "under_way": 0}
-WORKERS = TokenFlow(received=51, dropped=8, unfinished=8)
+WORKERS = TokenAccount(received=51, dropped=8, unfinished=8)
 
 
 def counted() -> RolloutBooks:

@@ -42,7 +42,7 @@ from recipe.async_engine.rollout.group_run import (
     TrajectoryCancelled,
     TrajectoryScored,
 )
-from recipe.async_engine.rollout.kept_answers import TokenFlow
+from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.loop_output import NonFinite, NonFiniteReward, RewardError, UnusableAnswer
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
@@ -418,16 +418,16 @@ async def test_workers_books_have_every_token_that_it_was_answered(make_worker: 
     failing = make_worker(ScriptedServer(part([10, 11, 12], 7)), Reward(ValueError("no")), retries=0)
     with pytest.raises(RewardError):
         await run(failing)
-    assert await failing.close_books() == TokenFlow(received=3, dropped=3)
+    assert await failing.close_books() == TokenAccount(received=3, dropped=3)
     score = asyncio.get_running_loop().create_future()
     waiting = make_worker(ScriptedServer(part([10, 11, 12, 13], 7)), Reward(score))
     begun = waiting.run_trajectory("0-1-1", {"raw_prompt": []}, 4, 0, 7)
     assert await asyncio.wait_for(begun, SOON) == (None, None)
     ended = asyncio.create_task(waiting.finish_trajectory("0-1-1"))
-    assert await waiting.close_books() == TokenFlow(received=4, unfinished=4)
+    assert await waiting.close_books() == TokenAccount(received=4, unfinished=4)
     with pytest.raises(TrajectoryCancelled):
         await ended
-    assert await worker.close_books() == TokenFlow(received=2)
+    assert await worker.close_books() == TokenAccount(received=2)
 
 
 async def test_servers_are_told_what_an_answer_is_for(make_worker: Any) -> None:

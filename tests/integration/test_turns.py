@@ -13,8 +13,7 @@ from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from recipe.async_engine.core.errors import GenerationError
 from recipe.async_engine.record.activity import Work
 from recipe.async_engine.rollout.client import ResumingClient, TurnGate
-from recipe.async_engine.rollout.kept_answers import AnswerBook, TrajectoryAnswers
-from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
+from recipe.async_engine.rollout.kept_answers import AnswerBook, TrajectoryRecorder, start_recording
 
 PROMPT = [1, 2, 3]
 TOOL = [50, 51]
@@ -38,10 +37,10 @@ async def settle() -> None:
 
 
 async def answer(
-    client: ResumingClient, work: Any = None, answers: TrajectoryAnswers | None = None, kind: Work = Work.NEW
+    client: ResumingClient, work: Any = None, recorder: TrajectoryRecorder | None = None
 ) -> tuple[Any, TrajectoryRecorder]:
     """One trajectory: ``work`` of the client, by default one request."""
-    recorder = start_recording(None, answers, work=kind)
+    recorder = start_recording(recorder)
     if work is not None:
         return await work(client), recorder
     return await client.generate("request", prompt_ids=list(PROMPT), sampling_params={"max_tokens": 8}), recorder
@@ -67,13 +66,13 @@ async def test_an_interrupted_answer_waits_for_the_next_turn_and_keeps_its_token
     assert [call["prompt_ids"] for call in server.calls] == [PROMPT, [*PROMPT, 10, 11]]
     assert recorder.segments == [(0, (10, 11)), (1, (12,))]
     assert (recorder.interruptions, recorder.cut_tokens, recorder.reprefilled_tokens) == (1, 2, 5)
-    assert recorder.answers.account.cut == 2
+    assert recorder.account.cut == 2
 
 
 async def test_a_refused_request_is_no_interruption() -> None:
     server = ScriptedServer(part([], 0, "aborted"), part([10], 1))
     result, recorder = await answer(client_of(server))
-    assert (result.token_ids, recorder.interruptions, recorder.answers.account.cut) == ([10], 0, 0)
+    assert (result.token_ids, recorder.interruptions, recorder.account.cut) == ([10], 0, 0)
 
 
 async def test_a_trajectory_in_a_tool_call_waits_at_its_next_request() -> None:
@@ -118,7 +117,7 @@ async def test_validation_passes_while_trajectories_wait() -> None:
     client = client_of(ScriptedServer(part([10], 0)))
     client.gate.hold()
     held = asyncio.create_task(answer(client))
-    assert (await answer(client, kind=Work.VALIDATION))[0].token_ids == [10]
+    assert (await answer(client, recorder=TrajectoryRecorder(work=Work.VALIDATION)))[0].token_ids == [10]
     assert not held.done()
     held.cancel()
 
@@ -143,7 +142,7 @@ async def test_a_checkpoint_between_two_turns_waits_for_the_requests_that_server
 
     book = AnswerBook()
     client = client_of(Slow(part([10, 11], 0, "aborted")))
-    work = asyncio.create_task(answer(client, answers=book.begin("0-0-0")))
+    work = asyncio.create_task(answer(client, recorder=book.begin("0-0-0")))
     await settle()
     client.gate.hold()
     fetched = asyncio.create_task(client.fetch(book.flights(), SOON))
@@ -158,14 +157,14 @@ async def test_a_checkpoint_between_two_turns_waits_for_the_requests_that_server
 async def test_a_record_answers_a_trajectory_between_two_turns() -> None:
     book = AnswerBook()
     first = client_of(ScriptedServer(part([10], 0, "aborted")))
-    work = asyncio.create_task(answer(first, answers=book.begin("0-0-0")))
+    work = asyncio.create_task(answer(first, recorder=book.begin("0-0-0")))
     await settle()
     record = book.export()["0-0-0"]
     work.cancel()
     server, answers = ScriptedServer(part([11], 0)), AnswerBook().begin("0-0-0", record)
     client = client_of(server)
     client.gate.hold()
-    held = asyncio.create_task(answer(client, answers=answers))
+    held = asyncio.create_task(answer(client, recorder=answers))
     await settle()
     assert (answers.restored_tokens, server.calls) == (1, [])
     client.gate.go_on()

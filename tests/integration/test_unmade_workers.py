@@ -15,7 +15,8 @@ from test_reward_pool import reward_config
 from recipe.async_engine.actors.control import Restartable, sign_of_life
 from recipe.async_engine.core.plain import postponed
 from recipe.async_engine.rewards.scoring_worker import RewardFailed, ScoringWorker
-from recipe.async_engine.trainer.startup import StartFailed, side_by_side
+from recipe.async_engine.trainer.stages import TrainingFailed
+from recipe.async_engine.trainer.startup import side_by_side
 from recipe.laptop.task.tokenizer import build_tokenizer
 
 FUNCTION = "\ndef compute_score(**arguments):\n    return 1.0\n"
@@ -71,7 +72,7 @@ def test_worker_that_cannot_be_made_is_named_with_its_error(cluster: None) -> No
         worker = Restartable(Unmade, 1).options(num_cpus=0).remote()
         ray.get(sign_of_life(worker).remote(), timeout=120)
 
-    with pytest.raises(StartFailed) as raised:
+    with pytest.raises(TrainingFailed) as raised:
         side_by_side({"the workers": are_made}, 150.0)
     first, _, rest = str(raised.value).partition("\n")
     assert first == "the workers could not be made: ModuleNotFoundError: No module named 'not_installed_here'"

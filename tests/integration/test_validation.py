@@ -20,7 +20,8 @@ from test_trajectory_worker import SOON, Reward, make_worker, reported  # noqa: 
 from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager, ValidationFailed
+from recipe.async_engine.rollout.group_run import RolloutFailed
+from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
 from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
 from recipe.async_engine.trainer.finite_stage import with_scores
 
@@ -169,7 +170,7 @@ async def test_validation_samples_as_its_own_settings_say_and_leaves_no_trace_in
 
 async def test_validation_of_which_each_answer_fails_ends_a_run_that_never_had_one(validation: Any) -> None:
     manager = validation([FAILED] * 9)
-    with pytest.raises(ValidationFailed, match=r"each of the 3 answers .* ValueError: no closing brace"):
+    with pytest.raises(RolloutFailed, match=r"each of the 3 answers .* ValueError: no closing brace"):
         await answered(manager, rows(3))
     assert manager.failed_validations == 1
 
@@ -194,7 +195,7 @@ async def test_first_batch_of_a_validation_may_fail_whole(validation: Any) -> No
 
 async def test_validation_has_a_deadline_that_names_its_setting(validation: Any) -> None:
     manager = validation([1.0], answers=[["hang"]])
-    with pytest.raises(ValidationFailed, match=r"async_training\.timeouts\.batch_wait"):
+    with pytest.raises(RolloutFailed, match=r"async_training\.timeouts\.batch_wait"):
         await answered(manager, rows(1), limit_s=0.05)
 
 

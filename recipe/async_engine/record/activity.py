@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that serves trajectories does: a rollout engine, and an agent-loop worker.
+"""Measures what a process that serves trajectories does: a rollout engine, or an agent-loop worker.
 
-Contract: an engine works on several requests at once. It leaves, for each stretch of time, one span for each class of
-work with its share of the engine's places; the shares add up to 1. Nothing is kept before the first question. The clock
-is passed in: seconds, never backwards. Shown by tests/core/test_events.py.
+Contract: an engine works on several requests at once. For each stretch of time it leaves one span for each class of
+work, with that class's share of the engine's places. The shares add up to 1. Nothing is kept before the first question.
+The clock is passed in; it gives seconds and never goes backwards. Shown by tests/core/test_events.py.
 """
 
 from collections import Counter
@@ -16,10 +16,10 @@ from recipe.async_engine.record.events import EMPTY, NOWHERE, Away, Class, Clock
 
 
 class Work(StrEnum):
-    """What a request to an engine is for.
+    """The purpose of a request to an engine.
 
-    NEW: its tokens have not been computed before. AGAIN: a part of it was answered, and is computed again. RETRY: an
-    attempt before it failed. VALIDATION: it is not trained. OTHER: of somebody else.
+    NEW: its tokens have not been computed before. AGAIN: a part of it was answered before and is computed again. RETRY:
+    an earlier attempt failed. VALIDATION: it is not trained. OTHER: it does not come from this run's agent loops.
     """
 
     NEW = "new"
@@ -30,17 +30,17 @@ class Work(StrEnum):
 
 
 OF_ITS_OWN = {Work.RETRY: Class.RETRY, Work.VALIDATION: Class.VALIDATING}
-"""Work that is one class from a request's arrival to its end; of the rest the first token divides it."""
+"""Work that counts as one class from a request's arrival to its end. Other work changes class at the first token."""
 TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
 class AwayActivity:
-    """What the trajectories of an agent-loop worker are at; one event loop tells it.
+    """Records what the trajectories of an agent-loop worker do outside of engines. One event loop calls it.
 
     Attributes:
-        lane: names everything that at least one of them is at, joined by "+".
-        goes_on: of agent loops, as far as they were seen, whether their trajectories go on after an answer. One that
-            does not has no tools, and what follows its answer is its last words.
+        lane: names everything that at least one trajectory is doing, joined by "+".
+        goes_on: for each agent loop that has ended once, whether its trajectories continue after an answer. A loop
+            whose trajectories do not has no tools, so the time after its answer is not tool time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -50,17 +50,17 @@ class AwayActivity:
         self.goes_on: dict[str, bool] = {}
 
     def tool_time(self, loop: str) -> "ToolTime":
-        """Of a trajectory of the agent loop with this name."""
+        """Return the tool time of a new trajectory, for the agent loop with this name."""
         return ToolTime(self, loop)
 
     def change(self, what: Away, by: int) -> None:
-        """So many more are at this from now on."""
+        """Note that ``by`` more trajectories do this from now on."""
         self._at[what] += by
         self.lane.turn_to("+".join(name for name in Away if self._at[name] > 0) or NOWHERE)
 
     @contextmanager
     def at(self, what: Away) -> Iterator[None]:
-        """A trajectory is at this meanwhile."""
+        """Note that a trajectory does this inside the ``with`` block."""
         self.change(what, 1)
         try:
             yield
@@ -69,10 +69,10 @@ class AwayActivity:
 
 
 class ToolTime:
-    """How long one trajectory was in its tools: the time between an answer and its next request.
+    """Measures how long one trajectory is in its tools: from an answer to its next request.
 
     Attributes:
-        seconds: so far, without the stay under way.
+        seconds: the time so far, without the present stay in a tool.
     """
 
     def __init__(self, activity: AwayActivity | None = None, loop: str = "") -> None:
@@ -81,7 +81,7 @@ class ToolTime:
         self._is_between = self._is_in = False
 
     def asks(self) -> None:
-        """A request begins."""
+        """Note that a request begins."""
         if self._activity is not None and self._is_between:
             self.seconds += self._activity.clock() - self._since
             self._activity.goes_on[self._loop] = True
@@ -89,7 +89,7 @@ class ToolTime:
         self._requests += 1
 
     def is_answered(self) -> None:
-        """A request has its whole answer: without another one the trajectory is in a tool from now on."""
+        """Note that a request has its whole answer. Without another request the trajectory is in a tool now."""
         self._requests -= 1
         if self._activity is None or self._requests > 0:
             return
@@ -99,13 +99,13 @@ class ToolTime:
             self._is_in = True
 
     def end(self) -> None:
-        """The trajectory has come to its end; after its last answer it was in no tool."""
+        """Note that the trajectory has ended, so that it was in no tool after its last answer."""
         if self._activity is not None:
             self._activity.goes_on.setdefault(self._loop, False)
         self.leave()
 
     def leave(self) -> None:
-        """It is in no tool any more, however it goes on."""
+        """Note that the trajectory is in no tool any more, however it continues."""
         self._is_between = False
         if self._activity is not None and self._is_in:
             self._activity.change(Away.TOOLS, -1)
@@ -128,16 +128,17 @@ class _Request:
 
 
 class EngineActivity:
-    """A rollout engine: what its places were used for while it served, and why it did not.
+    """Records what a rollout engine used its places for while it served, and why it did not serve.
 
-    It keeps counts from the beginning, and no spans until it is asked for the first time.
+    It keeps counts from the beginning, and spans from the first question on.
 
     Args:
-        places: requests that it generates at once.
+        clock: the clock.
+        places: requests for which the engine generates at once.
 
     Attributes:
-        sampled: tokens of requests that are trained, so far.
-        answered: of them, those that their request was answered with.
+        sampled: tokens so far of requests that are trained.
+        answered: the tokens among them with which a request was answered.
     """
 
     def __init__(self, clock: Clock, places: int) -> None:
@@ -146,7 +147,7 @@ class EngineActivity:
         self._closed: Class | None = Class.START_UP
         self._told: dict[str, Work] = {}
         self._requests: dict[str, _Request] = {}
-        # Of requests with a token, which are in a place, and of those without one yet.
+        # Requests with a token, which occupy a place, and requests without one.
         self._kinds: dict[bool, Counter[Class]] = {True: Counter(), False: Counter()}
         self._used: dict[str, float] = {}
         self._tokens: Counter[str] = Counter()
@@ -154,37 +155,37 @@ class EngineActivity:
         self.sampled = self.answered = 0
 
     def close(self, why: Class) -> None:
-        """It serves nothing from now on."""
+        """Note that the engine serves nothing from now on."""
         if self._closed is not why:
             self._cut()
             self._closed = why
 
     def open(self) -> None:
-        """It serves from now on."""
+        """Note that the engine serves from now on."""
         if self._closed is not None:
             self._cut()
             self._closed = None
 
     def expect(self, name: str, work: Work) -> None:
-        """What a request that may come is for; of those that nobody told of, it is `Work.OTHER`."""
+        """Note the purpose of a request that may come. Without this note it is `Work.OTHER`."""
         self._told[name] = work
 
     def answer(self, name: str, tokens: int) -> None:
-        """The request was answered with so many tokens."""
+        """Note that the request was answered with so many tokens."""
         if self._told.get(name, Work.OTHER) in TRAINED_WORK:
             self.answered += tokens
 
     @property
     def under_way(self) -> int:
-        """Of `sampled`, the tokens of requests that are at the engine."""
+        """The part of `sampled` that belongs to requests at the engine now."""
         return sum(request.tokens for request in self._requests.values() if request.work in TRAINED_WORK)
 
     def forget(self, name: str) -> None:
-        """The request is over, whether it reached the engine or not."""
+        """Note that the request is over, whether or not it reached the engine."""
         self._told.pop(name, None)
 
     def enter(self, name: str) -> None:
-        """The request is at the engine."""
+        """Note that the request is at the engine."""
         if self._requests:
             self._advance()
         else:
@@ -193,10 +194,10 @@ class EngineActivity:
         self._kinds[request.answers][request.kind] += 1
 
     def output(self, name: str, tokens: int) -> None:
-        """The engine has sampled so many tokens for it in all."""
+        """Note that the engine has sampled so many tokens for the request in total."""
         request = self._requests[name]
         if (new := tokens - request.tokens) <= 0:
-            return  # The last word of one that is cut has no token of its own.
+            return  # the last output of a cut request has no new token
         if request.work in TRAINED_WORK:
             self.sampled += new
         request.tokens = tokens
@@ -207,14 +208,14 @@ class EngineActivity:
         self._tokens[request.kind] += new
 
     def recompute(self, names: Iterable[str]) -> None:
-        """The engine computes what it has of these again before their next token."""
+        """Note that the engine computes the tokens of these requests again before their next token."""
         for request in (self._requests[name] for name in names if name in self._requests):
             if request.work is Work.NEW:
                 self._turn(request, answers=request.answers, work=Work.AGAIN)
             self._turn(request, answers=False)
 
     def leave(self, name: str) -> None:
-        """The request is at the engine no more."""
+        """Note that the request has left the engine."""
         if len(self._requests) > 1:
             self._advance()
         else:
@@ -223,7 +224,7 @@ class EngineActivity:
         self._kinds[request.answers][request.kind] -= 1
 
     def take(self) -> list[Span]:
-        """The spans from the last time that this was asked up to now; none the first time."""
+        """Return the spans since the last call, or none at the first call."""
         self._cut()
         spans, self._spans = self._spans or [], []
         return spans
@@ -248,7 +249,7 @@ class EngineActivity:
             answering = self._kinds[True].total()
             waiting = len(self._requests) - answering
             places = max(answering, self._places)
-            # The others that have no token yet wait at the engine for a place.
+            # The other requests without a token wait in the engine's queue.
             entered = min(waiting, places - answering)
             for answers, part in ((True, 1.0), (False, entered / max(1, waiting))):
                 for kind, count in self._kinds[answers].items():
@@ -261,7 +262,7 @@ class EngineActivity:
         self._used[what] = self._used.get(what, 0.0) + seconds
 
     def _cut(self) -> None:
-        """End the stretch of time under way."""
+        """End the present stretch of time."""
         self._advance()
         length = self._since - self._begun
         if length <= 0:

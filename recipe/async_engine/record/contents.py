@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run loads from a checkpoint of verl's, and whether a folder has it.
+"""Checks whether the folder of a verl checkpoint has what a run would load from it.
 
-Contract: verl loads what ``load_contents`` names and says nothing of the rest, so a checkpoint without weights would be
-resumed by the base model. Here everything that a resume needs is named before anything is loaded, for actor and critic.
-FSDP's checkpoints have a file for each part and rank; Megatron's have verl's manifest of what is in them.
+Contract: verl loads what ``load_contents`` names and does not mention the rest, so a checkpoint without weights would
+be resumed with the base model. Here everything that a resume needs and would not get is named before anything is
+loaded, for actor and critic. FSDP's checkpoints have a file for each part and rank. Megatron's have verl's manifest of
+their contents.
 
 Shown by tests/integration/test_contents.py.
 """
@@ -34,12 +35,12 @@ CHANGE = {
 
 
 def trained_models(has_critic: bool) -> dict[str, str]:
-    """The sections of the models that are trained, by the folder of each in a checkpoint."""
+    """Return the configuration sections of the trained models, by the folder of each in a checkpoint."""
     return {"actor": "actor_rollout_ref.actor"} | ({"critic": "critic"} if has_critic else {})
 
 
 def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str]:
-    """What a run on so many training ranks needs for a resume and would not get from this folder, one text each."""
+    """Return what a resume on so many training ranks needs and would not get from this folder, one text each."""
     found = []
     for model, section in trained_models(has_critic).items():
         setting = f"{section}.checkpoint.load_contents"
@@ -56,7 +57,7 @@ def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str
 
 
 def without_weights(config: Any, ranks: int, has_critic: bool, folder: Path) -> str | None:
-    """Why a run with so many training ranks cannot begin with the weights in this folder; None if it can."""
+    """Return why a run with so many training ranks cannot begin with the weights in this folder, or None if it can."""
     if not os.path.isdir(folder):
         return "is no folder"
     for model, section in trained_models(has_critic).items():
@@ -76,7 +77,7 @@ def without_weights(config: Any, ranks: int, has_critic: bool, folder: Path) -> 
 
 
 def _absent(folder: Path, strategy: str, ranks: int) -> Iterator[tuple[str, str]]:
-    """The parts of a resume that a model's folder lacks, each with the file or the key of the manifest."""
+    """Yield the parts of a resume that a model's folder lacks, each with its file or its key in the manifest."""
     if strategy == "megatron":
         contents = _contents(folder)
         for part, keys in MANIFEST_KEYS.items():
@@ -90,7 +91,7 @@ def _absent(folder: Path, strategy: str, ranks: int) -> Iterator[tuple[str, str]
 
 
 def _contents(folder: Path) -> dict[str, Any]:
-    """What verl's manifest of a checkpoint of Megatron's has (utils/checkpoint/megatron_checkpoint_manager.py:470)."""
+    """Return verl's manifest of a Megatron checkpoint (utils/checkpoint/megatron_checkpoint_manager.py:470)."""
     file = folder / MANIFEST
     try:
         contents = from_json(file.read_bytes())["contents"]

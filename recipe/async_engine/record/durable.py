@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes files that last: a reader, also one after a power cut, finds the whole content or the one before.
+"""Writes files so that a reader finds either the whole new content or the old one, even after a power cut.
 
-Contract: content goes to a file beside its place, is synced, renamed, and the folder is synced. A write that fails, on
-a full disk for example, raises its ``OSError`` and leaves the older content and nothing beside it. Shown by
+Contract: content goes to a file beside its destination, is synced and renamed, and then the folder is synced. A write
+that fails, for example on a full disk, raises its ``OSError`` and leaves only the old content. Shown by
 tests/core/test_durable.py.
 """
 
@@ -18,7 +18,7 @@ REMOVED = ".removed"
 
 
 def write(path: Path, content: str | Callable[[BinaryIO], None]) -> None:
-    """Write a text, or what a function writes into the file that it gets."""
+    """Write a text, or whatever a function writes into the file that it is given."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with open(partial, "wb") as file:
@@ -37,7 +37,7 @@ def write(path: Path, content: str | Callable[[BinaryIO], None]) -> None:
 
 
 def sync(path: str | Path) -> None:
-    """Have the file's content, or the folder's entries, on the disk."""
+    """Wait until the file's content, or the folder's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,7 +46,7 @@ def sync(path: str | Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Have everything below the folder on the disk, and the folder itself."""
+    """Wait until everything below the folder, and the folder itself, are on the disk."""
     for place, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(Path(place, name))
@@ -55,9 +55,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder at once for those who look for it; what a kill leaves of it has another name, and goes here too.
+    """Remove a folder, which readers see as gone at once. If there is no such folder, do nothing.
 
-    Where there is no such folder, it is done already.
+    The folder gets another name first. What a kill leaves under that name is removed here too.
     """
     removed = folder.with_name(folder.name + REMOVED)
     if folder.exists():

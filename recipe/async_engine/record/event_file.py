@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of events on disk: one Arrow IPC stream for each start of a run, in ``events/`` of its folder.
 
-Contract: what was written is readable at any moment, also after ``kill -9`` and of a run that goes on; of a batch that
-was cut off, and of what would come after it, nothing is read. A batch that cannot be written, on a full disk for
-example, leaves the file as it was and is tried again with the next one; beyond `WAITING` events, those that come are
-dropped and counted. The schema's metadata has the format's version and the run's header: docs/run-record.md.
+Contract: what was written is readable at any moment, also after ``kill -9`` and while the run goes on. A batch that was
+cut off, and anything after it, is not read. A batch that cannot be written, for example on a full disk, leaves the file
+as it was and is tried again with the next one. Beyond `WAITING` waiting events, new ones are dropped and counted. The
+schema's metadata has the format's version and the run's header (docs/run-record.md).
 
 Shown by tests/core/test_event_file.py.
 """
@@ -66,16 +66,16 @@ COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 
 
 def files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The record's files of a run's folder, one for each start, the newest last; others' files are left out."""
+    """Return the record's files in a run's folder, one for each start, the newest last."""
     found = (path for path in Path(folder, FOLDER).glob("*.arrow") if path.stem.isdecimal())
     return sorted(found, key=lambda path: int(path.stem))
 
 
 class EventFile:
-    """A new file for this start of the run in ``folder``; raises OSError if there can be none.
+    """A new file in ``folder`` for this start of the run; the constructor raises OSError if it cannot be made.
 
     Attributes:
-        lost: events that were dropped.
+        lost: the number of dropped events.
     """
 
     def __init__(self, folder: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
@@ -87,14 +87,14 @@ class EventFile:
         self._failed = False
         self._waiting: list[Event] = []
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 - it stays open as long as the run
-        # Holds what the stream's writer has written and the file does not have yet.
+        # The output of the stream's writer that is not in the file yet.
         self._bytes, self._in_bytes = io.BytesIO(), 0
         metadata = {FORMAT: str(VERSION).encode(), HEADER: json.dumps(header).encode()}
         self._schema = COLUMNS.with_metadata(metadata)
         self._stream = pa.ipc.new_stream(self._bytes, self._schema, options=COMPRESSED)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Have these in the file, with what could not be written before."""
+        """Write these events, and those that could not be written before."""
         room = WAITING - len(self._waiting)
         self.lost += max(0, len(events) - room)
         self._waiting += events[:room]
@@ -106,7 +106,7 @@ class EventFile:
             self._flushed()
 
     def close(self) -> None:
-        """Write what waits, and the stream's end; what still cannot be written is lost."""
+        """Write the waiting events and the stream's end. Events that still cannot be written are lost."""
         self.write([])
         if self._flushed():
             self._stream.close()
@@ -115,7 +115,7 @@ class EventFile:
         self._file.close()
 
     def _flushed(self) -> bool:
-        """Whether the file has all that the stream's writer has written."""
+        """Copy the stream's output to the file, and return whether the file has all of it."""
         content = self._bytes.getvalue()
         before = os.fstat(self._file.fileno()).st_size
         try:
@@ -140,24 +140,30 @@ NEEDS = {
     TOKENS: ("version", "tokens"),
     WEIGHTS: ("version",),
 }
-"""What an event of these lanes is nothing without."""
+"""The fields that an event of each of these lanes must have."""
 MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
 OFF_BY_S = 1.0
-"""An event may begin before the run, or end before it begins, by this much: clocks of several hosts are compared."""
+"""An event may begin before the run, or end before it begins, by so many seconds, because clocks of several hosts
+are compared.
+"""
 NAMES_DEVICE = (BEGINS, ENDS, LOST, JOINED, SAMPLED)
 
 
 BROKEN = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, MemoryError, OverflowError)
-"""What Arrow raises of a stream that is none."""
+"""The errors that Arrow raises for an invalid stream."""
 CUT = re.compile(r"only (read )?\d+|be able to read")
-"""What Arrow says of a message whose end is not there."""
+"""The text of Arrow's errors for an incomplete message."""
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Recorded(NamedTuple):
-    """One start's record, as far as it is whole. notes: what is wrong with it, and was left out.
+    """The record of one start, as far as it could be read.
 
-    header: as it was written (`record.schema.Header`); empty where the run ended before anything was.
+    Attributes:
+        header: the header as it was written (`record.schema.Header`). It is empty if the run ended before it was
+            written.
+        events: the events.
+        notes: what is wrong with the record and was left out.
     """
 
     header: dict[str, Any]
@@ -166,7 +172,7 @@ class Recorded(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> Recorded:
-    """The header and the events of one file.
+    """Return the header and the events of one file.
 
     Raises:
         OtherFormat: it is of another version.
@@ -189,18 +195,18 @@ def read(path: str | os.PathLike[str]) -> Recorded:
         why = tail.damage or "its end is not there"
         notes.append(f"{path}: what comes after {whole} events is cut off or damaged, and left out ({why})")
     if tail.left_out:
-        notes.append(f"{path}: {tail.left_out} events are none, and are left out")
+        notes.append(f"{path}: {tail.left_out} rows are no valid events, and are left out")
     return Recorded(tail.header, events, notes)
 
 
 class Tail:
-    """The events of a file that may still be written, as they come; nothing is read past what is damaged.
+    """Reads the events of a file that may still be written, as they come, and stops at damage.
 
     Attributes:
-        at: up to which byte it has been read.
-        header: as it was written; None before it is there.
+        at: the number of bytes read so far.
+        header: the header as it was written. None before it is there.
         damage: what is wrong with the file, if anything.
-        left_out: rows so far that are no events.
+        left_out: the number of rows so far that are no valid events.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -211,11 +217,11 @@ class Tail:
         self.left_out = 0
 
     def new(self) -> list[Event]:
-        """The events of :meth:`table`."""
+        """Return the events of :meth:`table` as a list."""
         return events_of(self.table())
 
     def table(self) -> pa.Table:
-        """Those that have come since it was asked last, as far as they are whole.
+        """Return the valid events since the last call.
 
         Raises:
             OtherFormat: the file is of another version.
@@ -228,7 +234,7 @@ class Tail:
                 try:
                     if (message := _message(file)) is None:
                         break
-                    # Arrow reads whatever it is given as what it is asked for.
+                    # Arrow would read any message as the type that it is asked for.
                     if message.type != ("schema" if self._schema is None else "record batch"):
                         raise BadFile(f"{message.type} is nothing that comes here")
                     if self._schema is None:
@@ -247,7 +253,7 @@ class Tail:
 
 
 def _message(file: pa.NativeFile) -> pa.Message | None:
-    """The next message of a stream, None if it is not whole or there is none."""
+    """Return the next message of a stream, or None if there is none or if it is not complete."""
     try:
         return pa.ipc.read_message(file)
     except EOFError:
@@ -274,7 +280,7 @@ def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
 
 
 def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-    """The events of a batch without those that are none, and their number; raises what `BROKEN` has."""
+    """Return a batch without invalid events, and how many these were; raise one of `BROKEN` if it is damaged."""
     batch.validate(full=True)
     of = {name: batch.column(name) for name in COLUMNS.names}
     lane, what = of["lane"], of["what"]
@@ -299,5 +305,5 @@ def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
 
 
 def events_of(table: pa.Table) -> list[Event]:
-    """The rows of a table that `read` gave."""
+    """Return the rows of a table that `read` returned."""
     return [Event(*row) for row in zip(*(column.to_pylist() for column in table.columns), strict=True)]

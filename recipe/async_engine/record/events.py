@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary of a run's record: what is told of its parts, from when to when, and what a process answers of itself.
+"""The vocabulary of a run's record: the events, and what a process answers when it is asked what it did.
 
-Contract: whoever does something tells a `Tell` of it and reads nothing back; no decision imports this. A part that does
-one thing at a time (:class:`Lane`) leaves events that follow each other without a gap. The clock is passed in: seconds,
-never backwards. Lanes, and what happens on them: docs/run-record.md. Shown by tests/core/test_events.py.
+Contract: each part reports what it does to a `Tell` and reads nothing back, and no decision imports this module. A part
+that does one thing at a time (:class:`Lane`) leaves events that follow each other without a gap. The clock is passed
+in; it gives seconds and never goes backwards. docs/run-record.md describes the lanes and their events. Shown by
+tests/core/test_events.py.
 
-Plain state; a lane may be told and asked on different threads.
+The classes hold plain state. A lane may be changed and read on different threads.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ TRAJECTORIES, GROUPS, WEIGHTS, TOKENS = "trajectories", "groups", "weights", "to
 
 
 class Event(NamedTuple):
-    """A row of the record; docs/run-record.md has the meaning of each field by lane."""
+    """A row of the record. docs/run-record.md has the meaning of each field by lane."""
 
     lane: str
     what: str
@@ -41,11 +42,11 @@ Tell = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Where no record is written."""
+    """Drop the event, because no record is written."""
 
 
 class Class(StrEnum):
-    """What an accelerator's second was, for `recipe.report.account`."""
+    """The classes of an accelerator's time, for `recipe.report.account`."""
 
     TRAINING = "training"
     LOG_PROBS = "log_probs"
@@ -77,13 +78,13 @@ class Class(StrEnum):
 
 
 SAMPLED = "sampled"
-"""On the lane `RUN`: how many tokens a rollout engine has sampled so far."""
+"""An event on the lane `RUN`: how many tokens a rollout engine has sampled so far."""
 EMPTY = "empty"
-"""An engine without a request; why, the scheduler knows."""
+"""An engine has no request. The scheduler's lane says why."""
 
 
 class Away(StrEnum):
-    """What a trajectory is at when it is at no engine: what happens on the lane of an agent-loop worker."""
+    """What a trajectory does while it is at no engine, as shown on the lane of an agent-loop worker."""
 
     TOOLS = "tools"
     REWARD = "reward"
@@ -91,14 +92,15 @@ class Away(StrEnum):
 
 
 NOWHERE = "none"
-"""On the lane of an agent-loop worker: none of its trajectories is away."""
+"""An event on the lane of an agent-loop worker: none of its trajectories is outside of an engine."""
 
 
 class Span(NamedTuple):
-    """An event of a process that does not know its lane's name; times by its own clock.
+    """An event of a process that does not know its lane's name, with times of its own clock.
 
-    tokens: of an engine: those that it sampled so, a request's first one with what came before it; None if it is not
-    told.
+    Attributes:
+        tokens: tokens that an engine sampled in this way. A request's first token counts with the work before it. None
+            if they are not counted.
     """
 
     what: str
@@ -110,9 +112,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process did since it was last asked, and its clock when it answered.
+    """What a process did since it was last asked.
 
-    life: differs between a process and the one in its place. tokens: counts of its life so far, by name.
+    Attributes:
+        now: its clock when it answered.
+        life: differs between a process and its replacement.
+        spans: what it did.
+        tokens: its token counts so far, by name.
     """
 
     now: float
@@ -122,10 +128,7 @@ class Activity:
 
 
 class Lane:
-    """A part that does one thing at a time, ``what`` from its construction on; it keeps nothing until it is asked.
-
-    Callable from any thread.
-    """
+    """A part that does one thing at a time. It keeps no spans before the first question. Any thread may call it."""
 
     def __init__(self, clock: Clock, what: str) -> None:
         self._clock, self._what, self._since = clock, what, clock()
@@ -134,18 +137,18 @@ class Lane:
 
     @property
     def what(self) -> str:
-        """What it does now."""
+        """What the part does now."""
         return self._what
 
     def turn_to(self, what: str) -> None:
-        """Do this from now on."""
+        """Note that the part does this from now on."""
         if what != self._what:
             with self._lock:
                 self._cut()
                 self._what = what
 
     def take(self) -> list[Span]:
-        """The spans from the last time that this was asked up to now; none the first time."""
+        """Return the spans since the last call, or none at the first call."""
         with self._lock:
             self._cut()
             spans, self._spans = self._spans or [], []
@@ -159,7 +162,12 @@ class Lane:
 
 
 class Exchange(NamedTuple):
-    """A question, by this process's clock ``asked`` and ``came``; the other's clock when it answered."""
+    """A question to another process.
+
+    Attributes:
+        asked, came: when it was asked and when its answer came, by this process's clock.
+        answered: when it was answered, by the other's clock.
+    """
 
     asked: float
     answered: float
@@ -167,12 +175,12 @@ class Exchange(NamedTuple):
 
 
 class OtherClock:
-    """The time of another process in this one's, from questions that it answered with its clock.
+    """Maps the times of another process to this one's clock, by questions that the other answered with its time.
 
-    The answer was made between the question and its arrival, so that each exchange bounds the difference of the two
-    clocks. Times are mapped without a gap and in their order: the clock of the other is followed from one exchange to
-    the next, and corrected only where it has left the bounds. With clocks of the same pace the error is at most the
-    round trip of the quickest exchange so far, whatever the difference of the two is; a pace that differs is followed.
+    The answer was given between the question and its arrival, so each exchange bounds the difference of the two clocks.
+    Times are mapped without gaps and in order. The other's clock is followed from one exchange to the next, and is
+    corrected only when it has left the bounds. For clocks of the same pace the error is at most the shortest round trip
+    so far. A clock with another pace is followed too.
     """
 
     def __init__(self, first: Exchange) -> None:
@@ -180,15 +188,15 @@ class OtherClock:
         self._here = self._here_before = (first.asked + first.came) / 2
 
     def note(self, exchange: Exchange) -> None:
-        """Another exchange; from now on times are mapped up to it."""
+        """Take in another exchange, up to which times are mapped from now on."""
         self._theirs_before, self._here_before = self._theirs, self._here
         guess = self._here + exchange.answered - self._theirs
         self._theirs = exchange.answered
-        # Not before what has been mapped: no time is given twice.
+        # Never go back behind a time that was given already.
         self._here = max(self._here_before, min(max(guess, exchange.asked), exchange.came))
 
     def here(self, theirs: float) -> float:
-        """This process's time at the other's ``theirs``."""
+        """Return this process's time at the other's time ``theirs``."""
         if theirs <= self._theirs_before:
             return self._here_before - (self._theirs_before - theirs)
         if theirs >= self._theirs:
@@ -198,42 +206,47 @@ class OtherClock:
 
 
 RECORDED = "recorded"
-"""Where the trainer's state has the `Recorded`, for whoever writes the summary."""
+"""The key of the `Recorded` in the trainer's state, which the writer of the summary reads."""
 SCORES = "scores"
-"""A phase of the trainer's timeline: it waits for log-prob servers."""
+"""The phase of the trainer's timeline in which it waits for log-prob servers."""
 BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
-"""On the run's lane, of the device that `text` names: its life begins later than the run, or ends before it; it died,
-or came in a lost one's place.
+"""Events on the run's lane about the device that `text` names: it begins later than the run, ends earlier, was lost,
+or replaced a lost one.
 """
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What a run's account is of.
+    """The devices of a run's account.
 
-    accelerators: of one device, by its lane's first word. shared: whether both sides have the same.
+    Attributes:
+        accelerators: the accelerators of one device, by the first word of its lane.
+        shared: whether training and generation use the same accelerators.
     """
 
     accelerators: Mapping[str, int]
     shared: bool = False
 
     def counts(self, lane: str) -> bool:
-        """Whether this lane is a device of the account."""
+        """Return whether this lane is a device of the account."""
         kind = lane.partition(" ")[0]
         return kind in (ROLLOUT, LOG_PROBS) or (lane == TRAINER and not self.shared)
 
     def size(self, lane: str) -> int:
-        """Accelerators of a device, which do the same at any moment."""
+        """Return the number of accelerators of a device, which all do the same at any moment."""
         return int(self.accelerators.get(lane.partition(" ")[0], 1))
 
 
 @dataclass(frozen=True)
 class TokenBooks:
-    """Every token that an engine sampled for training in this start, and what became of it.
+    """What became of every token that an engine sampled for training since this start of the run.
 
-    sampled: by the engines' own counts. restored: of a checkpoint. trained, filtered, failed: in answers of groups that
-    ended so. cut: thrown away, by retries, ended requests, agent loops that left them out. in_flight: in groups that
-    had not ended.
+    Attributes:
+        sampled: tokens by the engines' own counts.
+        restored: tokens of a checkpoint.
+        trained, filtered, failed: tokens in answers of groups that ended in this way.
+        cut: tokens that retries, ended requests or agent loops threw away.
+        in_flight: tokens in groups that had not ended.
     """
 
     sampled: int = 0
@@ -246,7 +259,7 @@ class TokenBooks:
 
     @property
     def not_known(self) -> int:
-        """What no class has; negative where more came out than went in."""
+        """The tokens that no class has. It is negative if more tokens came out than went in."""
         ended = self.trained + self.filtered + self.failed + self.cut + self.in_flight
         return self.sampled + self.restored - ended
 
@@ -258,8 +271,13 @@ NO_TOKENS = TokenBooks()
 class Recorded:
     """The record of a run that has ended.
 
-    file: its events. until: seconds of the run's clock that it covers. tokens: None if nobody could say. events_lost:
-    events that could not be written. cpu_seconds: of the thread that wrote it.
+    Attributes:
+        file: the file of events.
+        devices: the devices of the account.
+        until: the seconds of the run that it covers.
+        tokens: the token books. None if they could not be closed.
+        events_lost: events that could not be written.
+        cpu_seconds: CPU time of the thread that wrote the record.
     """
 
     file: Path

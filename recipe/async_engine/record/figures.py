@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures that a person watches a run by, wherever they are shown: terminal, ``--follow``, trackers, Prometheus.
+"""The figures by which a person watches a run: in the terminal, with ``--follow``, in trackers and in Prometheus.
 
-Contract: a figure is a metric under its name of docs/metrics.md, so each place shows the same one. What each side
-does now is words, which only the terminal has. Shown by tests/core/test_figures.py.
+Contract: a figure is a metric under its name of docs/metrics.md, so each place shows the same value. Only the terminal
+also says in words what each side does now. Shown by tests/core/test_figures.py.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ TRAINER_SHARE = Exported("recipe_trainer_share", "Share of the trainer's time so
 
 
 def sides(figures: Figures) -> list[tuple[str, str]]:
-    """A line for each side of the run, as far as its figures are there: its name, and what it says."""
+    """Return (name, text) of a line for each side of the run that has figures."""
     lines = [
         ("trainer", _trainer(figures)),
         ("rollout", _rollout(figures)),
@@ -129,7 +129,7 @@ STALENESS_SAYS = {
 
 
 def percent(share: float) -> str:
-    """A share in whole percent, a half upwards: ``:.0%`` rounds 0.5% and 2.5% down, and 1.5% up."""
+    """Return a share in whole percent, with halves rounded up. ``:.0%`` would round 0.5% and 2.5% down but 1.5% up."""
     return f"{floor(round(100 * share, 9) + 0.5)}%"
 
 

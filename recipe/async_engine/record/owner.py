@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder has one owner at a time: a second start ends before it touches anything.
+"""Gives a run's folder one owner at a time, so that a second start ends before it changes anything.
 
-Contract: what owns the folder holds a lock of the kernel on ``run.lock`` in it, which ends with the process, however
-that ends. It is a lock of the process (``fcntl.lockf``), not of an open file: no fork, worker or child inherits it. Two
-parts are locked apart. The main owns the run; the trainer's process owns the checkpoints, since it may outlive a main
-that was killed by a moment, and a new start waits for it to end. Over NFS it holds between machines where the mount has
-locks (NFSv4, or v3 with lockd); where locks are refused, the run goes on with a warning. Shown by
-tests/integration/test_owner.py.
+Contract: the owner holds a lock of the kernel on ``run.lock`` in the folder, which ends with the process in any case.
+The lock belongs to the process (``fcntl.lockf``) and not to an open file, so no fork, worker or child inherits it. Two
+parts are locked separately. The main owns the run. The trainer's process owns the checkpoints, because it may outlive a
+killed main for a moment, and a new start waits for it to end. Over NFS the lock works between machines if the mount
+supports locks (NFSv4, or v3 with lockd). If locks are refused, the run goes on with a warning.
+
+Shown by tests/integration/test_owner.py.
 """
 
 import errno
@@ -30,14 +31,14 @@ TAKEN = (errno.EACCES, errno.EAGAIN)
 
 
 class FolderTaken(RecipeError):
-    """Another run has the folder."""
+    """Another run owns the folder."""
 
 
 def is_owned(folder: str | os.PathLike[str], part: int = RUN) -> bool:
-    """Whether somebody has this part of a run's folder; it takes nothing and waits for nobody."""
+    """Return whether somebody owns this part of a run's folder, without taking it and without waiting."""
     try:
         with open(Path(folder, LOCK_FILE), "rb") as file:
-            # The kernel's struct flock on 64-bit Linux: type, whence, start, length, process.
+            # The fields of the kernel's struct flock on 64-bit Linux: type, whence, start, length, process.
             asked = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, part, 1, 0)
             (found, *_) = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
     except OSError:
@@ -46,7 +47,7 @@ def is_owned(folder: str | os.PathLike[str], part: int = RUN) -> bool:
 
 
 def owner_of(folder: str | os.PathLike[str]) -> str:
-    """The machine of a run folder's owner, or of its last one; empty if it is not said."""
+    """Return the machine of a run folder's present or last owner, or an empty text if it is not known."""
     with suppress(OSError):
         words = Path(folder, LOCK_FILE).read_text(errors="replace").partition(" on ")[2]
         return words.partition(",")[0]
@@ -54,15 +55,15 @@ def owner_of(folder: str | os.PathLike[str]) -> str:
 
 
 class Owner:
-    """Owns a part of a run's folder while it lives and until `release`.
+    """Owns a part of a run's folder until `release`, or until the process ends.
 
     Args:
-        folder: of the run, ``trainer.default_local_dir``; it must exist.
+        folder: the folder of the run, ``trainer.default_local_dir``. It must exist.
         part: `RUN` or `CHECKPOINTS`.
         wait_s: how long another owner may take to end.
 
     Raises:
-        FolderTaken: it has another owner; the message says which.
+        FolderTaken: the folder has another owner, which the message names.
     """
 
     def __init__(self, folder: str | os.PathLike[str], part: int, wait_s: float = 0.0) -> None:
@@ -80,13 +81,13 @@ class Owner:
                 )
             time.sleep(POLL_S)
         if part == RUN:
-            with suppress(OSError):  # a full disk: the lock holds without it
+            with suppress(OSError):  # the disk may be full; the lock holds without the text
                 self._file.truncate(0)
                 since = time.strftime("%F %T %z")
                 self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())
 
     def release(self) -> None:
-        """The folder is free for another start."""
+        """Free the folder for another start."""
         self._file.close()
 
     def _locked(self, part: int) -> bool:

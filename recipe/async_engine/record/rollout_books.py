@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of a run's rollout side: what it did with its capacity, and what became of its answers and their tokens.
+"""Accounts for the rollout side of a run: its capacity over time, and its answers and their tokens.
 
 Contract. Time is accounted by the number of trajectories that generate, against the number that could. Reward seconds
 are counted once for each trajectory that is being scored. They are exposed while nothing generates and the trainer
-waits for a batch: then only rewards keep the run from going on. All others are hidden. Of the tokens, engines count
-what they sample, workers what they are answered with, and these books what complete answers have and how their groups
-end; `TokenBooks.not_known` is 0 only if the three agree. Of a worker or an engine that died the count is lost: what the
-next one of the three knows of its tokens stands for it then.
+waits for a batch, because then only rewards hold the run up. All others are hidden. Engines count the tokens that they
+sample, workers those that they are answered with, and this module those of complete answers and how their groups end.
+`TokenBooks.not_known` is 0 only if the three agree. If a worker or an engine died, its count is lost, and the count of
+the next stage is used instead.
 
-Shown by tests/core/test_timeline.py, tests/integration/test_token_books.py and, of real runs, tests/accounts.py. Plain
-state without threads: the scheduler tells it under its lock.
+Shown by tests/core/test_timeline.py, tests/integration/test_token_books.py and, for real runs, tests/accounts.py. The
+books hold plain state without threads. The scheduler updates them under its lock.
 """
 
 from collections import Counter
@@ -21,29 +21,33 @@ from recipe.async_engine.core.prompt_manager import PromptCounts
 from recipe.async_engine.record.events import Class, Clock, Lane, TokenBooks
 
 SUMMED = ("reprefilled_tokens", "recovered_tokens", "restored_tokens")
-"""Fields of a scored trajectory that are summed over those of complete groups."""
+"""Fields of `TrajectoryScored` that are summed over complete groups."""
 
 
 class RolloutBooks:
-    """See the module's contract.
+    """The books of the module's contract.
 
     Args:
-        clock: of the levels, which may be stopped.
+        clock: the clock of the levels, which may be stopped.
         capacity: trajectories that generate at once, on all live replicas together.
-        lane_clock: of the lane.
+        lane_clock: the clock of the lane.
 
     Attributes:
-        lane: why nothing more begins to generate.
-        seconds, offered, used, idle: time accounted for; its capacity-seconds; those that generated (what runs above
-            the capacity does not count); and those during which nothing generated at all.
+        lane: why no more trajectories begin to generate.
+        seconds: the time accounted for.
+        offered: its capacity-seconds.
+        used: the capacity-seconds that generated. Trajectories above the capacity do not count.
+        idle: the capacity-seconds in which nothing generated at all.
         scored, exposed: reward seconds, and the exposed ones among them.
-        tokens: of complete answers: received in this start, restored of a checkpoint, trained, filtered, failed, cut.
+        tokens: tokens of complete answers: received in this start, restored from a checkpoint, trained, filtered,
+            failed and cut.
     """
 
     def __init__(self, clock: Clock, capacity: int, lane_clock: Clock | None = None) -> None:
         self._clock, self._places = clock, capacity
         self.lane = Lane(lane_clock or clock, Class.START_UP)
-        # Trajectories that generate, that could at once, whose reward is computed; whether the trainer waits.
+        # The levels are the trajectories that generate, the capacity, the trajectories being scored, and whether the
+        # trainer waits.
         self._levels = {"running": 0, "capacity": capacity, "scoring": 0, "waiting": 0}
         self._since = clock()
         self.tokens: Counter[str] = Counter()
@@ -58,19 +62,19 @@ class RolloutBooks:
     # Time.
 
     def set(self, **levels: int) -> None:
-        """From now on these are so many."""
+        """Set these levels from now on."""
         self.advance()
         self._levels.update(levels)
 
     @property
     def waits_for_rewards(self) -> bool:
-        """Whether only rewards keep the run from going on."""
+        """Whether only rewards hold the run up."""
         running, _, scoring, waiting = self._levels.values()
         return bool(running == 0 and scoring and waiting)
 
     @property
     def scoring(self) -> int:
-        """Trajectories that are being scored now."""
+        """The number of trajectories that are being scored now."""
         return self._levels["scoring"]
 
     def advance(self) -> None:
@@ -87,30 +91,30 @@ class RolloutBooks:
             self.exposed += seconds * scoring * waiting
 
     def reset(self) -> None:
-        """Forget the time before now; what runs goes on running."""
+        """Forget the time before now, but not the present levels."""
         self.advance()
         self.seconds = self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
 
     @property
     def idle_share(self) -> float:
-        """Share of the capacity-seconds in which no trajectory generated, 0.0 if there were none."""
+        """The share of the capacity-seconds in which no trajectory generated, 0.0 if there were none."""
         self.advance()
         return self.idle / self.offered if self.offered else 0.0
 
     @property
     def occupancy(self) -> float:
-        """Share of the capacity-seconds that generated, 0.0 if there were none."""
+        """The share of the capacity-seconds that generated, 0.0 if there were none."""
         self.advance()
         return self.used / self.offered if self.offered else 0.0
 
     @property
     def hidden_share(self) -> float:
-        """Share of the reward seconds that were hidden, 1.0 if there were none."""
+        """The share of the reward seconds that were hidden, 1.0 if there were none."""
         self.advance()
         return 1.0 - self.exposed / self.scored if self.scored else 1.0
 
     def end_version(self) -> None:
-        """A version is announced: account for the time since the one before, as stock's rollouter does."""
+        """Account for the time since the version before was announced, as stock verl's rollouter does."""
         self.advance()
         now = self.seconds, self.offered, self.idle, self._groups
         since = zip(now, self._version_began, strict=True)
@@ -125,17 +129,17 @@ class RolloutBooks:
         }
 
     def wait_for_turns(self) -> None:
-        """Generation happens in turns: outside them there is no capacity."""
+        """Note that generation happens in turns, so that there is no capacity outside of them."""
         self.set(capacity=0)
         self._turn_occupancy = 0.0
 
     def begin_turn(self) -> None:
-        """A generation turn begins."""
+        """Note that a generation turn begins."""
         self.set(capacity=self._places)
         self._turn_began = self.offered, self.used
 
     def end_turn(self, interrupted: int) -> None:
-        """The turn is over, and interrupted so many trajectories."""
+        """Note that the turn is over and interrupted so many trajectories."""
         self._interruptions += interrupted
         self.set(capacity=0)
         offered, used = self._turn_began
@@ -145,14 +149,14 @@ class RolloutBooks:
     # Answers and their tokens.
 
     def arrived(self, scored: Any, is_wanted: bool) -> None:
-        """A complete answer (`TrajectoryScored`) is here; ``is_wanted``: its group has not ended."""
+        """Count a complete answer (`TrajectoryScored`). It is wanted unless its group has ended before."""
         arrived = scored.received_tokens + scored.restored_tokens
         self.tokens["received"] += scored.received_tokens
         self.tokens["restored"] += scored.restored_tokens
         self.tokens["cut"] += arrived - scored.sampled_tokens if is_wanted else arrived
 
     def completed(self, answers: Iterable[Any]) -> None:
-        """A group has all of its answers (`TrajectoryScored`)."""
+        """Count a group that has all its answers (`TrajectoryScored`)."""
         self._groups += 1
         for scored in answers:
             self._complete["interrupted_trajectories"] += scored.interruptions > 0
@@ -166,13 +170,13 @@ class RolloutBooks:
         before: Mapping[str, int] | None,
         engines: Mapping[str, int] | None,
     ) -> TokenBooks:
-        """What became of every token, at the end of the run.
+        """Return what became of every token, at the end of the run.
 
         Args:
             live: tokens in complete answers of groups that have not ended.
-            workers: what all of them say: received, dropped, unfinished; None if one cannot.
+            workers: the workers' counts together: received, dropped, unfinished. None if one of them is not known.
             before: the engines' counts before the unfinished trajectories were ended.
-            engines: and afterwards; None if one of them cannot say, as one that died.
+            engines: the engines' counts afterwards. None if one of them is not known.
         """
         of_workers = Counter(workers if workers is not None else {"received": self.tokens["received"]})
         known = before is not None and engines is not None
@@ -184,7 +188,7 @@ class RolloutBooks:
             trained=self.tokens["trained"],
             filtered=self.tokens["filtered"],
             failed=self.tokens["failed"],
-            # An answer that was on its way to a trajectory that ended came to nobody.
+            # An answer that was on its way to an ended trajectory reached nobody.
             cut=self.tokens["cut"]
             + _thrown_away(begun)
             + max(0, answered - of_workers["received"])
@@ -193,7 +197,7 @@ class RolloutBooks:
         )
 
     def metrics(self, groups: LedgerCounts, prompts: PromptCounts) -> dict[str, float]:
-        """In the keys of docs/metrics.md; those of docs/partial-rollout.md beside them in turns."""
+        """Return the metrics of docs/metrics.md, and with turns also those of docs/partial-rollout.md."""
         in_turns = {
             "partial_rollout/groups_pending": prompts.pending,
             "partial_rollout/groups_interrupted": prompts.interrupted,
@@ -224,5 +228,5 @@ class RolloutBooks:
 
 
 def _thrown_away(engines: Mapping[str, int]) -> int:
-    """Tokens of requests that ended without an answer."""
+    """Return the tokens of requests that ended without an answer."""
     return engines["sampled"] - engines["answered"] - engines["under_way"]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind: ``metrics.jsonl``, one line a step, and ``summary.json``.
+"""Writes what a run leaves behind: ``metrics.jsonl``, one line a step, and ``summary.json``.
 
-Contract: both are there however the run ended; the summary of a failed run names the error. ``summary.json`` appears
-whole or not at all. After a resume, ``metrics.jsonl`` goes on after the last step that the checkpoint has, and
-``steps``, ``ledger`` and ``staleness`` count from the beginning of the training. Lines that cannot be written, on a
-full disk for example, are counted and end nothing. While the record is open, its process owns the folder. Keys:
-docs/run-record.md.
+Contract: both files exist however the run ended, and the summary of a failed run names the error. ``summary.json``
+appears whole or not at all. After a resume, ``metrics.jsonl`` continues after the last step of the checkpoint, and
+``steps``, ``ledger`` and ``staleness`` count from the beginning of the training. Lines that cannot be written, for
+example on a full disk, are counted and do not end the run. While the record is open, its process owns the folder.
+docs/run-record.md describes the keys.
+
 Shown by tests/core/test_record.py and every end-to-end test.
 """
 
@@ -32,26 +33,29 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 NON_FINITE = "fully_async/non_finite/metrics"
 WITH_ALARMS = 3
-"""What a main exits with after a run that ended so."""
+"""The exit status of a main after a run that ended with alarms."""
 
 
 def exit_status(summary: Mapping[str, Any], says_alarms: bool) -> int:
-    """Of a run that ended without an error and by itself; ``says_alarms``: `async_training.alarms.exit_status`."""
+    """Return the exit status of a run that ended by itself and without an error.
+
+    ``says_alarms`` is `async_training.alarms.exit_status`.
+    """
     return WITH_ALARMS if says_alarms and summary.get("ended") == Ended.WITH_ALARMS else 0
 
 
 class RunRecord:
-    """Writes the record of one run into ``folder``; its times count from ``began``, by default from now.
+    """Writes the record of one run into ``folder``, with times that count from ``began``, by default from now.
 
     Raises:
-        FolderTaken: another run has the folder, and nothing in it was touched.
+        FolderTaken: another run owns the folder, in which nothing was changed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], mode: str, began: float | None = None) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._owner = Owner(self._folder, RUN)
-        # A summary speaks of a finished run; while this one goes on there is none.
+        # There is a summary only of a finished run.
         (self._folder / SUMMARY_FILE).unlink(missing_ok=True)
         self._began = time.time() if began is None else began
         self._recorded: Recorded | None = None
@@ -82,7 +86,7 @@ class RunRecord:
         }
 
     def begin_at(self, step: int) -> None:
-        """Keep of an earlier run's lines those up to ``step``, the one that was resumed from."""
+        """Keep the lines of an earlier start up to ``step``, from which the run resumes."""
         path = self._folder / METRICS_FILE
         kept = []
         try:
@@ -93,7 +97,7 @@ class RunRecord:
             self._lost(error)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Append one step's metrics."""
+        """Append the metrics of one step."""
         if self.summary["first_step_seconds"] is None:
             self.summary["first_step_seconds"] = time.time() - self._began
         numbers = {key: value if math.isfinite(value) else None for key, value in _scalars(metrics)}
@@ -104,7 +108,7 @@ class RunRecord:
             with open(self._folder / METRICS_FILE, "ab", buffering=0) as file:
                 before = os.fstat(file.fileno()).st_size
                 if file.write(line) < len(line):
-                    # The rest of it would be joined to the next line.
+                    # Otherwise the next line would be appended to the incomplete one.
                     file.truncate(before)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -116,12 +120,12 @@ class RunRecord:
         self.summary["metrics_lost"] += 1
 
     def update(self, state: Mapping[str, Any]) -> None:
-        """Take in the trainer's own account of the run so far."""
+        """Take in the trainer's account of the run so far."""
         self._recorded = state.get(RECORDED, self._recorded)
         self.summary.update({name: value for name, value in state.items() if name != RECORDED})
 
     def settle(self, account: Callable[[Recorded], dict[str, Any]]) -> None:
-        """Have the run's account made, where there is a record of events; what goes wrong costs the account alone."""
+        """Have the run's account made, if there is a record of events. An error here costs only the account."""
         if self._recorded is None:
             return
         try:
@@ -130,13 +134,13 @@ class RunRecord:
             logger.exception("there is no account of the run")
 
     def fail(self, error: BaseException | Mapping[str, str]) -> None:
-        """Note what ended the run."""
+        """Note the error that ended the run."""
         if isinstance(error, BaseException):
             error = {"name": type(error).__name__, "message": str(error)}
         self.summary["error"] = {"name": error["name"], "message": error["message"]}
 
     def close(self, peak_memory_gib: float | None) -> dict[str, Any]:
-        """Write the summary and return it, or raise OSError; the folder is free for another start either way."""
+        """Write the summary and return it, or raise OSError. The folder is free for another start in both cases."""
         self.summary["ended"] = how_it_ended(self.summary["error"], self.summary["alarms"])
         self.summary["wall_seconds"] = time.time() - self._began
         self.summary["peak_memory_gib"] = peak_memory_gib
@@ -149,13 +153,13 @@ class RunRecord:
 
 
 def _step_of(line: str) -> float:
-    """The step of one line of metrics; infinite for a line that is none, as one that a kill cut off."""
+    """Return the step of one line of metrics, or infinity for an invalid line, such as one that a kill cut off."""
     found, _ = steps_of([line.encode()], METRICS_FILE)
     return float(found[0].get(STEP) or 0) if found else math.inf
 
 
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Those of the metrics that are one number each, True as 1."""
+    """Yield the metrics that are a single number, with 1 for True."""
     for key, value in metrics.items():
         if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
             value = value.item()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's folder holds, as types: the one place that says what a file read back must look like.
+"""The types of the files in a run's folder, which say what a file must look like when it is read.
 
-Contract: a file is read through its type or not at all. What has no meaning is refused with `BadFile`, which names the
-file; where a part can be missed, that part alone is left out, and a note says which. Numbers are finite and within
-`LIMIT`, so that whoever computes with them needs no guard. A file of another version of its format is refused by that.
+Contract: a file is read through its type or not at all. An invalid file is refused with `BadFile`, which names it. If
+only an optional part is invalid, that part is left out, and a note says so. Numbers are finite and within `LIMIT`, so
+code that computes with them needs no checks. A file of another version of its format is refused for that reason.
+
 Shown by tests/integration/test_damaged_files.py.
 """
 
@@ -19,12 +20,12 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 FORMAT = 1
-"""Of summaries and of markers of checkpoints; those written before they said it have the same."""
+"""The format of summaries and of checkpoints' markers. Older ones that do not name it have the same."""
 LIMIT = 1e9
-"""Seconds of a run, and counts of its parts, are below."""
+"""An upper limit for the seconds of a run and for counts."""
 MOST = 1_000_000
 TOO_LARGE = 1e100
-"""A metric beyond this is no measurement."""
+"""A metric beyond this value cannot be a measurement."""
 SHOWN = 3
 
 Finite = Annotated[float, Field(allow_inf_nan=False, ge=-LIMIT, le=LIMIT)]
@@ -37,15 +38,15 @@ Format = Annotated[int, Field(ge=FORMAT, le=FORMAT)]
 
 
 class BadFile(ValueError):
-    """A file of a run's folder cannot be used; the message names it and says what is wrong with it."""
+    """A file of a run's folder cannot be used. The message names it and says what is wrong with it."""
 
 
 class OtherFormat(BadFile):
-    """A file is of another version of its format than this one reads."""
+    """A file has another version of its format than this package reads."""
 
 
 class Settings(TypedDict, total=False):
-    """Those that a record keeps, for advice and for plans."""
+    """The settings that a record keeps for advice and for plans."""
 
     max_staleness: Count
     pipeline_depth: Annotated[float, Field(allow_inf_nan=False, ge=0, le=MOST)]
@@ -65,7 +66,10 @@ class Settings(TypedDict, total=False):
 
 
 class Header(BaseModel):
-    """Of a record of events. accelerators: of one device by its lane's first word. began: seconds since 1970."""
+    """The header of a record of events.
+
+    ``accelerators`` has those of one device by the first word of its lane, and ``began`` is in seconds since 1970.
+    """
 
     accelerators: dict[str, Count]
     shared: bool
@@ -108,7 +112,7 @@ class Alarm(TypedDict):
 
 
 class Summary(TypedDict, total=False):
-    """Of ``summary.json``, what is read back; docs/run-record.md has the meaning of each key."""
+    """The keys of ``summary.json`` that are read back. docs/run-record.md has the meaning of each key."""
 
     format: Long
     began: Moment
@@ -135,7 +139,7 @@ FileSize = tuple[Annotated[int, Field(ge=0)], str | None]
 
 
 class Marker(BaseModel):
-    """Of a complete checkpoint: every file below it with its size and, of small ones, its digest."""
+    """The marker of a complete checkpoint: every file in it with its size, and the digests of small ones."""
 
     format: Format = FORMAT
     step: Annotated[int, Field(ge=0)]
@@ -148,18 +152,18 @@ Metrics = dict[str, Any]
 
 
 def said(error: ValidationError) -> str:
-    """What is wrong, by place, in one line."""
+    """Return in one line what is wrong, with the place of each fault."""
     found = [f"{'.'.join(map(str, each['loc'])) or 'it'}: {each['msg']}" for each in error.errors()]
     return "; ".join([*found[:SHOWN], *([f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])])
 
 
 def sound_part(adapter: TypeAdapter[T], content: Any, what: str) -> tuple[T, list[str]]:
-    """The content without the parts that are of no such type, and what was left out; ``what`` names the file.
+    """Return the content without its invalid parts, and notes on what was left out.
 
-    The parts are taken out of the content in place.
+    The parts are removed from ``content`` in place. ``what`` names the file.
 
     Raises:
-        BadFile: nothing is left, or what cannot be missed is not there.
+        BadFile: nothing is left, or a required part is missing or invalid.
     """
     notes: list[str] = []
     while True:
@@ -173,7 +177,7 @@ def sound_part(adapter: TypeAdapter[T], content: Any, what: str) -> tuple[T, lis
 
 
 def _left_out(content: Any, place: tuple[Any, ...]) -> bool:
-    """Take out the part at a place that an error names, whose last ones may name a type or what is missing."""
+    """Remove the part at the place that an error names, and return whether there was one."""
     parent: dict[Any, Any] = {}
     last = None
     for key in place:
@@ -184,12 +188,14 @@ def _left_out(content: Any, place: tuple[Any, ...]) -> bool:
 
 
 def header_of(content: Mapping[str, Any], what: str) -> tuple[Header, list[str]]:
-    """A record's header, without settings that are none, and what was left out of it; raises `BadFile`."""
+    """Return a record's header without invalid settings, and notes on what was left out; raise `BadFile`."""
     return sound_part(HEADERS, content, what)
 
 
 def summary_in(folder: Path) -> tuple[Summary | None, list[str]]:
-    """What the run left at its end, None if that is not there or cannot be read; and what is wrong with it."""
+    """Return the summary of a run and notes on what is wrong with it. It is None if it is not there or cannot be
+    read.
+    """
     file = folder / "summary.json"
     try:
         found, notes = sound_part(SUMMARIES, from_json(file.read_bytes()), str(file))
@@ -205,7 +211,7 @@ def summary_in(folder: Path) -> tuple[Summary | None, list[str]]:
 
 
 def metrics_in(folder: Path) -> tuple[list[Metrics], list[str]]:
-    """The steps' metrics, and what is wrong with them."""
+    """Return the metrics of the steps, and notes on what is wrong with them."""
     file = folder / "metrics.jsonl"
     try:
         lines = file.read_bytes().splitlines(keepends=True)
@@ -217,9 +223,9 @@ def metrics_in(folder: Path) -> tuple[list[Metrics], list[str]]:
 
 
 def steps_of(lines: Iterable[bytes], what: str) -> tuple[list[Metrics], list[str]]:
-    """The metrics of lines of ``metrics.jsonl``, and what was left out of them; ``what`` names the file.
+    """Return the metrics of lines of ``metrics.jsonl``, and notes on what was left out. ``what`` names the file.
 
-    A last line without an end is one that is being written, or was when its run was killed: that is nothing to say.
+    A last line without a line end is still being written, or was when the run was killed, so no note mentions it.
     """
     found, bad, values = [], 0, 0
     for line in lines:
@@ -244,11 +250,11 @@ def _is_metric(value: Any) -> bool:
 
 
 def marker_in(folder: Path, name: str) -> Marker:
-    """The marker of a checkpoint.
+    """Return the marker of a checkpoint.
 
     Raises:
-        FileNotFoundError: it has none.
-        BadFile: it is none; the message is without the folder.
+        FileNotFoundError: the checkpoint has no marker.
+        BadFile: the marker is invalid. The message does not name the folder.
     """
     try:
         return Marker.model_validate_json((folder / name).read_bytes(), strict=True)
@@ -261,5 +267,5 @@ def marker_in(folder: Path, name: str) -> Marker:
 
 
 def unsaid(settings: Mapping[str, Any], but: Iterable[str] = ()) -> list[str]:
-    """The settings of a record that are not there."""
+    """Return the settings that a record lacks, except for those in ``but``."""
     return [name for name in Settings.__annotations__ if name not in settings and name not in but]

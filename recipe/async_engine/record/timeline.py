@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one stream of what happens in a run, as the trainer's process is told of it, and where its time went.
+"""The single stream of events in the trainer's process, and where the trainer's time went.
 
-Contract. Whoever does something in the trainer's process tells the timeline, on any thread, and reads nothing back.
-What is told goes into the books of the rollout side and on to `listener`, which writes it down. The trainer is in
-exactly one phase at any moment, `IDLE_PHASE` when none was entered, so the shares of its time add up to 1; a phase
-entered inside another suspends it. Time is counted from construction or the last `restart`, to the clock's now or to
-`stop`. The clock is passed in: seconds, never backwards (`time.monotonic`).
+Contract. Each part of the trainer's process reports to the timeline, on any thread, and reads nothing back. Reports go
+into the books of the rollout side and on to `listener`, which writes them down. The trainer is in exactly one phase at
+any moment (`IDLE_PHASE` if it entered none), so the shares of its time add up to 1. A phase that is entered inside
+another one suspends it. Time is counted from construction or the last `restart`, up to now or to `stop`. The clock is
+passed in; it gives seconds and never goes backwards (`time.monotonic`).
 
-Test: tests/core/test_timeline.py. It has no lock of its own: the trainer's thread enters the phases, and the scheduler
-tells of the rollout side under its lock.
+Test: tests/core/test_timeline.py. There is no lock: the trainer's thread enters the phases, and the scheduler reports
+on the rollout side under its own lock.
 """
 
 from collections import defaultdict
@@ -23,12 +23,12 @@ ENDS_OF_A_GROUP = ("trained", "filtered", "failed")
 
 
 class Timeline:
-    """See the module's contract.
+    """The timeline of the module's contract.
 
     Attributes:
-        lane: the trainer's, from one phase to the next; starting up until the first `restart`.
-        rollout: the other side's time, answers and tokens.
-        listener: is told every event, by the clock of this process.
+        lane: the trainer's phases, which begin with the first `restart`. Before that the trainer is starting up.
+        rollout: the time, answers and tokens of the rollout side.
+        listener: is given every event, with times of this process's clock.
     """
 
     def __init__(self, clock: Clock, rollout_capacity: int = 1) -> None:
@@ -47,18 +47,18 @@ class Timeline:
     # What is told.
 
     def tell(self, event: Event) -> None:
-        """This has happened. Callable from any thread."""
+        """Report an event. Any thread may call this."""
         if event.lane == GROUPS and event.what in ENDS_OF_A_GROUP:
             self.rollout.tokens[event.what] += event.tokens or 0
         self.listener(event)
 
     def note(self, what: str) -> None:
-        """Something has begun or been finished: the run is not standing still. Callable from any thread."""
+        """Note that something began or was finished, so the run is not standing still. Any thread may call this."""
         self._noted[what] = self._clock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the `with` block to this phase, except for phases entered within it."""
+        """Count the time inside the ``with`` block to this phase, except for phases entered within it."""
         self._advance()
         self.note(f"trainer: {name} begins")
         self._entered.append(name)
@@ -73,7 +73,9 @@ class Timeline:
 
     @contextmanager
     def during(self, what: str, version: int) -> Iterator[None]:
-        """Tell of a part of bringing a version to the replicas. Callable from any thread."""
+        """Report the time inside the ``with`` block as a part of bringing a version to the replicas. Any thread may
+        call this.
+        """
         began = self._clock()
         try:
             yield
@@ -81,7 +83,7 @@ class Timeline:
             self.tell(Event(WEIGHTS, what, began, self._clock(), version=version))
 
     def restart(self) -> None:
-        """Count from now on: what came before (starting up, loading) is not part of the run."""
+        """Count from now on, because the time before (starting up, loading) is not part of the run."""
         self._advance()
         self._seconds.clear()
         self.rollout.reset()
@@ -89,7 +91,7 @@ class Timeline:
         self._show()
 
     def stop(self) -> None:
-        """Count no further: the last step is trained."""
+        """Count no further, because the last step is trained."""
         if self._stopped is None:
             self._stopped = self._clock()
 
@@ -97,23 +99,23 @@ class Timeline:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the newest note; every phase that begins or ends makes one."""
+        """Seconds since the newest note. Every phase makes a note when it begins and when it ends."""
         return self._clock() - max(self._noted.values())
 
     def notes(self) -> list[tuple[str, float]]:
-        """What was noted and how many seconds ago, newest first."""
+        """Return the notes and how many seconds ago each was made, newest first."""
         now = self._clock()
         return sorted(((what, now - at) for what, at in dict(self._noted).items()), key=lambda note: note[1])
 
     @property
     def doing(self) -> str:
-        """The phase of now. Callable from any thread."""
+        """The present phase. Any thread may read it."""
         return self._entered[-1] if self._started else Class.START_UP
 
     def shares(self) -> dict[str, float]:
-        """Share of the trainer's time by phase, up to now; they add up to 1, or there are none if no time passed.
+        """Return the share of the trainer's time by phase, up to now. The shares add up to 1 unless no time has passed.
 
-        Callable from any thread, where a phase that ends meanwhile may count twice.
+        Any thread may call this. A phase that ends at the same moment may count twice.
         """
         seconds = dict(self._seconds)
         entered = self._entered[-1]
@@ -123,12 +125,12 @@ class Timeline:
 
     @property
     def trainer_wait_share(self) -> float:
-        """Share of its time that the trainer waited for a batch: phase `wait`."""
+        """The share of its time in which the trainer waited for a batch: the phase `wait`."""
         return self.shares().get("wait", 0.0)
 
     @property
     def end(self) -> float:
-        """When it was stopped, or now."""
+        """The time when it was stopped, or now."""
         return self._now()
 
     def _show(self) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a prompt to a finished trajectory: scheduler, agent-loop workers, and the client that resumes answers."""
+"""Brings a prompt to a finished trajectory: scheduler, agent-loop workers, and the client that resumes answers."""

@@ -3,27 +3,27 @@
 
 Contract:
 
-* ``generate`` returns a complete answer. If a weight sync aborts it, the tokens so far are kept and the answer goes on
-  under the new version, at once: the server holds the resumed request until it may run, so nothing sleeps or polls.
-* What an answer is asked for with is for the whole of it, however often it is cut (``core/cuts.py``).
-* Where a sync holds requests in their engine (``async_training.weights.at_swap=keep``), the server says which version
+* ``generate`` returns a complete answer. If a weight sync aborts it, the tokens so far are kept and the client asks for
+  the rest at once. The server holds the resumed request until it may run, so nothing sleeps or polls.
+* The sampling parameters of a request apply to the whole answer, however often it is cut (``core/cuts.py``).
+* With ``async_training.weights.at_swap=keep`` a sync holds requests in their engine, and the server says which version
   sampled which tokens.
-* With ``async_training.partial_rollout=False`` no answer is ever cut (the scheduler drains before a sync); if one is
-  cut all the same, ``generate`` raises instead of returning it as complete. After its server's death, or from a
-  checkpoint, it goes on under the same version only.
-* With ``rollout.scheduling_policy=priority`` engines that are full take the requests of the oldest groups first: what
-  a weight sync has cut goes on before younger answers, and the batch that waits for it is complete sooner.
-* Every answer of a server, whole or cut, is kept, and a request that a checkpoint has the answer to reaches no server
-  (``kept_answers``). :meth:`ResumingClient.fetch` brings the tokens so far of every request under way.
-* Where generation happens in turns, requests wait here between two of them (:class:`TurnGate`).
-* Every request's version is the one at its submission; an answer that claims another one is an error.
-* A server that died, or whose engine did, is taken out of routing and the answer continues elsewhere from its tokens:
-  those of its earlier parts and, with ``async_training.partial_tokens_interval``, those that were last fetched.
-* A request that its engine failed is asked again, of another server if there is one, with the tokens of the parts
-  before; those that the failed request had are not believed. Failures in a row are an error.
-* Servers have ``async_training.timeouts.generation`` to give the next token of an answer back, however many of them
-  are asked; one that gives nothing back is asked again at growing intervals. What nobody waits for any more, because
-  its trajectory was given up or its time is over, is dropped at its server.
+* With ``async_training.partial_rollout=False`` no answer is ever cut, because the scheduler drains before a sync. If
+  one is cut all the same, ``generate`` raises instead of returning it as complete. After its server's death, or from a
+  checkpoint, an answer continues under the same version only.
+* With ``rollout.scheduling_policy=priority`` a full engine takes the requests of the oldest groups first, so answers
+  that a sync has cut continue before younger ones begin.
+* Every answer of a server, whole or cut, is kept. A request whose answer a checkpoint holds reaches no server
+  (``kept_answers``). :meth:`ResumingClient.fetch` gets the tokens so far of requests under way.
+* If generation happens in turns, requests wait here between two turns (:class:`TurnGate`).
+* The version of a request is the one at its submission. An answer that claims another version is an error.
+* A server whose process or engine died is taken out of routing. The answer continues on another server from the tokens
+  that are known: its earlier parts and, with ``async_training.partial_tokens_interval``, the last fetched tokens.
+* A request that its engine failed is sent again, to another server if there is one, with the tokens of the earlier
+  parts. The tokens of the failed request are not used. Several failures in a row are an error.
+* Servers have ``async_training.timeouts.generation`` to return the next token of an answer, however many of them are
+  asked. If a server returns nothing, the client asks again at growing intervals. A request that nobody waits for any
+  more is dropped at its server.
 
 Shown by tests/integration/test_client.py (servers faked below the actor seam) and tests/e2e/test_fully_async.py.
 """
@@ -60,27 +60,32 @@ from recipe.async_engine.engines.answers import (
 )
 from recipe.async_engine.engines.load_balancer import ENDED, SAY_ENDED_S
 from recipe.async_engine.record.activity import Work
-from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder
+from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder, current_recorder
 
 logger = logging.getLogger(__name__)
 
-# What a request may have beside tokens, in verl's words.
+# verl's names for what a request may have beside tokens.
 MODALITIES = ("image_data", "video_data", "audio_data")
 FETCH_S = 10.0
 ASK_AGAIN_S = 0.02
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 MOST_FAILURES = 3
-"""As often in a row an engine may fail a request; what it fails each time is not asked for until the deadline."""
-# The load balancer does nothing but count.
+"""An engine may fail a request so often in a row. Without this limit a request that always fails would be repeated
+until the deadline.
+"""
+# The load balancer only counts, so it answers at once unless it is gone.
 ROUTING_S = 60.0
 
 
 @dataclass
 class Patience:
-    """How long servers may still take for one request, since they last gave a token of it.
+    """How long servers may still take to return the next token of one request.
 
-    refusals: how often they gave none back since then. failures: how often because the request failed, the last time
-    at ``failed_at``.
+    Attributes:
+        left_s: seconds left. Only time inside `spent` counts.
+        refusals: requests without a token since the last token.
+        failures: the requests among them that the engine failed.
+        failed_at: the server of the last failure.
     """
 
     left_s: float
@@ -90,7 +95,7 @@ class Patience:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Time in here counts."""
+        """Subtract the time inside the ``with`` block from the time left."""
         began = time.monotonic()
         try:
             yield
@@ -98,23 +103,25 @@ class Patience:
             self.left_s -= time.monotonic() - began
 
     async def refused(self) -> None:
-        """A server gave no token back: ask the next one at once, and then after a while."""
+        """Count a request without a token, and pause before the next one unless it was the first."""
         self.refusals += 1
         if self.refusals > 1:
             with self.spent():
                 await asyncio.sleep(min(LONGEST_PAUSE_S, SHORTEST_PAUSE_S * 2.0 ** min(self.refusals - 2, 30)))
 
 
-# verl's methods are told nothing of a request but its own arguments.
+# verl's methods get only the arguments of a request, so the rest travels in a context variable.
 _flight: ContextVar[Flight | None] = ContextVar("recipe_flight", default=None)
 
 
 class TurnGate:
-    """Holds requests between generation turns, on an event; nothing polls. Open, until it is told otherwise.
+    """Holds requests between generation turns, on an event. It is open until it is told to hold.
 
-    A loop that is at a tool when its turn ends goes on, and waits at its next request. Requests of a validation pass.
+    An agent loop that is in a tool when its turn ends goes on, and waits at its next request. Requests of a validation
+    are never held.
 
-    timeout_s: how long a turn of the trainer may take.
+    Args:
+        timeout_s: how long a request may be held.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -130,22 +137,22 @@ class TurnGate:
 
     @property
     def held_s(self) -> float:
-        """Seconds in which requests were held, which count for no deadline."""
+        """Seconds in which requests were held. They count towards no deadline."""
         return self._held_s + (0.0 if self._held_since is None else time.monotonic() - self._held_since)
 
     def hold(self) -> None:
-        """The turn is over: requests wait from now on."""
+        """Hold all requests from now on, because the turn is over."""
         if self._held_since is None:
             self._held_since = time.monotonic()
         self._open.clear()
 
     def go_on(self) -> None:
-        """A turn begins."""
+        """Let requests pass again, because a turn begins."""
         self._held_s, self._held_since = self.held_s, None
         self._open.set()
 
     async def enter(self) -> None:
-        """Wait until a turn is open; GenerationError if none is for longer than the trainer's turn may take."""
+        """Wait until the gate is open; raise GenerationError if that takes longer than a request may be held."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._open.wait()
@@ -157,9 +164,10 @@ class TurnGate:
 
 
 class ResumingClient(LLMServerClient):
-    """verl's client with resumption, versions, deadlines and fail-over; see the module's contract.
+    """verl's client with resumption, versions, deadlines and fail-over, as the module's contract says.
 
-    gate: holds requests between generation turns.
+    Attributes:
+        gate: holds requests between generation turns.
     """
 
     def __init__(self, config: DictConfig, load_balancer_handle: ray.actor.ActorHandle | None = None, **kwargs: Any):
@@ -168,10 +176,12 @@ class ResumingClient(LLMServerClient):
         self._resume = bool(async_training.partial_rollout)
         self._timeout_s = float(async_training.timeouts.generation)
         interval = async_training.partial_tokens_interval
-        # What the router of a mixture of experts chose comes with complete parts only.
+        # The choices of a mixture of experts' router come with complete parts only.
         self._keeps_parts = not config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False)
         self._fetch_every_s = float(interval) if interval is not None and self._keeps_parts else None
-        self._by_age = config.actor_rollout_ref.rollout.get("scheduling_policy") == "priority"
+        rollout = config.actor_rollout_ref.rollout
+        self._by_age = rollout.get("scheduling_policy") == "priority"
+        self._prompt_length, self._response_length = rollout.get("prompt_length"), rollout.get("response_length")
         timeouts = async_training.timeouts
         self.gate = TurnGate(float(2 * timeouts.batch_wait + timeouts.weight_sync + timeouts.checkpoint))
         self._ended: list[str] = []
@@ -187,7 +197,7 @@ class ResumingClient(LLMServerClient):
         try:
             server_id, server = await self._routed(asyncio.shield(answer))
         except asyncio.CancelledError:
-            # The load balancer counts a request that no server will have.
+            # The load balancer has counted a request that no server will get.
             answer.add_done_callback(lambda routed: self._give_back(routed, request_id))
             raise
         except Exception as error:
@@ -204,7 +214,7 @@ class ResumingClient(LLMServerClient):
             self._release_server(routed.result()[0], request_id)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        """As verl's; where the load balancer takes it with the next request, it waits for that, but not for long."""
+        """Release a server as verl does, or with the next request if the load balancer accepts that."""
         if ENDED not in (self._lb_require_acquire_fields or ()):
             super()._release_server(server_id, request_id)
             return
@@ -222,10 +232,10 @@ class ResumingClient(LLMServerClient):
 
     @staticmethod
     async def _routed(answer: Awaitable[Any]) -> Any:
-        """What the load balancer answers.
+        """Return the load balancer's answer.
 
         Raises:
-            GenerationError: it died, or does not answer.
+            GenerationError: the load balancer died, or did not answer in time.
         """
         try:
             async with asyncio.timeout(ROUTING_S):
@@ -248,19 +258,19 @@ class ResumingClient(LLMServerClient):
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """Generate a complete answer to ``prompt_ids``; see the module's contract.
+        """Generate a complete answer to ``prompt_ids``, as the module's contract says.
 
         Args:
-            request_id: routes the turns of one conversation to one server.
-            sampling_params: passed to the engine; ``max_tokens`` bounds the whole answer, resumed parts included.
+            request_id: routes all turns of one conversation to one server.
+            sampling_params: passed to the engine. ``max_tokens`` bounds the whole answer, resumed parts included.
 
         Returns:
-            TokenOutput with the tokens of all parts; ``extra_fields`` has ``min_global_steps`` and
-            ``max_global_steps``, the oldest and the newest version among them.
+            TokenOutput with the tokens of all parts. Its ``extra_fields`` have ``min_global_steps`` and
+                ``max_global_steps``, the oldest and the newest version among the tokens.
 
         Raises:
-            GenerationError: no server answered in time, an answer was cut though resuming is off, or these parameters
-                cannot be asked for.
+            GenerationError: no server answered in time, an answer was cut although resuming is off, or these parameters
+                are not supported.
         """
         if (why := refused(sampling_params)) is not None:
             raise GenerationError(f"an answer was asked for with {why}")
@@ -272,7 +282,7 @@ class ResumingClient(LLMServerClient):
         recorder = current_recorder() or TrajectoryRecorder(work=Work.VALIDATION)
         if any(kwargs.get(data) for data in MODALITIES):
             recorder.mark_multimodal()
-        if self._by_age and not kwargs.get("priority"):  # 0: what verl's agent loops give
+        if self._by_age and not kwargs.get("priority"):  # verl's agent loops give 0
             kwargs["priority"] = recorder.order
         patience = Patience(self._timeout_s)
         recorder.tools.asks()
@@ -309,7 +319,7 @@ class ResumingClient(LLMServerClient):
     def _note_cut(
         self, request_id: str, recorder: TrajectoryRecorder, cut_by: str | None, prompt_length: int, merged: TokenOutput
     ) -> None:
-        """Note that the answer so far goes to an engine again; raises GenerationError where it may not be cut."""
+        """Note that the answer so far is sent to an engine again; raise GenerationError if it may not be cut."""
         tokens = len(merged.token_ids)
         if not self._resume and cut_by is None:
             raise GenerationError(
@@ -320,7 +330,7 @@ class ResumingClient(LLMServerClient):
         recorder.reprefilled_tokens += prompt_length + tokens
 
     def _record(self, recorder: TrajectoryRecorder, context: list[int], part: TokenOutput) -> list[int]:
-        """Note a part of an answer, which followed ``context``; returns the versions that sampled it, in order."""
+        """Record a part of an answer that followed ``context``, and return the versions that sampled it, in order."""
         versions, sampled = [], 0
         for version, count in self._runs(part):
             versions.append(version)
@@ -338,36 +348,39 @@ class ResumingClient(LLMServerClient):
             )
 
     def _budget(self, prompt_length: int, sampling_params: dict[str, Any]) -> int:
-        """Tokens that the whole answer may have: the server's own default, which it would compute anew per part."""
+        """Return the limit of the whole answer's tokens, by default the one that the server would compute for its
+        first part.
+        """
         for key in ("max_tokens", "max_new_tokens"):
             if key in sampling_params:
                 return int(sampling_params.pop(key))
-        rollout = self.config.actor_rollout_ref.rollout
-        return max(1, min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt_length))
+        return max(1, min(self._response_length, self._prompt_length + self._response_length - prompt_length))
 
     async def _request(
         self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
     ) -> TokenOutput | None:
-        """The answer that the trajectory's record has to this request, or else a server's."""
+        """Return the answer to this request from the trajectory's record, or else from a server."""
         asked = kwargs["prompt_ids"]
-        if recorder.answers.over:
+        if recorder.over.is_set():
             raise GenerationError("the trajectory has ended: its agent loop may ask for nothing more")
-        answer = recorder.answers.again(asked)
+        answer = recorder.again(asked)
         if answer is None:
             if not recorder.validates:
                 await self.gate.enter()
             began = time.monotonic()
             answer = await self._ask_server(request_id, recorder, patience, **kwargs)
             recorder.asked_s += time.monotonic() - began
-            # Nothing is awaited since the request left ``flights``: it is never in a record twice, or not at all.
+            # Nothing is awaited after the request has left ``flights``, so a record has its tokens exactly once.
             if answer is not None:
-                recorder.answers.keep(asked, answer)
+                recorder.keep(asked, answer)
         return answer
 
     async def _ask_server(
         self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
     ) -> TokenOutput | None:
-        """One request to one server; None if it gave no token, because it died, left routing or failed the request."""
+        """Send one request to one server; return None if it gave no token because it died, left routing or failed the
+        request.
+        """
         with self._under_way(recorder, kwargs["prompt_ids"], patience.failed_at) as flight, patience.spent():
             try:
                 async with asyncio.timeout(patience.left_s):
@@ -407,11 +420,11 @@ class ResumingClient(LLMServerClient):
 
     @contextmanager
     def _under_way(self, recorder: TrajectoryRecorder, asked: list[int], avoided: str | None) -> Iterator[Flight]:
-        """What is known of the request under way; its tokens are fetched meanwhile."""
+        """Register a request as under way inside the ``with`` block, where its tokens are fetched at intervals."""
         flight = Flight(asked, avoided=avoided)
         _flight.set(flight)
         self._flights.add(flight)
-        recorder.answers.flights.append(flight)
+        recorder.flights.append(flight)
         if self._fetch_every_s is not None and (self._fetching is None or self._fetching.done()):
             self._fetching = asyncio.get_running_loop().create_task(self._fetch_forever(self._fetch_every_s))
         try:
@@ -422,20 +435,20 @@ class ResumingClient(LLMServerClient):
             raise
         finally:
             self._flights.remove(flight)
-            recorder.answers.flights.remove(flight)
+            recorder.flights.remove(flight)
             _flight.set(None)
 
     async def _fetch_forever(self, every_s: float) -> None:
-        """As long as requests are under way, ask their servers for the tokens so far."""
+        """Ask the servers for the tokens so far, at intervals, as long as requests are under way."""
         while self._flights:
             await asyncio.sleep(every_s)
             await self._fetch(self._flights)
 
     async def fetch(self, flights: Iterable[Flight], timeout_s: float) -> None:
-        """Return when each of these requests, as it is at its server now, is known here: its tokens so far, or its end.
+        """Wait until the state of each of these requests at its server is known: its tokens so far, or its end.
 
-        A request that its server does not know, or has completed, is on its way there or back: it is asked for again,
-        until ``timeout_s`` seconds are over. What is not known by then is left out.
+        A server that does not know a request, or has completed it, is asked again, because the request is on its way to
+        or from the server. After ``timeout_s`` seconds the remaining requests are left out.
         """
         left, deadline = set(flights), time.monotonic() + timeout_s
         for flight in left:
@@ -463,7 +476,7 @@ class ResumingClient(LLMServerClient):
             async with asyncio.timeout(FETCH_S):
                 sampled = await flights[0].server.sampled_since.remote(known)
         except (RayError, TimeoutError) as error:
-            # The requests themselves end with the server's death, or with their own deadline.
+            # The requests themselves end with the server's death or with their own deadlines.
             logger.warning("rollout server %s did not say what it has sampled: %s", flights[0].server_id, error)
             for flight in flights:
                 flight.told = True
@@ -477,7 +490,7 @@ class ResumingClient(LLMServerClient):
 
     @staticmethod
     def _runs(part: TokenOutput) -> list[tuple[int, int]]:
-        """(version, token count) of each run of versions that sampled the part's tokens."""
+        """Return (version, token count) of each run of versions that sampled the part's tokens."""
         runs = part.extra_fields.get(VERSION_RUNS)
         if runs:
             if sum(count for _, count in runs) != len(part.token_ids):

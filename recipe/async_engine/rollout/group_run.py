@@ -1,66 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler is told, keeps of a live group and of each of its trajectories, and raises.
+"""The scheduler's settings, its objects for live groups and trajectories, and the errors that it handles.
 
-A trajectory is one object on the scheduler's side, `TrajectoryRun`, from its group's issue to its end, over all of its
-attempts: the scheduler says when an attempt is made, the pool of workers makes it and notes here what came of it, and a
-validation's answers are the same objects.
+On the scheduler's side a trajectory is one object, `TrajectoryRun`, from the issue of its group to its end, over all
+its attempts. The scheduler decides when an attempt is made, and the pool of workers makes it and writes the result
+here. The answers of a validation use the same objects.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.groups import Group, OnNonFinite
+from recipe.async_engine.core.groups import Group, GroupState, OnNonFinite
 from recipe.async_engine.core.prompt_manager import TrajectoryState
+from recipe.async_engine.record.events import GROUPS, TRAJECTORIES, Event
 from recipe.async_engine.rollout.kept_answers import TrajectoryRecord
 from recipe.async_engine.rollout.loop_output import RewardError
 
 
 class RolloutFailed(RecipeError):
-    """Generation cannot go on, or gave no batch in time; the cause is chained."""
+    """Generation cannot continue, or gave no batch in time. The cause is chained."""
 
 
 class AgentLoopError(RecipeError):
-    """An agent loop raised; a note has its traceback, which Ray cuts short."""
+    """An agent loop raised an error. A note has its traceback, which Ray would cut short."""
 
 
 class TrajectoryFailed(RecipeError):
-    """One attempt failed; a note has the traceback."""
+    """One attempt at a trajectory failed. A note has the traceback."""
 
 
 class TrajectoryDisturbed(TrajectoryFailed):
-    """It ended by what another trajectory of its worker may have done: the worker died, or it was cancelled there."""
+    """An attempt ended for a reason that another trajectory of the same worker may have caused.
+
+    The worker died, or the attempt was cancelled in the worker although nobody had asked for that.
+    """
 
 
 class TrajectoryCancelled(RecipeError):
-    """The trajectory was ended on request."""
+    """An attempt was ended on request."""
 
 
 DEATHS_FOR_NOTHING = 2
-"""How often a trajectory may lose its worker to what may be another one's doing; after that it is tried by itself."""
+"""How often a trajectory may lose its worker before it gets one of its own, because another trajectory may be the
+cause.
+"""
 DEATHS_ALONE = 2
-"""How often it may lose one that it has for itself: what was there before may have left the cause of the first time."""
+"""How often it may lose a worker of its own. An earlier trajectory may have left the cause of the first loss."""
 
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """What the scheduler is told once.
+    """The settings of the scheduler, which do not change during a run.
 
     Attributes:
-        group_size: trajectories a group (``rollout.n``).
-        turns: generation happens in turns, each of which ends with its batch; otherwise it is a stream.
+        group_size: trajectories in a group (``rollout.n``).
         slots: trajectories that may be at the engines at once, over all replicas.
-        slots_with_tools: as many may be under way while some of them are at tools instead; None: no more.
-        max_retries: attempts of one trajectory beyond the first.
+        max_retries: attempts at one trajectory beyond the first.
         max_consecutive_failures: groups that may fail in a row before the run ends.
-        filter_groups: leave out complete groups whose answers all have the same `filter_metric`: their advantages are
-            zero. New prompts take their place.
-        on_non_finite: what a group with a number that is none counts as.
-        filter_limit: groups that may be left out for one batch; the run ends beyond it. 0: any number.
-        prompt_timeout_s: deadline of the data loader for one prompt.
+        slots_with_tools: trajectories that may be under way if some of them are in tools. None: the same as ``slots``.
+        filter_groups: whether complete groups are left out if all their answers have the same `filter_metric`, because
+            their advantages are zero. New prompts replace them.
+        filter_limit: groups that may be left out for one batch before the run ends. 0: any number.
+        on_non_finite: how a group with a non-finite number is counted.
+        prompt_timeout_s: the data loader's deadline for one prompt.
+        turns: whether generation happens in turns, each of which ends with its batch. Otherwise it is a stream.
     """
 
     group_size: int
@@ -77,24 +84,24 @@ class SchedulerSettings:
 
 @dataclass(frozen=True)
 class TrajectoryScored:
-    """What the scheduler needs to know of a finished trajectory.
+    """The facts about a finished trajectory that the scheduler needs.
 
     Attributes:
-        score: the reward, None if the trainer computes it (reward model on the trainer's accelerators).
+        score: the reward. None if the trainer computes it, with a reward model on its own accelerators.
         oldest_version, newest_version: of the response's sampled tokens.
-        exact_versions: False if the agent loop rewrote its answer, or left out parts of it so that two readings fit:
-            what is not sure counts as sampled by the oldest version that it may be of.
-        interruptions: weight syncs that cut this trajectory and were resumed.
-        cut_tokens: tokens that were sampled before one of them, in the answer it cut.
-        reprefilled_tokens: tokens sent to an engine again because of them.
-        response_tokens: length of the response, tool tokens included.
-        recovered_tokens: of answers whose server died, which went on elsewhere from them.
-        restored_tokens: of answers that a checkpoint held.
-        filter_metric: by which groups are filtered (``algorithm.filter_groups``), None if they are not.
-        sampled_tokens: of the response, those that a policy sampled.
-        received_tokens: of all answers of servers in this process, whatever the agent loop made of them.
-        tool_s: seconds that it was in tools.
-        asked_s: seconds that it waited for answers of servers.
+        exact_versions: False if the agent loop rewrote its answer, or left out parts so that two readings fit. Each
+            uncertain token then counts as sampled by the oldest version that is possible.
+        interruptions: weight syncs that cut this trajectory.
+        reprefilled_tokens: tokens that were sent to an engine again because of these interruptions.
+        response_tokens: the length of the response, tool tokens included.
+        cut_tokens: tokens that were sampled before an interruption, in the answer that it cut.
+        recovered_tokens: tokens that were fetched from a server before it died.
+        restored_tokens: tokens of answers that came from a checkpoint.
+        filter_metric: the value by which groups are filtered (``algorithm.filter_groups``). None without a filter.
+        sampled_tokens: tokens of the response that a policy sampled.
+        received_tokens: tokens that servers answered in this process, whether or not the agent loop used them.
+        tool_s: seconds in tools.
+        asked_s: seconds in which the trajectory waited for servers.
     """
 
     score: float | None
@@ -118,11 +125,17 @@ class TrajectoryScored:
 class TrajectoryRun:
     """One trajectory, over all of its attempts.
 
-    of: its group. n: its number in that. record: what a checkpoint had of it, until its first attempt ends. errors:
-    what attempts failed with. scored, payload: of the one that succeeded, the payload as an object reference.
-
-    Of the newest attempt: key, its name at the worker; worker_id, which one; under_way, whether it has not ended;
-    submitted, whether the worker has it; cancelled, whether it is to end before that.
+    Attributes:
+        of: the group of the trajectory.
+        n: its number in the group.
+        record: what a checkpoint holds of it, until its first attempt ends.
+        errors: the errors of its failed attempts.
+        scored, payload: the result of the attempt that succeeded, the payload as an object reference.
+        key: the name of the newest attempt at its worker.
+        worker_id: the worker of the newest attempt.
+        under_way: whether the newest attempt has not ended yet.
+        submitted: whether the worker has the newest attempt.
+        cancelled: whether the newest attempt is to end before the worker has it.
     """
 
     of: GroupRun
@@ -143,14 +156,15 @@ class TrajectoryRun:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether its next attempt has a worker for itself: others died under it."""
+        """Whether the next attempt gets a worker of its own, because workers died under earlier attempts."""
         return self.disturbances >= DEATHS_FOR_NOTHING
 
     def may_try_again(self, max_retries: int) -> bool:
-        """Whether it has another attempt.
+        """Return whether the trajectory has another attempt.
 
-        Of its own failures it may have ``max_retries``. What another one of its worker may have done does not count,
-        but where that goes on happening while it has a worker for itself, it is taken for its own.
+        It may fail ``max_retries`` times by itself. Attempts that another trajectory of its worker may have disturbed
+        do not count. But if the disturbances continue while it has a worker of its own, it is taken to cause them
+        itself.
         """
         if self.errors and isinstance(self.errors[-1], TrajectoryCancelled | RewardError):
             return False
@@ -158,13 +172,18 @@ class TrajectoryRun:
         return self.disturbances < DEATHS_FOR_NOTHING + DEATHS_ALONE and own <= max_retries
 
     def kept(self, told: dict[str, TrajectoryRecord | None]) -> TrajectoryRecord | None:
-        """What is kept of it, by what workers told of their attempts; of one that none told of, what it began with."""
+        """Return what a checkpoint keeps of the trajectory.
+
+        Args:
+            told: what the workers said of their attempts, by key. A trajectory that no worker mentions keeps its own
+                record.
+        """
         if self.payload is not None:
             return None
         return told[self.key] if self.under_way and self.key in told else self.record
 
     def begin_anew(self) -> None:
-        """What it has brought is lost."""
+        """Forget the result, because the payload is lost."""
         self.scored = self.payload = None
         self.errors.clear()
 
@@ -172,9 +191,11 @@ class TrajectoryRun:
 class GroupRun:
     """A live group: its prompt and its trajectories.
 
-    fetched: the payloads themselves, once the trainer has them. scores: where log-prob servers score what waits, object
-    references of its scores by the newest version. issued_at, ready_at: when, by the monotonic clock. given_up: it
-    failed or was left out, so that none of its trajectories is tried again.
+    Attributes:
+        fetched: the payloads themselves, once the trainer has fetched them.
+        scores: object references of the scores by the newest version, if log-prob servers score groups that wait.
+        issued_at, ready_at: times of the monotonic clock.
+        given_up: whether the group failed or was left out, so that none of its trajectories is tried again.
     """
 
     def __init__(self, group: Group, row: dict[str, Any], size: int) -> None:
@@ -187,12 +208,12 @@ class GroupRun:
 
     @property
     def payloads(self) -> list[Any]:
-        """Of each trajectory, None where it is not complete."""
+        """The payload of each trajectory, None for one that is not complete."""
         return [each.payload for each in self.trajectories]
 
     @property
     def keys(self) -> set[str]:
-        """Of the attempts under way."""
+        """The keys of the attempts under way."""
         return {each.key for each in self.trajectories if each.under_way}
 
     @property
@@ -201,36 +222,69 @@ class GroupRun:
 
     @property
     def states(self) -> list[TrajectoryState]:
-        """Of its trajectories while none is under way."""
+        """The states of the trajectories while no attempt is under way."""
         pending, sampled = TrajectoryState.PENDING, TrajectoryState.SAMPLED
         return [pending if each.payload is None else sampled for each in self.trajectories]
 
     def begin_anew(self) -> None:
-        """All that it has brought is lost."""
+        """Forget all results, because payloads are lost."""
         self.scores = []
         for each in self.trajectories:
             each.begin_anew()
 
     @property
     def complete(self) -> list[TrajectoryScored]:
-        """Of the trajectories whose payloads are there."""
+        """The results of the trajectories that have a payload."""
         return [each.scored for each in self.trajectories if each.payload is not None and each.scored is not None]
 
     @property
     def cut_tokens(self) -> int:
-        """Tokens of cut answers in the trajectories that are complete."""
+        """Tokens of cut answers in the complete trajectories."""
         return sum(scored.cut_tokens for scored in self.complete)
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that a policy sampled, in the trajectories that are complete."""
+        """Sampled tokens in the complete trajectories."""
         return sum(scored.sampled_tokens for scored in self.complete)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether several answers are there and nothing tells them apart."""
+        """Whether there are several complete answers and all have the same filter metric."""
         return len(self.complete) > 1 and len({scored.filter_metric for scored in self.complete}) == 1
 
     @property
     def oldest_version(self) -> int:
         return min(scored.oldest_version for scored in self.complete)
+
+
+def group_events(run: GroupRun, group: Group, version: int, reason: str | None = None) -> Iterator[Event]:
+    """Return the events of a group that was trained at ``version``, or was filtered or failed for a ``reason``, now.
+
+    docs/run-record.md has the meaning of the events.
+    """
+    now = time.monotonic()
+    what = "trained" if group.state is GroupState.TAKEN else group.state.value
+    if run.ready_at:
+        yield Event(GROUPS, "ready", run.ready_at, now, version=version, group=group.id)
+    tokens, start = run.sampled_tokens, run.group.start
+    yield Event(GROUPS, what, run.issued_at, now, version=start, group=group.id, tokens=tokens, text=reason)
+
+
+def attempt_events(run: GroupRun, n: int, began: float, sampled: float | None) -> Iterator[Event]:
+    """Return the events of an attempt at trajectory ``n`` that began at ``began`` and ends now.
+
+    ``sampled`` is the time of its last token, or None if it did not get so far. docs/run-record.md has the meaning of
+    the events.
+    """
+    now, trajectory = time.monotonic(), run.trajectories[n]
+    scored = trajectory.scored
+    attempt = Event(TRAJECTORIES, "generating", began, sampled or now, 1.0, run.group.start, run.group.id, n)
+    tokens = None if scored is None else scored.sampled_tokens
+    ended = "" if scored is not None else ", without a reward"
+    yield attempt._replace(tokens=tokens, text=f"attempt {len(trajectory.errors) + 1}{ended}")
+    if sampled is not None:
+        yield attempt._replace(what="reward", start=sampled, end=now)
+    if scored is not None and scored.tool_s and sampled is not None:
+        yield attempt._replace(what="tools", start=sampled - scored.tool_s, end=sampled, tokens=None)
+    if scored is not None and scored.interruptions:
+        yield attempt._replace(what="interrupted", tokens=scored.reprefilled_tokens)

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent loop returned, as the plain values that the rest of the way may rely on, if it can be trained.
+"""Turns what an agent loop returned into plain values that the rest of the package may rely on.
 
-Contract: whatever a user's loop returns, it is an ``AgentLoopOutput`` of lists of Python numbers and of fields that any
-process can read, or it fails here, by the name of the field. Arrays and tensors count as the lists that they are. What
-is in ``extra_fields`` and is no plain value is taken if it comes through pickling whole. A field that has the name of a
-column of verl's is renamed.
+Contract: whatever a user's loop returns, the result is an ``AgentLoopOutput`` with lists of Python numbers and with
+fields that any process can read, or an error that names the field. Arrays and tensors are accepted as lists. Any other
+value in ``extra_fields`` is accepted if it can be pickled. A field with the name of one of verl's columns is renamed.
 
-An answer that cannot be trained fails here too, and never reaches a batch, where it would end the run or, worse, be
-trained in silence. Answers without a sampled token, or longer than the settings say, or whose log-probs do not match
-their tokens come from a faulty engine or agent loop: another attempt may help. A number that is none (NaN, an infinity,
-or nothing at all) in a log-prob or a reward is what ``async_training.on_non_finite`` speaks of. An answer of special
-tokens only is an answer: the policy sampled it, and the reward judges it.
+An answer that cannot be trained fails here too, so that it never reaches a batch, where it would end the run or be
+trained unnoticed. An answer without a sampled token, or longer than the settings allow, or with another number of
+log-probs than tokens comes from a faulty engine or agent loop, so another attempt may help.
+``async_training.on_non_finite`` decides about a log-prob or reward that is NaN, infinite or missing. An answer of
+special tokens only is a valid answer: the policy sampled it, and the reward judges it.
 
 Shown by tests/integration/test_users_loops.py, test_trajectory_worker.py and tests/e2e/test_non_finite.py.
 """
@@ -37,22 +36,23 @@ LEAVES = frozenset({NoneType, bool, int, float, complex, str, bytes})
 LISTS = frozenset({list, tuple, set, frozenset})
 SIZED = frozenset({str, bytes, dict, np.ndarray, torch.Tensor, *LISTS})
 DEEPEST = 100
-"""Levels of lists and dicts in a field; code that walks through deeper ones runs out of stack."""
+"""The deepest nesting of lists and dicts in a field. Code that recurses into deeper ones overflows the stack."""
 LARGEST = 256 << 20
-"""Bytes of text and arrays in a field: a batch has thousands of answers."""
+"""The most bytes of text and arrays in a field. A batch has thousands of answers."""
 INT32 = 2**31
 
 
 def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutput:
-    """What the loop returned, its own object left as it is.
+    """Return what the loop returned as plain values, without changing the loop's own object.
 
     Args:
+        returned: the return value of the agent loop.
         rollout: verl's settings of the rollout.
-        vocabulary: tokens that the model knows.
+        vocabulary: the number of tokens that the model knows.
 
     Raises:
-        UnusableAnswer: it cannot be trained; the message names the field.
-        NonFinite: as `check_answer` does.
+        UnusableAnswer: it cannot be trained. The message names the field.
+        NonFinite: as `check_answer` raises it.
     """
     output = _the_one(returned)
     log_probs, routed = output.response_logprobs, output.routed_experts
@@ -76,7 +76,9 @@ def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutpu
     check_answer(plain, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
     for name, value in (_mapping("extra_fields", output.extra_fields) or {}).items():
         if not isinstance(name, str):
-            raise UnusableAnswer(f"extra_fields of its AgentLoopOutput has the name {shown(name)}, which is no text")
+            raise UnusableAnswer(
+                f"extra_fields of its AgentLoopOutput has the name {shown(name)}, which is not a string"
+            )
         carried = check_carried(f"extra_fields[{name!r}] of its AgentLoopOutput", value)
         plain.extra_fields[f"{OTHER_NAME}{name}" if name in TAKEN else name] = carried
     check_report(plain.extra_fields.get(REPORTED))
@@ -96,18 +98,18 @@ def _the_one(returned: Any) -> AgentLoopOutput:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, whatever its class does when it is asked, and however long it is."""
+    """Return a value as text for a message, short and without calling any method of its class."""
     if type(value) in LEAVES:
         return f"{value!r:.100}"
     return f"a {type(value).__name__}"
 
 
 def _listed(name: str, values: Any) -> list[Any]:
-    """The values of a list, an array or a tensor, wherever that one is."""
+    """Return the values of a list, an array or a tensor as a list."""
     if isinstance(values, np.ndarray | torch.Tensor):
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(values)}, and no list")
+        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(values)}, not a list")
     return list(values)
 
 
@@ -127,7 +129,7 @@ def _whole_numbers(name: str, values: Any, below: int) -> list[int]:
 
 
 def _numbers(values: Any) -> list[Any]:
-    """Log-probs; those that are no numbers stay for `check_answer` to name."""
+    """Return log-probs as floats, with None for what is no number, which `check_answer` reports."""
     numbers = _listed("response_logprobs", values)
     if not {float}.issuperset(map(type, numbers)):
         numbers = [_number(value) for value in numbers]
@@ -152,7 +154,7 @@ def _mapping(name: str, value: Any) -> dict[Any, Any] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(value)}, and no dict")
+        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(value)}, not a dict")
     return dict(value)
 
 
@@ -164,18 +166,18 @@ def _metrics(value: Any) -> AgentLoopMetrics:
 
 
 def check_report(report: Any) -> None:
-    """Raise `UnusableAnswer` unless this is what a reward may report beside its score."""
+    """Raise `UnusableAnswer` if a reward must not report this beside its score."""
     if not isinstance(report, dict | NoneType):
-        raise UnusableAnswer(f"{REPORTED} is {shown(report)}, and no dict")
+        raise UnusableAnswer(f"{REPORTED} is {shown(report)}, not a dict")
     for name, value in (report or {}).items():
         check_carried(f"{REPORTED}[{shown(name)}]", value)
 
 
 def check_carried(what: str, value: Any) -> Any:
-    """The value, if any process can read it.
+    """Return the value if any process can read it.
 
     Raises:
-        UnusableAnswer: it cannot; ``what`` it is.
+        UnusableAnswer: it cannot be read elsewhere. The message begins with ``what``.
     """
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -190,7 +192,14 @@ def check_carried(what: str, value: Any) -> Any:
 
 
 def _is_plain(what: str, value: Any, above: set[int], seen: set[int]) -> bool:
-    """Whether the value is made of Python's own types and arrays; ``above``: the ids of what it is in."""
+    """Return whether the value consists of Python's own types and of arrays.
+
+    Args:
+        what: begins the message of an error.
+        value: the value to look at.
+        above: the ids of the values that contain it.
+        seen: the ids of the values that were looked at before.
+    """
     kind = type(value)
     if kind in SIZED and (size := _size(value)) > LARGEST:
         raise UnusableAnswer(f"{what} has {size} bytes, and may have {LARGEST}")
@@ -210,7 +219,7 @@ def _is_plain(what: str, value: Any, above: set[int], seen: set[int]) -> bool:
     if {bool, int, float, NoneType}.issuperset(map(type, inside)):
         return True
     above = above | {id(value)}
-    # Each of them: one that is not plain does not spare the others their bounds.
+    # Check every item, so that the bounds hold for all of them.
     return all([_is_plain(what, each, above, seen) for each in inside])
 
 
@@ -228,19 +237,19 @@ class RewardError(RecipeError):
 
 
 class UnusableAnswer(RecipeError):
-    """An answer that no batch can hold."""
+    """An answer cannot be put into a batch."""
 
 
 class NonFinite(RecipeError):
-    """A number of a trajectory is none."""
+    """A number of a trajectory is NaN, infinite or missing."""
 
 
 class NonFiniteReward(NonFinite, RewardError):
-    """Of the reward function; another call is taken to give the same."""
+    """The reward function gave a number that is not finite. It is not called again, because it would give the same."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether a batch can hold the value: tensors of rewards and log-probs are float32."""
+    """Return whether a batch can hold the value. Tensors of rewards and log-probs are float32."""
     if isinstance(value, str | bytes):
         return False
     try:
@@ -252,8 +261,11 @@ def is_number(value: Any) -> bool:
 def check_answer(output: Any, prompt_length: int, response_length: int, log_probs: bool) -> None:
     """Raise `UnusableAnswer` or `NonFinite` unless an agent loop's output, not padded yet, can be trained.
 
-    A batch has room for so many tokens (``data.max_prompt_length``, ``data.max_response_length``). ``log_probs``:
-    whether the engine was asked for them.
+    Args:
+        output: the output of the agent loop.
+        prompt_length, response_length: the tokens for which a batch has room (``data.max_prompt_length`` and
+            ``data.max_response_length``).
+        log_probs: whether the engine was asked for log-probs.
     """
     tokens = len(output.response_ids)
     if not any(output.response_mask):
@@ -275,7 +287,7 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    """Whether each is one, see `is_number`; an answer may have tens of thousands."""
+    """Return whether `is_number` holds for all values, of which an answer may have tens of thousands."""
     try:
         return bool((np.abs(np.asarray(values, dtype=np.float64)) <= FLOAT32_MAX).all())
     except (TypeError, ValueError, OverflowError):
@@ -283,7 +295,7 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 
 def check_reward(reward: Any, fields: Mapping[str, Any], trained: Iterable[str]) -> None:
-    """Raise `NonFiniteReward` unless the reward, and the fields of its result that are trained, are numbers."""
+    """Raise `NonFiniteReward` unless the reward, and the trained fields of its result, are finite numbers."""
     for name, value in (("reward", reward), *((name, fields.get(name)) for name in trained)):
         if not is_number(value):
             raise NonFiniteReward(f"the reward function gave {name}={value!r}, which is no finite number")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event loop on a thread of its own, for one owner who is asked by other threads, and what these wait on."""
+"""An event loop on a thread of its own, and a lock on which other threads wait for a condition."""
 
 import asyncio
 import threading
@@ -10,7 +10,12 @@ from typing import Any
 
 
 class LoopThread:
-    """An event loop on a thread of its own. ``on_error``: told what a task ended with, unless it was cancelled."""
+    """An event loop on a thread of its own.
+
+    Args:
+        name: the name of the thread.
+        on_error: called with the error of a task that failed.
+    """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         self.loop = asyncio.new_event_loop()
@@ -23,29 +28,29 @@ class LoopThread:
         return self._thread.is_alive()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run the loop, with this task."""
+        """Start the loop with this task."""
         self.spawn(work)
         self._thread.start()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Another task; called on the thread itself."""
+        """Start another task. Only the loop's own thread may call this."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Do ``work`` on the thread; callable from any other."""
+        """Run ``work`` on the loop's thread. Any other thread may call this."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def end_tasks(self) -> None:
-        """Return when every task has ended."""
+        """Cancel all tasks and wait until they have ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread."""
+        """Stop the loop and wait for its thread to end."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
 
@@ -60,11 +65,11 @@ class LoopThread:
 
 
 class Changes:
-    """A lock, and threads that wait under it until something holds: each is woken by the change that makes it hold.
+    """A lock, and threads that wait under it until a condition holds.
 
-    Whoever changes what the lock guards calls :meth:`made` before it lets go. A thread in :meth:`wait_until` sleeps
-    through every change that leaves its condition false. A context manager, which holds the lock; one thread may enter
-    it several times. Shown by tests/integration/test_changes.py.
+    Whoever changes what the lock guards calls :meth:`made` before releasing it. A thread in :meth:`wait_until` is woken
+    only by a change that makes its condition true. The object is a context manager that holds the lock, and one thread
+    may enter it several times. Shown by tests/integration/test_changes.py.
     """
 
     def __init__(self) -> None:
@@ -78,15 +83,20 @@ class Changes:
         self._lock.release()
 
     def made(self) -> None:
-        """Something has changed; the lock is held."""
+        """Wake the threads whose conditions hold now. The caller holds the lock."""
         for waiter, holds in self._waiting.items():
             if holds():
                 waiter.notify_all()
 
     def wait_until(self, holds: Callable[[], bool], deadline: float) -> bool:
-        """Let go of the lock until ``holds`` is true, which is asked under it and must be cheap.
+        """Release the lock until ``holds`` returns true.
 
-        Returns whether it is; False at ``deadline``, on the clock of `time.monotonic`.
+        Args:
+            holds: the condition, which is called under the lock and must be cheap.
+            deadline: a time of the clock `time.monotonic`.
+
+        Returns:
+            Whether the condition holds; False at the deadline.
         """
         waiter = threading.Condition(self._lock)
         self._waiting[waiter] = holds

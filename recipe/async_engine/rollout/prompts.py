@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts in the order of verl's data loader, one at a time, with a position that a checkpoint can hold.
+"""Gives prompts in the order of verl's data loader, one at a time, with a position that a checkpoint can hold.
 
-Contract: every prompt has an identity (epoch, data set index) that is stable across restarts, and a prompt that was
-taken before ``state`` was read is not given again after ``restore``, but for those that were put back. The data
-loader is the user's code and may take any time, or fail: a :class:`PromptFeed` calls it beside the event loop, with a
-deadline.
+Contract: every prompt has an identity (epoch, data set index) that is the same after a restart. A prompt that was taken
+before ``state`` was read is not given again after ``restore``, except for those that were put back. The data loader is
+the user's code, which may take any time or fail. Therefore a :class:`PromptFeed` calls it on another thread than the
+event loop's, with a deadline.
+
 Shown by tests/integration/test_prompts.py.
 """
 
@@ -31,22 +32,23 @@ logger = logging.getLogger(__name__)
 
 
 class DataFailed(RecipeError):
-    """The training data gave no prompt: its loader raised, or did not answer in time."""
+    """The training data gave no prompt, because its loader raised or did not answer in time."""
 
 
 class PromptFailed(RecipeError):
-    """The data set has no row for one prompt: it raised, or gave something else."""
+    """The data set gave no usable row for one prompt."""
 
 
 class IndexedDataset(Dataset):
-    """A data set of verl's interface, one row at a time, of which each costs at most its own prompt.
+    """A data set with verl's interface, in which a faulty row costs only its own prompt.
 
-    Where a row cannot be had, or not be sent to another process, `FAILURE` says why in its place. A field that is null
-    has its default, as it would have without the field: files that are joined have nulls where they lack a column.
-    Every other attribute is the wrapped data set's.
+    If a row cannot be read, or cannot be sent to another process, the row has the field `FAILURE` with the reason
+    instead. A null field gets its default, as if the field were missing, because joined files have nulls for columns
+    that one of them lacks. Every other attribute is the wrapped data set's.
 
     Args:
-        defaults: by the name of a field, what it is where it is null.
+        dataset: the data set to wrap.
+        defaults: the value of a null field, by the field's name.
         is_indexed: whether the rows carry their index.
     """
 
@@ -68,7 +70,7 @@ class IndexedDataset(Dataset):
         return row
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """As torch's loader asks for a batch; the wrapped data set may have a way of its own for several rows."""
+        """Return several rows, as torch's loader asks for a batch."""
         return [self[index] for index in indices]
 
     def __getattr__(self, name: str) -> Any:
@@ -88,19 +90,19 @@ class IndexedDataset(Dataset):
             raise ValueError(f"agent loops have an argument of the name of its field {min(taken)}: rename it")
         if "raw_prompt" not in row:
             raise KeyError(f"there is no raw_prompt among its fields ({', '.join(row)}), which agent loops are given")
-        # It goes to other processes and into checkpoints.
+        # The row is sent to other processes and written into checkpoints.
         cloudpickle.loads(cloudpickle.dumps({k: v for k, v in row.items() if not isinstance(v, torch.Tensor)}))
         return row
 
 
 def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """verl's batch of these rows: tensors stacked where all have one of the same shape, else objects.
+    """Return verl's batch of these rows: stacked tensors if all rows have one of the same shape, otherwise objects.
 
-    Unlike verl's, it takes rows with different fields, of which one that lacks a field has the default, or None. Rows
-    that failed are left out where others have not.
+    Unlike verl's function, it accepts rows with different fields. A row that lacks a field gets the default, or None.
+    Failed rows are left out unless all rows have failed.
     """
     lost = [row[FAILURE] for row in rows if FAILURE in row]
-    if lost and DATASET_INDEX not in rows[0]:  # of a prompt that is trained on the scheduler tells
+    if lost and DATASET_INDEX not in rows[0]:  # the scheduler reports lost training prompts
         logger.error("%d of %d rows of the data are left out, the first: %s", len(lost), len(rows), lost[0])
     rows = [row for row in rows if FAILURE not in row] or rows
     batch: dict[str, Any] = {}
@@ -111,13 +113,13 @@ def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict
         else:
             batch[name] = np.fromiter(values, dtype=object, count=len(values))
     if not any(isinstance(column, torch.Tensor) for column in batch.values()):
-        # verl's batches have at least one.
+        # verl's batches have at least one tensor.
         batch["dummy_tensor"] = torch.zeros((len(rows), 1), dtype=torch.uint8)
     return batch
 
 
 class UsableBatches:
-    """A loader of validation batches, without those of which each row has failed."""
+    """A loader of validation batches that skips batches in which every row has failed."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -126,7 +128,7 @@ class UsableBatches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Raises PromptFailed: of all rows of the data set none can be had."""
+        """Yield the usable batches; raise PromptFailed if the data set has no usable row at all."""
         given, failed = 0, None
         for batch in self._loader:
             failed = failed or failure_of(batch)
@@ -138,9 +140,9 @@ class UsableBatches:
 
 
 class LoaderInUse:
-    """What verl's trainer has in the place of its data loader, which only the feed's thread may call.
+    """Stands for the data loader in verl's trainer, because only the feed's thread may call the real one.
 
-    verl's checkpoint would read the loader's position on the trainer's thread, while a prompt is taken.
+    Otherwise verl's checkpoint would read the loader's position on the trainer's thread while a prompt is taken.
     """
 
     def __init__(self, length: int) -> None:
@@ -150,20 +152,20 @@ class LoaderInUse:
         return self._length
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Leave the loader as it is."""
+        """Do nothing."""
 
 
 def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:
-    """Why a prompt cannot be generated for, if its row could not be had."""
+    """Return why a prompt cannot be answered, or None if its row is usable."""
     return PromptFailed(str(row[FAILURE][0])) if FAILURE in row else None
 
 
 def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
-    """The fields of one data row as an agent loop takes them, with the group's uid; tensors stay behind."""
+    """Return the fields of one data row as an agent loop takes them, without tensors and with the group's uid."""
     sample = {key: value[0] for key, value in row.items() if isinstance(value, np.ndarray)}
     sample.pop(DATASET_INDEX, None)
     sample["uid"] = group.prompt.uid
@@ -171,10 +173,12 @@ def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
 
 
 class PromptSource:
-    """Iterates a stateful data loader (batch size 1) over ``epochs`` epochs.
+    """Iterates over a stateful data loader (batch size 1) for ``epochs`` epochs.
 
     Args:
-        epoch_prompts: how many prompts to give of each epoch; None for all of them.
+        dataloader: the data loader.
+        epochs: the number of epochs.
+        epoch_prompts: how many prompts of each epoch are given. None gives all of them.
     """
 
     def __init__(self, dataloader: Any, epochs: int, epoch_prompts: int | None = None) -> None:
@@ -185,7 +189,7 @@ class PromptSource:
         self._taken_in_epoch = 0
         self._iterator: Iterator[dict[str, Any]] | None = None
         self._restored: dict[str, Any] | None = None
-        """The data loader's state of a checkpoint, until the first prompt is taken after it."""
+        """The data loader's state from a checkpoint, until the first prompt is taken after it."""
         self._put_back: deque[Prompt] = deque()
 
     @property
@@ -197,11 +201,11 @@ class PromptSource:
         return max(0, (self._epochs - self._epoch) * self._epoch_prompts - self._taken_in_epoch)
 
     def put_back(self, prompts: Iterable[Prompt]) -> None:
-        """Have the last prompts taken, in their order, be the next ones to take."""
+        """Give the prompts that were taken last once more, in their order."""
         self._put_back.extendleft(reversed(list(prompts)))
 
     def take(self) -> Prompt | None:
-        """The next prompt, or None when every epoch is done."""
+        """Return the next prompt, or None when every epoch is done."""
         if self._put_back:
             return self._put_back.popleft()
         while self._not_taken:
@@ -212,7 +216,7 @@ class PromptSource:
             if row is not None and self._taken_in_epoch < self._epoch_prompts:
                 self._taken_in_epoch += 1
                 return Prompt(self._epoch, int(row[DATASET_INDEX][0]), row)
-            # To its end, although the rest is not used: a sampler draws its next order from where it ended.
+            # Read the iterator to its end, because a sampler draws the next order from where this one ended.
             for _ in self._iterator:
                 pass
             self._iterator = None
@@ -221,7 +225,7 @@ class PromptSource:
         return None
 
     def state(self) -> dict[str, Any]:
-        """What :meth:`restore` needs to go on after the last prompt taken, or with those that were put back."""
+        """Return what :meth:`restore` needs to continue after the last prompt taken."""
         return {
             "epoch": self._epoch,
             "taken_in_epoch": self._taken_in_epoch,
@@ -230,10 +234,11 @@ class PromptSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state that :meth:`state` returned."""
         self._epoch = state["epoch"]
         self._taken_in_epoch = state["taken_in_epoch"]
         put_back = state["put_back"]
-        # Checkpoints that were written before there could be more have one, or None.
+        # Checkpoints of earlier versions have one prompt, or None.
         self._put_back = deque(put_back if isinstance(put_back, list) else filter(None, [put_back]))
         self._iterator, self._restored = None, state["dataloader"]
         if self._restored is not None:
@@ -243,16 +248,17 @@ class PromptSource:
 class PromptFeed:
     """Hands a source's prompts to one event loop, which never waits for the data loader.
 
-    Some are taken before they are asked for: :meth:`pop` gives the first, :meth:`take` has another one taken. What the
-    loader fails with is raised when those are gone.
+    Some prompts are taken before they are needed: :meth:`pop` returns one of them, and :meth:`take` takes another one
+    from the source. An error of the loader is raised when these prompts are used up.
 
     Args:
-        source: from now on only this feed calls it, on threads, one after the other; one that hangs is left behind.
+        source: the source of prompts. From now on only this feed calls it, on threads, one call after the other. A call
+            that hangs is abandoned.
         timeout_s: the data loader's deadline for one prompt, and for its position.
-        policy: chooses among the prompts that are taken before they are needed.
+        policy: chooses among the prompts that were taken before they are needed.
 
     Attributes:
-        left: prompts that :meth:`pop` will still give.
+        left: the number of prompts that :meth:`pop` will still return.
     """
 
     def __init__(self, source: PromptSource, timeout_s: float, policy: AdmissionPolicy | None = None) -> None:
@@ -263,17 +269,17 @@ class PromptFeed:
         self._ahead: deque[Prompt] = deque()
         self._late: DataFailed | None = None
         self._failed: DataFailed | None = None
-        # One thing at a time, so that a position is that of a moment.
+        # One call at a time, so that a position belongs to one moment.
         self._lock = asyncio.Lock()
 
     @property
     def is_short(self) -> bool:
-        """Whether another prompt should be taken."""
+        """Whether another prompt should be taken from the source."""
         there = len(self._ahead)
         return there < (max(1, self._policy.at_hand) if self._failed is None else 1) and there < self.left
 
     def pop(self) -> Prompt | None:
-        """The prompt that the policy chooses of those that were taken ahead; None if it chooses or there is none."""
+        """Return the prompt that the policy chooses among those at hand, or None if it chooses none."""
         place = chosen_prompt(self._policy, tuple(self._ahead)) if self._ahead else None
         if place is None:
             return None
@@ -283,10 +289,10 @@ class PromptFeed:
         return prompt
 
     async def take(self) -> None:
-        """Take another prompt ahead, if one is wanted and the source has one.
+        """Take another prompt from the source, if one is wanted and the source has one.
 
         Raises:
-            DataFailed: the data loader raised, or gave no prompt in time, and none is here.
+            DataFailed: the data loader raised or gave no prompt in time, and no prompt is at hand.
         """
         async with self._lock:
             if not self.is_short:
@@ -307,10 +313,10 @@ class PromptFeed:
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[dict[str, Any]]:
-        """The source's state after the prompts that :meth:`pop` has given; inside, it gives none.
+        """Return the source's state after the prompts that :meth:`pop` has returned, and take no prompt meanwhile.
 
         Raises:
-            DataFailed: the data loader raised, or did not tell in time.
+            DataFailed: the data loader raised, or did not tell its position in time.
         """
         async with self._lock:
             self._source.put_back(self._ahead)
@@ -326,7 +332,7 @@ class PromptFeed:
             try:
                 return work()
             except BaseException as error:  # a data set may raise anything
-                # Of a worker that died while it handed over tensors, torch says no more than this.
+                # If a worker process died while it sent tensors, torch only raises one of these errors.
                 died = " (a worker process of it has died)" if isinstance(error, EOFError | ConnectionError) else ""
                 raise DataFailed(f"the training data's loader {what}{died}: {told(error)}") from error
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a worker's process can still do what every trajectory needs, whatever users' code has changed in it.
+"""Tests whether a worker's process can still run a trajectory, whatever users' code has changed in it.
 
-Contract: a rehearsal asks no server, no reward and no user's code, and gives the same each time in a process that is as
-it was at the start. It looks at what a process does, not at what was replaced in it: libraries replace a lot that does
-no harm. Shown by tests/integration/test_rehearsed_workers.py.
+Contract: a rehearsal asks no server and no reward, and calls no user's code. Its result is the same each time in an
+unchanged process. It checks what the process does, and not which objects were replaced, because libraries replace many
+things without harm. Shown by tests/integration/test_rehearsed_workers.py.
 """
 
 import asyncio
@@ -25,24 +25,24 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.engines.answers import COMPLETED
 from recipe.async_engine.rollout.group_run import TrajectoryCancelled, TrajectoryDisturbed
-from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
+from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 
 logger = logging.getLogger(__name__)
 
 MADE_UP = {"raw_prompt": [{"role": "user", "content": "1 + 1"}]}
 DEEP = 400
-"""Calls within each other; Python allows 1,000."""
+"""The depth of nested calls. Python allows 1,000."""
 SOCKETS = 4
 LIMIT_S = 10.0
 WHY = "look for what an agent loop or tool changes in its process"
 
 
-class MadeUpAnswers(TrajectoryAnswers):
-    """Has the answer to whatever is asked, so that no server is."""
+class MadeUpAnswers(TrajectoryRecorder):
+    """Answers every request itself, so that no server is asked."""
 
     def again(self, asked: Sequence[int]) -> TokenOutput:
-        """A complete answer of three tokens."""
+        """Return a complete answer of three tokens."""
         return TokenOutput(
             token_ids=[1, 2, 3],
             log_probs=[-0.5, -0.25, -0.125],
@@ -52,10 +52,11 @@ class MadeUpAnswers(TrajectoryAnswers):
 
 
 class Rehearsal:
-    """Runs a trajectory that is made up, at the start and whenever another one has failed.
+    """Runs a made-up trajectory at the start, and again whenever a real one has failed.
 
     Args:
-        run: verl's padded trajectory of an agent loop of verl's own, for the row `MADE_UP` and `MadeUpAnswers`.
+        run: runs one of verl's own agent loops for the row `MADE_UP` with `MadeUpAnswers`, and returns verl's padded
+            trajectory.
     """
 
     def __init__(self, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -63,7 +64,9 @@ class Rehearsal:
         self._first: asyncio.Task[Any] | None = None
 
     async def begin(self) -> None:
-        """Rehearse before the first trajectory; where that fails, with a model that is out of the ordinary, never."""
+        """Rehearse before the first trajectory. If that fails, as with an unusual model, nothing is rehearsed later
+        either.
+        """
         if self._first is None:
             self._first = asyncio.create_task(self._attempt())
         if not self._first.done() and not (await asyncio.wait({self._first}, timeout=LIMIT_S))[0]:
@@ -72,20 +75,20 @@ class Rehearsal:
             logger.debug("this worker cannot rehearse: %s", self._first)
 
     async def now(self) -> None:
-        """Rehearse before a trajectory that is under suspicion itself.
+        """Rehearse before a trajectory that is itself under suspicion.
 
         Raises:
-            WorkerSpoilt: as :meth:`after_a_failure`.
+            WorkerSpoilt: the result is not the one of the start.
         """
         if (what := await self._changed()) is not None:
             raise WorkerSpoilt(f"no trajectory can run there any more ({what}): {WHY}")
 
     @asynccontextmanager
     async def after_a_failure(self) -> AsyncIterator[None]:
-        """Rehearse where a trajectory fails in here, be it its agent loop, its reward or what holds them.
+        """Rehearse if the code inside the ``with`` block fails, whether in an agent loop, in its reward or elsewhere.
 
         Raises:
-            WorkerSpoilt: the rehearsal fails too, or gives something else than at the start.
+            WorkerSpoilt: the rehearsal fails too, or its result is not the one of the start.
         """
         try:
             yield
@@ -98,18 +101,18 @@ class Rehearsal:
             raise WorkerSpoilt(f"{said}, and no trajectory can run there any more ({what}): {WHY}") from error
 
     async def _changed(self) -> str | None:
-        """What is not as it was at the start; None if nothing is, or it cannot be told."""
+        """Return what is not as it was at the start, or None if nothing is or if that cannot be told."""
         first = self._first
         if first is None or not first.done() or first.cancelled() or first.exception() is not None:
             return None
         try:
             async with asyncio.timeout(LIMIT_S):
                 now = await self._attempt()
-        except TimeoutError:  # the process is busy; whether it answers at all is watched elsewhere
+        except TimeoutError:  # the process is busy; others watch whether it answers at all
             return None
         except Exception as failure:
             return told(failure)
-        return None if now == first.result() else "a made-up one comes out as another than at the start"
+        return None if now == first.result() else "a made-up trajectory has another result than at the start"
 
     async def _attempt(self) -> list[tuple[str, str, bytes]]:
         _call_deeply(DEEP)

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout scheduler: issues prompt groups, spreads their trajectories, hands complete batches to the trainer.
+"""The rollout scheduler: issues prompt groups, spreads their trajectories, and hands complete batches to the trainer.
 
 Contract: it decides nothing about staleness. It asks the ledger what may start and what may be trained, and obeys. It
-runs in one event loop on a thread of its own, beside the trainer's thread; both reach the ledger under one lock, which
-is never held across a wait for anything else, the data loader included. Everything is driven by events: a prompt that
-came, a finished trajectory, a taken batch, a published version. An event costs the same whatever is live, and wakes the
-trainer's thread only when there is what it waits for. A trajectory frees its slot with its last
-sampled token, so rewards never hold one. A failed trajectory is retried on another worker and its siblings are kept;
-past its retries the whole group counts as failed, and the run ends when no group has succeeded for
-``max_consecutive_failures`` of them. Payloads stay object references until the trainer fetches its batch. A snapshot,
-taken while generation goes on, holds what every unfinished trajectory has been answered; restored from it, no such
-token is sampled again.
+runs in one event loop on a thread of its own, beside the trainer's thread. Both reach the ledger under one lock, which
+is never held while waiting for anything else, the data loader included. Events drive everything: a prompt that came, a
+finished trajectory, a taken batch, a published version. The cost of an event does not depend on the number of live
+groups, and an event wakes the trainer's thread only if it makes the trainer's condition true.
 
-Which prompt begins, which trajectory generates next and which batch is taken is the admission policy's to say. In
-turns, taking a batch closes the turn under the same lock, so nothing begins after it; trajectories outlive the turn,
-keep their slots and their tokens, wait at their client, and go on in the next one.
+A trajectory frees its slot with its last sampled token, so rewards never hold a slot. A failed trajectory is retried on
+another worker, and the other trajectories of its group are kept. After its last retry the whole group counts as failed,
+and the run ends when ``max_consecutive_failures`` groups in a row have failed. Payloads stay object references until
+the trainer fetches its batch. A snapshot is taken while generation goes on. It holds what every unfinished trajectory
+has been answered, so that a resumed run samples no such token again.
+
+The admission policy chooses which prompt begins, which trajectory generates next and which batch is taken. If
+generation happens in turns, taking a batch closes the turn under the same lock, so nothing begins after it.
+Trajectories outlive the turn: they keep their slots and tokens, wait at their client, and continue in the next turn.
 
 Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (workers faked below the actor seam),
 tests/e2e/test_fully_async.py and test_partial_rollout.py.
@@ -51,27 +52,28 @@ from recipe.async_engine.rollout.group_run import (
     RolloutFailed,
     SchedulerSettings,
     TrajectoryRun,
+    attempt_events,
+    group_events,
 )
-from recipe.async_engine.rollout.kept_answers import TokenAccount, TokenFlow
+from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.loop_output import NonFinite
 from recipe.async_engine.rollout.loop_thread import Changes, LoopThread
 from recipe.async_engine.rollout.prompts import PromptFeed, PromptSource, failure_of
-from recipe.async_engine.rollout.run_events import of_attempt, of_group
 from recipe.async_engine.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
 LOOP_S = 60.0
-# A payload that its worker has handed over is here in less, or lost.
+# A payload that its worker has sent arrives within this time, or is lost.
 LAST_WORDS_S = 5.0
 PORTION, PAUSE_S = 1_024, 0.001
-"""How many trajectories begin before whoever waits for the scheduler has its turn, and for how long."""
+"""So many trajectories begin at once. Then the scheduler pauses, so that others get the lock."""
 TRAINED_FIRST = attrgetter("start", "id")
-"""Key by which groups are sorted."""
+"""The sort key that puts groups into the order of training."""
 
 
 class RolloutScheduler:
-    """See the module's contract. The trainer's thread calls the public methods."""
+    """The scheduler of the module's contract. The trainer's thread calls the public methods."""
 
     def __init__(
         self,
@@ -83,10 +85,17 @@ class RolloutScheduler:
         rescore: bool = False,
         group_ended: Callable[[BaseException | None], AlarmLimit | None] = lambda error: None,
     ) -> None:
-        """``rescore``: have log-prob servers score each group that waits by the newest version.
+        """Make a scheduler, which does nothing before :meth:`start`.
 
-        ``timeline``: is told what becomes of trajectories and groups. ``group_ended``: is told of each group that is
-        complete (None) or failed for good (its error), and returns what the run is to end with, if anything.
+        Args:
+            ledger: knows the state of every group.
+            source: gives the prompts.
+            pool: runs the trajectories.
+            settings: see `SchedulerSettings`.
+            timeline: is told what becomes of trajectories and groups.
+            rescore: whether log-prob servers score each waiting group by the newest version.
+            group_ended: is called with None for each complete group, and with the error of each group that failed for
+                good. It returns the error with which the run is to end, if any.
         """
         self.ledger = ledger
         self.manager = PromptManager(ledger, settings.group_size, settings.slots, stream=not settings.turns)
@@ -112,10 +121,10 @@ class RolloutScheduler:
         self._wake = asyncio.Event()
         self._thread = LoopThread("rollout-scheduler", self.fail)
 
-    # The trainer's side.
+    # Called by the trainer's thread.
 
     def start(self) -> None:
-        """Begin, a stream with issuing groups; restored ones go first."""
+        """Start the thread. A stream begins to issue groups, restored ones first."""
         with self._changed:
             self._score(self.ledger.in_state(GroupState.READY))
             if self.manager.stream:
@@ -130,9 +139,11 @@ class RolloutScheduler:
             self._thread.stop(timeout_s)
 
     def close_books(self, engine_tokens: Callable[[], dict[str, int] | None], timeout_s: float) -> TokenBooks:
-        """End every trajectory, for good, and say what became of every token of this start.
+        """End every trajectory for good, and return what became of every token since this start of the run.
 
-        ``engine_tokens``: counts of all engines together, of now; None if one of them cannot say.
+        Args:
+            engine_tokens: returns the present counts of all engines together, or None if one of them does not answer.
+            timeout_s: deadline of the workers.
         """
         before = engine_tokens()
         workers = self._ask(self._end_trajectories(timeout_s / 2), timeout_s) if self._thread.is_alive else None
@@ -142,7 +153,9 @@ class RolloutScheduler:
             return self._books.close(live, None if workers is None else vars(workers), before, engines)
 
     def open_turn(self) -> None:
-        """Begin a generation turn: interrupted trajectories go on, then new ones begin. A drained stream goes on."""
+        """Begin a generation turn, or let a drained stream continue. Interrupted trajectories continue before new ones
+        begin.
+        """
         with self._changed:
             self.manager.open_turn()
             if self._settings.turns:
@@ -152,12 +165,13 @@ class RolloutScheduler:
         self._poke()
 
     def take_batch(self, timeout_s: float) -> list[GroupRun] | None:
-        """Lease the next batch, oldest groups first; None when no further batch can form, or none is wanted.
+        """Lease the next batch, oldest groups first, and end the turn.
 
-        A turn is over when it returns.
+        Returns:
+            The groups of the batch; None when no further batch can form, or when none is wanted.
 
         Raises:
-            RolloutFailed: generation cannot go on, or nothing was ready in time; the message says what runs.
+            RolloutFailed: generation cannot continue, or no batch was ready in time. The message says what runs.
         """
         with self._changed:
             try:
@@ -185,28 +199,30 @@ class RolloutScheduler:
         return None
 
     def _batch_is_decided(self) -> bool:
-        """Whether a batch may be taken, or none will come; on whichever thread something has changed."""
+        """Return whether a batch may be taken, or none will come. Any thread that changes something calls this."""
         try:
             return self._error is not None or self._ending or self.ledger.may_take() or self._over()
-        except RecipeError as error:  # of the admission policy
+        except RecipeError as error:  # raised by the admission policy
             self._error = error
             return True
 
     def end_turn(self, timeout_s: float) -> Future[TokenAccount]:
-        """Have every worker hold its trajectories' requests from now on; done when each one does.
+        """Have every worker hold its trajectories' requests from now on.
 
-        Its result is the account of the turns before: what this one cuts may be on its way still.
+        Returns:
+            A future that is done when every worker holds them. Its result is the token account of the turns before,
+                because answers that this turn cuts may still be on their way.
         """
         return self._thread.submit(self._pool.hold(timeout_s))
 
     def want_no_more(self) -> None:
-        """Whoever waits for a batch, or asks for one from now on, gets None; callable from any thread."""
+        """Give None to whoever waits for a batch, now or later. Any thread may call this."""
         with self._changed:
             self._ending = True
             self._changed.made()
 
     def payloads_lost(self, group_ids: Iterable[int]) -> None:
-        """The leased batch cannot be trained: answers of these groups of it are lost, and are generated again."""
+        """Return the leased batch, because answers of these groups are lost and have to be generated again."""
         with self._changed:
             self.ledger.return_batch()
             for group_id in group_ids:
@@ -219,35 +235,35 @@ class RolloutScheduler:
         self._poke()
 
     def batch_trained(self) -> Any:
-        """The leased batch is in the weights; returns the staleness of its groups."""
+        """Count the leased batch as trained, and return the staleness of its groups."""
         with self._changed:
             for group in self.ledger.leased():
                 run = self._runs.pop(group.id)
                 self.tokens.trained += run.cut_tokens
-                self._tell_all(of_group(run, group, self.ledger.version))
+                self._tell_all(group_events(run, group, self.ledger.version))
             staleness = self.ledger.mark_trained()
         self._poke()
         return staleness
 
     def version_sealed(self) -> int:
-        """The trainer goes on from the next version. Returns it."""
+        """Note that training continues from the next version, and return its number."""
         with self._changed:
             version = self.ledger.seal()
         self._poke()
         return version
 
     def version_announced(self) -> int:
-        """Every live replica has committed the sealed version. Returns it."""
+        """Note that every live replica has the sealed version, and return its number."""
         return self._ask(self._announced(), LOOP_S)
 
     def pause_until_drained(self, timeout_s: float, fill: bool = False) -> None:
-        """Wait until no trajectory of a stream generates, and issue nothing from then on, until :meth:`open_turn`.
+        """Wait until no trajectory of a stream generates, and issue nothing afterwards until :meth:`open_turn`.
 
         Args:
             timeout_s: deadline.
-            fill: go on issuing while the ledger admits groups, so that the batch under way is complete at this
-                version; otherwise issue nothing any more. Where groups are filtered their rewards are waited for, which
-                decide whether another one is needed.
+            fill: whether groups are issued as long as the ledger admits them, so that the present version completes the
+                batch under way. If groups are filtered, their rewards are waited for too, because these decide whether
+                another group is needed. Otherwise nothing more is issued.
 
         Raises:
             RolloutFailed: generation failed meanwhile, or trajectories still generate after ``timeout_s`` seconds.
@@ -275,19 +291,20 @@ class RolloutScheduler:
             self._account()
 
     def snapshot(self, timeout_s: float) -> dict[str, Any]:
-        """Ledger, prompt position and live groups as of one moment; payloads are object references.
+        """Return the ledger, the prompt position and the live groups as of one moment, with payloads as object
+        references.
 
-        Read on the scheduler's own thread while no prompt is taken. What unfinished trajectories have been answered is
-        of the moment before, when their workers were asked; generation goes on meanwhile.
+        The scheduler's own thread reads them while no prompt is taken. The workers are asked a moment before what
+        unfinished trajectories have been answered. Generation goes on meanwhile.
         """
         return self._ask(self._snapshot(timeout_s / 2), timeout_s)
 
     def restore_groups(self, groups: dict[int, dict[str, Any]]) -> None:
-        """Adopt the live groups of a checkpoint; call it before :meth:`start`.
+        """Adopt the live groups of a checkpoint. Call this before :meth:`start`.
 
         Args:
-            groups: by group id, ``row``, ``scored``, ``payloads`` (object references) and ``kept`` (records of
-                unfinished trajectories); the last three by trajectory, None where there is nothing.
+            groups: by group id, ``row`` and three lists with one item for each trajectory, None where there is nothing:
+                ``scored``, ``payloads`` (object references) and ``kept`` (records of unfinished trajectories).
         """
         for state in (GroupState.READY, GroupState.RUNNING):
             for group in self.ledger.in_state(state):
@@ -300,38 +317,40 @@ class RolloutScheduler:
                 if state is GroupState.RUNNING:
                     self.manager.adopt(group, run.states)
                     if run.is_complete:
-                        # Its last payload came as the checkpoint was taken.
+                        # Its last payload arrived while the checkpoint was taken.
                         self._complete(run)
 
     def counts(self) -> LedgerCounts:
-        """The ledger's counts; callable from any thread."""
+        """Return the ledger's counts. Any thread may call this."""
         with self._changed:
             return self.ledger.counts()
 
     def metrics(self) -> dict[str, float]:
-        """What the rollout side does at this moment, and how idle it was since the timeline began."""
+        """Return what the rollout side does at this moment, and how idle it was since the timeline began."""
         with self._changed:
             did = self._books.metrics(self.ledger.counts(), self.manager.counts())
             return {"fully_async/rollouter/slots": self.manager.slots, **self._pool.metrics(), **did}
 
-    # The event loop's side.
+    # Run in the event loop, unless the docstring says otherwise.
 
     def describe(self) -> list[str]:
-        """Lines: what runs, and where the coroutines wait. Without the lock: whoever stands still may have it."""
+        """Return lines that say what runs and where the coroutines wait. It takes no lock, since a stuck thread may
+        hold it.
+        """
         return [self._state(), *(f"tasks: {line}" for line in waits(self._thread.loop))]
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for a batch gets this error; callable from any thread."""
+        """Raise this error to whoever waits for a batch. Any thread may call this."""
         with self._changed:
             self._error = self._error or error
             self._changed.made()
 
     def _poke(self) -> None:
-        """Something changed that may let a trajectory begin or go on; callable from any thread."""
+        """Wake the scheduler, because a trajectory may now be able to begin or continue. Any thread may call this."""
         self._thread.loop.call_soon_threadsafe(self._wake.set)
 
     def _ask(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-        """What ``work`` returns, done on the scheduler's thread; callable from any other."""
+        """Run ``work`` on the scheduler's thread and return its result. Any other thread may call this."""
         answer = self._thread.submit(work)
         try:
             return answer.result(timeout_s)
@@ -342,7 +361,7 @@ class RolloutScheduler:
             ) from None
 
     def _change(self, update: Callable[[], Any]) -> Any:
-        """Apply ``update`` to the ledger, then tell this thread, and others for which it makes a difference."""
+        """Apply ``update`` under the lock, then wake this thread and those whose condition it made true."""
         with self._changed:
             result = update()
             self._account()
@@ -353,13 +372,13 @@ class RolloutScheduler:
     async def _issue_forever(self) -> None:
         while True:
             while self._issue_some():
-                # Whoever waits for this loop, or for the lock, which is not a fair one, has its turn.
+                # Let whoever waits for this loop or for the lock have a turn. The lock is not fair.
                 await asyncio.sleep(PAUSE_S)
             await self._wake.wait()
             self._wake.clear()
 
     def _issue_some(self) -> bool:
-        """Let about `PORTION` trajectories begin; returns whether there may be more."""
+        """Let about `PORTION` trajectories begin, and return whether there may be more."""
         with self._changed:
             picks = self.manager.picks(self._issue_next, PORTION)
             picked = [self._runs[trajectory.group_id].trajectories[trajectory.index] for trajectory in picks]
@@ -371,14 +390,14 @@ class RolloutScheduler:
         return len(picked) >= PORTION
 
     def _issue_next(self) -> bool:
-        """Issue a group for the next prompt, if that is here."""
+        """Issue a group for the next prompt if one is at hand, and return whether there was one."""
         prompt = self._next_prompt()
         if prompt is not None:
             self._register(self.manager.issue(prompt.reference), prompt.row)
         return prompt is not None
 
     def _next_prompt(self) -> Prompt | None:
-        """The next prompt if it is here; others are taken, and whoever issues is woken."""
+        """Return the next prompt if one is at hand, and have more taken from the data loader if few are left."""
         prompt = self._prompts.pop()
         if self._prompts.is_short and not self._taking:
             self._taking = True
@@ -400,7 +419,7 @@ class RolloutScheduler:
         return run
 
     def _begin(self, each: TrajectoryRun) -> None:
-        """Make the next attempt at a trajectory, which has a slot."""
+        """Make the next attempt at a trajectory that has a slot."""
         try:
             if (failed := failure_of(each.of.row)) is not None:
                 raise failed
@@ -450,22 +469,23 @@ class RolloutScheduler:
             self.fail(failed)
 
     def _nothing_succeeds(self, last: int) -> bool:
-        """Whether as many groups as may have failed in a row, and none from before the last of them still runs.
+        """Return whether too many groups have failed in a row while none issued before the last of them still runs.
 
-        What fails at once would else be ahead of all that takes its time to succeed.
+        Without the second condition, groups that fail at once would end a run whose earlier groups need time to
+        succeed.
         """
         if self._failures_in_a_row < self._settings.max_consecutive_failures:
             return False
         return not any(not (run.is_complete or run.given_up) for group, run in self._runs.items() if group < last)
 
     def _abandon(self, run: GroupRun, end: Callable[[int, str], Group], reason: str) -> None:
-        """Leave a group out that is not complete; what is under way of it is ended."""
+        """End an incomplete group and everything of it that is under way."""
         run.given_up = True
         self._thread.spawn(self._pool.cancel(run.keys))
         self._change(lambda: self._end(run, end, reason))
 
     def _complete(self, run: GroupRun) -> None:
-        """Every answer of the group is there, with its reward."""
+        """Handle a group all of whose answers have arrived with their rewards."""
         self._books.completed(run.complete)
         kept = not (self._settings.filter_groups and run.is_uniform)
         self._filter.ended(run.group.id, kept)
@@ -490,13 +510,13 @@ class RolloutScheduler:
         group = end(run.group.id, reason)
         self._filter.forget(run.group.id)
         del self._runs[run.group.id]
-        self._tell_all(of_group(run, group, self.ledger.version, reason))
-        # Of the trajectories under way, their workers count them.
+        self._tell_all(group_events(run, group, self.ledger.version, reason))
+        # The workers count the trajectories under way.
         records = [each.record for each in run.trajectories if not each.under_way]
         self.tokens.lost += run.cut_tokens + sum(record.cut_tokens for record in records if record is not None)
 
     async def _follow(self, each: TrajectoryRun) -> None:
-        """Make an attempt and take in what it brings; its slot is free as soon as its last token is sampled."""
+        """Make an attempt and take in its result. Its slot is free as soon as its last token is sampled."""
         run, began = each.of, time.monotonic()
         sampled_at: float | None = None
         scoring = False
@@ -523,8 +543,8 @@ class RolloutScheduler:
         finally:
             if scoring:
                 self._count_scoring(-1)
-            self._tell_all(of_attempt(run, each.n, began, sampled_at))
-            # The worker has counted its tokens, whatever became of them.
+            self._tell_all(attempt_events(run, each.n, began, sampled_at))
+            # The worker has counted its tokens.
             each.record = None
             del self._ends[each.key]
             over.set_result(None)
@@ -534,14 +554,14 @@ class RolloutScheduler:
             self._change(lambda: setattr(self.manager, "slots", count))
 
     def _take_in(self, each: TrajectoryRun) -> None:
-        """The trajectory is complete, with its reward."""
+        """Count a trajectory that is complete and has its reward."""
         scored = each.scored
         assert scored is not None
         self._use_slots(self._slots.ended(scored.asked_s, scored.tool_s))
         with self._changed:
             self._books.arrived(scored, not each.of.given_up)
             if each.of.given_up:
-                # It was complete before its worker heard that its group is not wanted.
+                # It was complete before its worker heard that the group is not wanted.
                 self.tokens.lost += scored.cut_tokens
 
     def _count_scoring(self, change: int) -> None:
@@ -550,16 +570,15 @@ class RolloutScheduler:
             self._account()
 
     async def _snapshot(self, timeout_s: float) -> dict[str, Any]:
-        told = await self._pool.export(timeout_s)
-        # Payloads that their workers had handed over already.
-        last_words = [self._ends[key] for key in told.over if key in self._ends]
+        told, over, account = await self._pool.export(timeout_s)
+        # Wait for payloads that the workers have sent already.
+        last_words = [self._ends[key] for key in over if key in self._ends]
         if last_words:
             await asyncio.wait(last_words, timeout=LAST_WORDS_S)
         async with self._prompts.standstill() as position:
             with self._changed:
                 kept = {
-                    group_id: [each.kept(told.records) for each in run.trajectories]
-                    for group_id, run in self._runs.items()
+                    group_id: [each.kept(told) for each in run.trajectories] for group_id, run in self._runs.items()
                 }
                 groups = {
                     group_id: {
@@ -571,13 +590,13 @@ class RolloutScheduler:
                     for group_id, run in self._runs.items()
                 }
                 records = [record for of_group in kept.values() for record in of_group if record is not None]
-                tokens = self.tokens + told.account
+                tokens = self.tokens + account
                 tokens.cut += sum(record.under_way_tokens for record in records)
                 complete = sum(run.cut_tokens for run in self._runs.values())
                 cached = complete + sum(record.cut_tokens for record in records)
                 return {
                     "ledger": self.ledger.snapshot(),
-                    # The loader may go on with what it has told.
+                    # The loader may change the object that it returned.
                     "source": copy.deepcopy(position),
                     "groups": groups,
                     "interrupted_tokens": {
@@ -594,15 +613,15 @@ class RolloutScheduler:
             self._books.end_version()
             ready = self.ledger.in_state(GroupState.READY) if self._rescore else ()
         self._wake.set()
-        # Whoever announces a version waits for this, and takes no batch meanwhile.
+        # The trainer waits for this while it announces a version, and takes no batch meanwhile.
         for group in sorted(ready, key=TRAINED_FIRST):
             with self._changed:
                 self._score([group])
             await asyncio.sleep(0)
         return version
 
-    async def _end_trajectories(self, timeout_s: float) -> TokenFlow | None:
-        """What all workers say of their tokens; None if one cannot, or has died before."""
+    async def _end_trajectories(self, timeout_s: float) -> TokenAccount | None:
+        """Return the workers' accounts together, or None if a worker does not answer or has died before."""
         self._closing = True
         with self._changed:
             self.manager.drain()
@@ -617,7 +636,7 @@ class RolloutScheduler:
         keys = {key for run in self._runs.values() for key in run.keys}
         await asyncio.gather(self._pool.close(keys), self._thread.end_tasks(), return_exceptions=True)
 
-    # Under the condition variable.
+    # Called while the lock is held.
 
     def _account(self) -> None:
         self._books.set(running=self.manager.generating)
@@ -629,7 +648,7 @@ class RolloutScheduler:
             self._timeline.tell(event)
 
     def _score(self, groups: Iterable[Group]) -> None:
-        """Have the log-prob servers score ready groups by the newest version, those first that are trained first."""
+        """Have the log-prob servers score ready groups by the newest version, in the order of training."""
         if not self._rescore:
             return
         for group in sorted(groups, key=TRAINED_FIRST):
@@ -643,13 +662,13 @@ class RolloutScheduler:
             raise RolloutFailed(f"the rollout ended with {type(self._error).__name__}: {self._error}") from self._error
 
     def _may_be_filled(self) -> bool:
-        """Whether the batch under way is missing groups, or may turn out to."""
+        """Return whether the batch under way lacks groups, or may still lose some to the filter."""
         if self.manager.anything_waits() or (self.ledger.can_issue() and self._prompts.left):
             return True
         return self._settings.filter_groups and self.ledger.count(GroupState.RUNNING) > 0
 
     def _over(self) -> bool:
-        """Whether no further batch can form."""
+        """Return whether no further batch can form."""
         return not self.ledger.batch_possible(self._prompts.left)
 
     def _diagnosis(self, timeout_s: float) -> str:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A finished trajectory as it travels from its worker to the trainer.
+"""The form of a finished trajectory on its way from its worker to the trainer.
 
-Contract: :func:`unpack` gives back what :func:`pack` took, without what nobody reads of it, or has already. In between
-it is one NumPy array of bytes. Ray hands one over as a view of the object store, and the trajectory's tensors are views
-of that: the trainer's process has no copy of an answer but the one in its batch. One array, since the trainer fetches
-hundreds of trajectories a step, and Ray's own way of an object with several costs several times as much for each
-(benchmarks/bookkeeping.py). Shown by tests/integration/test_trajectory_worker.py.
+Contract: :func:`unpack` returns what :func:`pack` was given, without the parts that nobody reads or that the trainer
+has already. In between, the trajectory is one NumPy array of bytes. Ray hands over such an array as a view of the
+object store, and the trajectory's tensors are views of it, so the only copy of an answer in the trainer's process is
+the one in its batch. It is one array because the trainer fetches hundreds of trajectories a step, and Ray takes several
+times as long for an object with several arrays (benchmarks/bookkeeping.py).
+
+Shown by tests/integration/test_trajectory_worker.py.
 """
 
 import pickle
@@ -17,18 +19,21 @@ import torch
 from ray import cloudpickle
 
 ALIGNED = 64
-"""Arrays begin at multiples of so many bytes, as the object store's do."""
+"""Arrays begin at multiples of so many bytes, as those in the object store do."""
 UNREAD = ("multi_modal_data", "mm_processor_output")
-"""What inputs were computed from already."""
+"""Fields from which the inputs were computed, and which nobody reads afterwards."""
 RAW_PROMPT = "raw_prompt"
-"""Of the extra fields: the trainer has it with the prompt's row, once for all its answers."""
+"""The extra field that the trainer has with the prompt's row, once for all answers."""
 
-# Of tensors that are only read, which `unpack` makes on purpose.
+# `unpack` makes tensors of read-only memory on purpose, because they are only read.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def pack(output: Any) -> np.ndarray:
-    """verl's padded trajectory (a pydantic model), as uint8 (bytes,); extra fields hold whatever cloudpickle takes."""
+    """Return verl's padded trajectory, a pydantic model, as uint8 (bytes,).
+
+    Extra fields may hold anything that cloudpickle can pickle.
+    """
     arrays = {name: _as_array(value) for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
     inputs = output.multi_modal_inputs
     kept = output.model_copy(
@@ -52,9 +57,10 @@ def pack(output: Any) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray | bytes) -> Any:
-    """The trajectory again; its tensors are views of ``packed``, which comes from a worker of the same Ray cluster.
+    """Return the packed trajectory, with tensors that are views of ``packed``.
 
-    Bytes are what an earlier version of this package packed, and a checkpoint may have.
+    The array comes from a worker of the same Ray cluster. Checkpoints of earlier versions have bytes instead of an
+    array.
     """
     output = pickle.loads(packed) if isinstance(packed, bytes) else _loaded(packed)
     tensors = {name: _as_tensor(value) for name, value in vars(output).items()}
@@ -82,7 +88,7 @@ def _up(size: int) -> int:
 
 
 def _as_array(value: Any) -> Any:
-    """A tensor as the array that it is, unless NumPy has no such type."""
+    """Return a tensor as an array, unless NumPy lacks its type. Other values are returned as they are."""
     if not isinstance(value, torch.Tensor) or value.dtype is torch.bfloat16:
         return value
     return np.ascontiguousarray(value.numpy(force=True))

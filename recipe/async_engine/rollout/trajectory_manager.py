@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent-loop workers of a run: verl's manager, whose workers are started again by Ray when they die.
+"""The agent-loop workers of a run: verl's manager, with workers that Ray starts again when they die.
 
-Contract: what :meth:`TrajectoryManager.tell` told the workers is told to one that was started again, by
-:meth:`TrajectoryManager.prepare`, before it has work. They are started again as often as they die: a prompt that ends
-its worker costs its own group, and where nothing else happens any more, groups that fail in a row end the run. A
-validation has a deadline; its answers go training's way (`recipe.async_engine.rollout.validation`). Shown by
+Contract: whatever :meth:`TrajectoryManager.tell` told the workers, :meth:`TrajectoryManager.prepare` tells a restarted
+worker before it has work. Workers are restarted as often as they die. A prompt that kills its worker costs only its own
+group, and if every group fails, the failures in a row end the run. A validation has a deadline, and its answers are
+generated in the same way as those of training (`recipe.async_engine.rollout.validation`). Shown by
 tests/integration/test_trajectory_manager.py, test_validation.py and tests/e2e/test_replacement.py.
 
-A user's ``agent_loop_manager_class`` and the worker class that it makes actors of are base classes of this package's,
-so what they override stands wherever this package asks verl's method. What nothing would ask here is refused by name,
-before a process is made. Shown by tests/integration/test_users_manager.py.
+A user's ``agent_loop_manager_class``, and the worker class from which it makes actors, become base classes of this
+package's classes. Therefore their overrides apply wherever this package calls verl's method. Overrides of methods that
+this package never calls are refused by name before any process is made. Shown by
+tests/integration/test_users_manager.py.
 
-What rewards report beside their score are columns of a batch: one for whatever the reward of any of its answers
-reported. verl takes the names of the first row, and fails where another one lacks them or is of a worker that has
-others. A name that is taken, by a column of verl's, of the data or of an agent loop, is carried with `OTHER_NAME`
-before it.
+What rewards report beside their score becomes columns of a batch, one for each name that the reward of any answer
+reported. verl takes the names of the first row, and fails if another row lacks them. A name that verl, the data or an
+agent loop already uses is carried with `OTHER_NAME` before it.
 """
 
 from __future__ import annotations
@@ -39,30 +39,25 @@ from recipe.async_engine.actors.control import Restartable
 from recipe.async_engine.core.columns import OTHER_NAME, REPORTED, TAKEN
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.rollout.group_run import RolloutFailed
-from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
 from recipe.async_engine.rollout.validation import ValidationAnswers, with_stand_ins
-from recipe.async_engine.rollout.worker_pool import WorkerPool
+from recipe.async_engine.rollout.worker_pool import TracedGroups, WorkerPool
 
 logger = logging.getLogger(__name__)
 
 HELD = ("run_trajectory", "finish_trajectory", "rescore")
-"""What keeps calls of a worker open."""
+"""Methods of a worker whose calls stay open for long."""
 CALLS_AT_ONCE = 15_000
-"""Such calls of one worker at once; Ray's 1,000 would keep trajectories from their slots."""
+"""The most such calls of one worker at once. Ray's default of 1,000 would keep trajectories waiting."""
 AS_OFTEN_AS_IT_DIES = -1
 
 
-class ValidationFailed(RecipeError):
-    """No answer of a validation came through, nor had one before, or not all of them in its time."""
-
-
 class TrajectoryManager(AgentLoopManager):
-    """See the module's contract; verl's validation goes through its ``generate_sequences``.
+    """The manager of the module's contract. verl's validation calls its ``generate_sequences``.
 
     Attributes:
         validation_slots: answers of a validation that may be generated at once.
-        failed_validations: how many validations came to nothing, since each of their answers failed.
+        failed_validations: validations in which every answer failed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,22 +66,23 @@ class TrajectoryManager(AgentLoopManager):
             self.worker_class(), AS_OFTEN_AS_IT_DIES, HELD, max_concurrency=CALLS_AT_ONCE
         )
         self._told: dict[str, tuple[Any, ...]] = {}
-        # What is told last is what a worker is left with: the trainer's thread tells, the scheduler's prepares.
+        # Two threads tell the workers: the trainer's, and the scheduler's in `prepare`. The last word has to be the
+        # same for all.
         self._telling = threading.Lock()
         self._deadline: float | None = None
         self.validation_slots = CALLS_AT_ONCE
         self.failed_validations = 0
         self._asked, self._errors, self._ever_answered = 0, list[RecipeError](), False
-        # What rewards of validations have reported.
+        # The names that rewards of validations have reported so far.
         self._reported: dict[Any, None] = {}
         self._columns: tuple[Any, ...] | None = None
 
     def worker_class(self) -> type[TrajectoryWorker]:
-        """What the workers are; a user's manager has its own under it (`manager_class`)."""
+        """Return the class of the workers, which has a user's worker class as a base (`manager_class`)."""
         return TrajectoryWorker
 
     def tell(self, method: str, *arguments: Any, timeout_s: float) -> None:
-        """Call a method of every worker; a dead one is called by :meth:`prepare`, should it be started again."""
+        """Call a method of every worker. If a worker is dead, :meth:`prepare` calls the method when it is restarted."""
         with self._telling:
             self._told[method] = arguments
             answers = [getattr(worker, method).remote(*arguments) for worker in self.agent_loop_workers]
@@ -95,7 +91,7 @@ class TrajectoryManager(AgentLoopManager):
                 ray.get(answer, timeout=timeout_s)
 
     async def prepare(self, worker: Any) -> None:
-        """Tell a worker that was started again what the others have been told, and that it may work."""
+        """Tell a restarted worker what the others have been told, and that it may work."""
         with self._telling:
             answers = [getattr(worker, method).remote(*arguments) for method, arguments in self._told.items()]
         await asyncio.gather(*answers)
@@ -103,10 +99,10 @@ class TrajectoryManager(AgentLoopManager):
 
     @contextmanager
     def validation(self, timeout_s: float) -> Iterator[None]:
-        """A ``generate_sequences`` in it has ``timeout_s`` seconds from now.
+        """Give the ``generate_sequences`` calls inside the ``with`` block ``timeout_s`` seconds from now.
 
         Raises:
-            ValidationFailed: at its end, if each of its answers failed, and none of a validation before had come.
+            RolloutFailed: at the end of the block, if every answer failed and no earlier validation had an answer.
         """
         self._deadline, self._columns = time.monotonic() + timeout_s, None
         self._asked, self._errors = 0, []
@@ -118,16 +114,16 @@ class TrajectoryManager(AgentLoopManager):
             self.failed_validations += 1
             said = f"each of the {self._asked} answers of a validation failed, the last one with: {self._errors[-1]}"
             if not self._ever_answered:
-                raise ValidationFailed(said) from self._errors[-1]
+                raise RolloutFailed(said) from self._errors[-1]
             logger.error("%s", said)
         self._ever_answered |= len(self._errors) < self._asked
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """The answers of a validation's batch, a row each; see the module's contract.
+        """Return the answers to a validation's batch, one row each.
 
         Raises:
-            ValidationFailed: the time of :meth:`validation` is over.
+            RolloutFailed: the time of :meth:`validation` is over.
         """
         settings = self.config.async_training
         samples = self.rollout_config.trace.get("max_samples_per_step_per_worker")
@@ -142,7 +138,7 @@ class TrajectoryManager(AgentLoopManager):
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise ValidationFailed(
+            raise RolloutFailed(
                 "validation was not done within async_training.timeouts.batch_wait; raise it, or validate fewer "
                 "prompts (data.val_max_samples)"
             ) from error
@@ -153,12 +149,15 @@ class TrajectoryManager(AgentLoopManager):
         lengths = self.rollout_config.prompt_length, self.rollout_config.response_length
         batch = joined(self, with_stand_ins(outputs, *lengths))
         spread_reports(batch, self._columns_of(batch), validation=True)
-        # Times of each answer, of which verl's validation shows none.
+        # These are times of each answer, which verl's validation does not report.
         del batch.meta_info["metrics"]
         return batch
 
     def _columns_of(self, batch: DataProto) -> tuple[Any, ...]:
-        """The same in all parts of a validation: verl has them in lists, and none may begin later than the others."""
+        """Return the report columns, which are the same for all parts of a validation.
+
+        verl collects each column in one list over all parts, so no column may begin later than the others.
+        """
         self._reported |= reported_names(batch)
         if self._columns is None:
             self._columns = tuple(self._reported)
@@ -170,7 +169,7 @@ class TrajectoryManager(AgentLoopManager):
         return self._columns
 
     def join(self, outputs: list[Any]) -> DataProto:
-        """Join fetched trajectories into one batch as a worker does."""
+        """Join fetched trajectories into one batch, as verl's worker does."""
         batch = joined(self, outputs)
         spread_reports(batch, reported_names(batch))
         return batch
@@ -181,14 +180,14 @@ UNASKED: dict[type, tuple[str, ...]] = {
     AgentLoopManager: ("generate_sequences", "_performance_metrics"),
     AgentLoopWorker: ("generate_sequences", "_run_agent_loop", "_postprocess"),
 }
-"""What verl does for whole batches, and this package one trajectory at a time."""
+"""Methods that verl calls for whole batches. This package runs one trajectory at a time and never calls them."""
 
 
 def manager_class(name: str | None) -> type[TrajectoryManager]:
-    """The manager of a run, over the user's if one is named.
+    """Return the manager class of a run, which has the user's class as a base if one is named.
 
     Raises:
-        RolloutFailed: it is no subclass of verl's, or overrides what would never be called.
+        RolloutFailed: the user's class is no subclass of verl's, or overrides a method that would never be called.
     """
     if not name:
         return TrajectoryManager
@@ -211,14 +210,14 @@ def manager_class(name: str | None) -> type[TrajectoryManager]:
 
 
 def worker_over(name: str, actor_class: Any) -> type[TrajectoryWorker]:
-    """This package's worker over the class that a user's manager would have made actors of.
+    """Return this package's worker class, with the worker class of a user's manager as a base.
 
     Args:
-        name: of the user's manager, for messages.
+        name: the user's manager, for messages.
         actor_class: a class, or what ``ray.remote`` made of one.
 
     Raises:
-        RolloutFailed: as `manager_class` does.
+        RolloutFailed: as `manager_class` raises it.
     """
     metadata = getattr(actor_class, "__ray_metadata__", None)
     users = actor_class if metadata is None else metadata.modified_class.__ray_actor_class__
@@ -241,13 +240,13 @@ def _check(name: str, users: Any, verls: type) -> None:
 
 
 SCORE = "reward"
-"""The name that verl's validation has the score itself by."""
+"""verl's name for the score itself in a validation."""
 
 
 def joined(worker: Any, outputs: list[Any]) -> DataProto:
     """Join trajectories as verl's ``AgentLoopWorker._postprocess`` does, with their reports in the column `REPORTED`.
 
-    ``worker``: stands for one of verl's; no state of it is used.
+    ``worker`` stands for one of verl's workers. None of its state is used.
     """
     reports = [output.extra_fields.pop(REPORTED, {}) for output in outputs]
     batch = AgentLoopWorker._postprocess(worker, outputs)
@@ -256,14 +255,14 @@ def joined(worker: Any, outputs: list[Any]) -> DataProto:
 
 
 def reported_names(batch: DataProto) -> dict[str, None]:
-    """What any reward of the batch reported, in the order of the rows."""
+    """Return the names that any reward of the batch reported, in the order of the rows."""
     return dict.fromkeys(name for report in batch.non_tensor_batch[REPORTED] for name in report or ())
 
 
 def spread_reports(batch: DataProto, names: Iterable[Any], validation: bool = False) -> None:
     """Give each of these names its column, as verl's trainers expect it.
 
-    A row whose reward did not report it has None, which verl's validation leaves out of its means.
+    A row whose reward did not report the name has None, which verl's validation leaves out of its means.
     """
     taken = {*batch.batch.keys(), *batch.non_tensor_batch, *TAKEN, *([SCORE] if validation else [])}
     columns = []

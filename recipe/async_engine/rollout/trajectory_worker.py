@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agent-loop workers that hand out one trajectory at a time.
 
-Contract: ``run_trajectory`` returns ``TrajectoryScored``, with what the scheduler decides on, and the payload, which
-its caller keeps as an object reference and never unpacks. Where the reward is not there at once it returns
-(None, None) when the last token is sampled (its generation slot is free from then on), and
-``finish_trajectory`` returns these two. Any of verl's agent loops runs here
-unchanged, user-defined ones included; versions come from the client's record, not from the loop. A failing reward is
-retried on its own, the answer is kept. Where there are log-prob servers, a trajectory's log-probs travel with it, or
-are computed later for one that waits (`rescore`); a server that does not answer fails no trajectory. An agent loop has
-a deadline, tools included; one that goes on after it, or after its cancellation, is given up and asks no server again.
-After a failure the worker looks whether its process is still sound (`rehearsal`).
+Contract: ``run_trajectory`` returns a ``TrajectoryScored``, which the scheduler reads, and the payload, which its
+caller keeps as an object reference and never unpacks. If the reward is not there at once, it returns (None, None) as
+soon as the last token is sampled, which frees the generation slot, and ``finish_trajectory`` returns the two.
+
+Any of verl's agent loops runs here unchanged, including those of users. Versions come from the client's record, and not
+from the loop. A failing reward is retried alone, and the answer is kept. If there are log-prob servers, a trajectory's
+log-probs travel with it, or are computed later for a trajectory that waits (`rescore`). A server that does not answer
+fails no trajectory. An agent loop has a deadline, which includes its tools. A loop that continues after its deadline or
+its cancellation is abandoned, and may ask no server again. After a failure the worker tests whether its process can
+still run a trajectory (`rehearsal`).
 
 Shown by tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
 """
@@ -46,7 +47,14 @@ from recipe.async_engine.rollout.group_run import (
     TrajectoryDisturbed,
     TrajectoryScored,
 )
-from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TokenFlow, TrajectoryRecord
+from recipe.async_engine.rollout.kept_answers import (
+    AnswerBook,
+    TokenAccount,
+    TrajectoryRecord,
+    TrajectoryRecorder,
+    current_recorder,
+    start_recording,
+)
 from recipe.async_engine.rollout.loop_output import (
     INT32,
     NonFiniteReward,
@@ -55,7 +63,6 @@ from recipe.async_engine.rollout.loop_output import (
     check_reward,
     plain_output,
 )
-from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
 from recipe.async_engine.rollout.rehearsal import MADE_UP, MadeUpAnswers, Rehearsal
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.users_loop import (
@@ -71,20 +78,22 @@ from recipe.async_engine.rollout.users_loop import (
 logger = logging.getLogger(__name__)
 
 REWARD_AT_ONCE_S = 0.03
-# For a trajectory that was cancelled to end; an agent loop may catch the cancellation and go on.
+# A cancelled trajectory has so long to end. Its agent loop may catch the cancellation and go on.
 LAST_MOMENT_S = 10.0
 
 CANCELLED = (
-    "its agent loop was cancelled, and nobody here had asked for that: the loop or one of its tools did it, or another "
-    "one's that cancels what is not its own (asyncio.CancelledError)"
+    "its agent loop was cancelled, and nobody here had asked for that (asyncio.CancelledError): the loop did it, or "
+    "one of its tools, or the code of another trajectory"
 )
 
 REWARD_METRIC = "reward"
-"""verl's name for the reward itself in ``algorithm.filter_groups.metric``; others are fields of the reward's result."""
+"""verl's name for the reward itself in ``algorithm.filter_groups.metric``. Other names are fields of the reward's
+result.
+"""
 
 
 class TrajectoryWorker(AgentLoopWorker):
-    """verl's agent-loop worker, one trajectory at a time; see the module's contract."""
+    """verl's agent-loop worker, one trajectory at a time, as the module's contract says."""
 
     reward_loop_worker_handles: list[Any]
 
@@ -96,7 +105,8 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_timeout_s = float(limits.reward)
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
-        # Of the reward's result, what advantages are computed from beside the reward itself.
+        self._group_size = self.config.actor_rollout_ref.rollout.get("n")
+        # The fields of the reward's result from which advantages are computed, beside the reward itself.
         algorithm = self.config.algorithm
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(limits.trajectory)
@@ -107,28 +117,31 @@ class TrajectoryWorker(AgentLoopWorker):
         self._score_parts = False
         self._reference: ScoringClient | None = None
         self._away, self._life = AwayActivity(time.monotonic), uuid4().hex
-        with suppress(RuntimeError):  # made where no event loop runs
+        with suppress(RuntimeError):  # there is no running event loop in some tests
             contain_exits(asyncio.get_running_loop())
         self._default_loop = self.rollout_config.agent.default_agent_loop
-        with suppress(AgentLoopError):  # it is not registered, and rows may name another
-            # Its module's own error, at the start.
+        with suppress(AgentLoopError):  # it is not registered, but rows may name another one
+            # An error of the loop's module is raised here, at the start.
             loop_maker(self._default_loop)
         self._vocabulary = vocabulary_of(self.model_config)
         self._rehearsal = Rehearsal(self._run_made_up)
-        # It may have died with no work, so that nobody has noticed.
+        # A restarted worker may have lost what it was told, without anybody noticing.
         self._is_prepared = not was_restarted()
 
     async def use_servers(self, servers: dict[str, Any], timeout_s: float, score_parts: bool) -> None:
-        """Have log-prob servers, actor handles by name, score trajectories: at once if ``score_parts``."""
+        """Have log-prob servers, actor handles by name, score trajectories.
+
+        With ``score_parts`` each answer is scored as soon as it is there. Otherwise `rescore` has them scored.
+        """
         self._scoring = ScoringClient(servers, timeout_s)
         self._score_parts = score_parts
 
     async def be_prepared(self) -> None:
-        """Take work from now on: what the others know was told, or is with the calls before this one."""
+        """Accept work from now on, because the worker has been told all that the others were told."""
         self._is_prepared = True
 
     async def rehearse(self) -> None:
-        """Raise WorkerSpoilt if no trajectory can run here any more."""
+        """Raise WorkerSpoilt if no trajectory can run in this process any more."""
         await self._rehearsal.now()
 
     async def use_reference(self, servers: dict[str, Any], timeout_s: float) -> None:
@@ -136,10 +149,15 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reference = ScoringClient(servers, timeout_s)
 
     async def rescore(self, payload: np.ndarray, version: int, start: int) -> ResponseScores | None:
-        """Scores of a finished trajectory's whole padded response by ``version``, the newest published one, or later.
+        """Return scores of a finished trajectory's whole padded response by ``version`` or a later one.
 
-        None if no server answered in time. ``payload``: as :meth:`run_trajectory` yields it. ``start``: of its group;
-        the oldest are scored first.
+        Args:
+            payload: as :meth:`run_trajectory` returns it.
+            version: the newest published version.
+            start: the start of its group. Servers score the oldest groups first.
+
+        Returns:
+            The scores, or None if no server answered in time.
         """
         if self._scoring is None:
             return None
@@ -167,20 +185,21 @@ class TrajectoryWorker(AgentLoopWorker):
         trace: bool = True,
         validate: bool = False,
     ) -> tuple[TrajectoryScored | None, np.ndarray | None]:
-        """Run one trajectory; see the module's contract for what is returned.
+        """Run one trajectory, and return what the module's contract says.
 
         Args:
-            key: names the trajectory for :meth:`cancel`.
-            sample: one row of the data set, as verl's data loader gives it (non-tensor fields).
-            sample_index, rollout_n, version: data set index, number in its group and version at issue, for traces.
-            record: what :meth:`export` gave for this trajectory in an earlier process.
-            trace: whether it is among those that verl's rollout trace has, if that is on.
-            validate: sample as for validation; no checkpoint, account or book of tokens has it.
+            key: the name of the attempt, for :meth:`cancel`.
+            sample: one row of the data set, as verl's data loader gives it, without tensors.
+            sample_index, rollout_n, version: its index in the data set, its number in the group and the version at its
+                issue, all for traces.
+            record: what :meth:`export` returned for this trajectory in an earlier process.
+            trace: whether verl's rollout trace includes it, if the trace is on.
+            validate: whether to sample as for validation. A validation is in no checkpoint and no account.
 
         Raises:
-            WorkerRestarted: :meth:`be_prepared` is to come.
-            TrajectoryDisturbed: a call was cancelled, and nobody had asked for that.
-            WorkerSpoilt: it failed, and so would any other one here.
+            WorkerRestarted: the worker waits for :meth:`be_prepared`.
+            TrajectoryDisturbed: the call was cancelled, and nobody had asked for that.
+            WorkerSpoilt: the trajectory failed, and so would any other one here.
         """
         if not self._is_prepared:
             raise WorkerRestarted("the agent-loop worker was started again")
@@ -199,22 +218,23 @@ class TrajectoryWorker(AgentLoopWorker):
         record: TrajectoryRecord | None,
         trace: bool,
     ) -> TrajectoryRecorder:
-        """Start its agent loop; ``trajectory`` is what verl's traces have of it."""
+        """Start the agent loop of a trajectory. ``trajectory`` is what verl's traces show of it."""
         context, version = copy_context(), trajectory["step"]
         fields = dict(sample)
         agent_name = str(found) if is_given(found := fields.pop("agent_name", None)) else self._default_loop
         if trajectory["validate"]:
-            recorder = context.run(start_recording, work=Work.VALIDATION)
+            recorder = TrajectoryRecorder(work=Work.VALIDATION)
         else:
             scorer = PartScorer(self._scoring, version) if self._scoring is not None and self._score_parts else None
-            recorder = context.run(
-                start_recording,
-                scorer,
-                self._answers.begin(key, record),
-                Work.NEW if is_first_attempt(key) else Work.RETRY,
-                self._away.tool_time(agent_name),
-                group_of(key),
+            recorder = self._answers.begin(
+                key,
+                record,
+                scorer=scorer,
+                work=Work.NEW if is_first_attempt(key) else Work.RETRY,
+                tools=self._away.tool_time(agent_name),
+                order=group_of(key),
             )
+        context.run(start_recording, recorder)
         work = guarded(self._run_row, agent_name, trajectory, fields, recorder, trace)
         recorder.task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
         self._running[key] = recorder
@@ -226,7 +246,7 @@ class TrajectoryWorker(AgentLoopWorker):
         try:
             await self._until_sampled(running, key)
             if running.sampled.done():
-                # A second call costs both ends about as much as the rest of a short trajectory.
+                # A second call costs about as much as the rest of a short trajectory, so wait a moment for the reward.
                 await asyncio.wait({running.task}, timeout=REWARD_AT_ONCE_S)
                 if not running.task.done():
                     return None, None
@@ -239,11 +259,11 @@ class TrajectoryWorker(AgentLoopWorker):
         return await self._finish(key)
 
     async def finish_trajectory(self, key: str) -> tuple[TrajectoryScored, np.ndarray]:
-        """The end of a trajectory whose last token is sampled; see the module's contract.
+        """Return the result of a trajectory whose last token is sampled, as the module's contract says.
 
         Raises:
-            WorkerRestarted: it was begun in another process.
-            WorkerSpoilt: it failed, and so would any other one here.
+            WorkerRestarted: the trajectory was begun in another process.
+            WorkerSpoilt: the trajectory failed, and so would any other one here.
         """
         async with self._rehearsal.after_a_failure():
             return await self._finish(key)
@@ -268,17 +288,15 @@ class TrajectoryWorker(AgentLoopWorker):
         running.drop_scores()
         running.tools.leave()
         self._running.pop(key, None)
-        if running.validates:
-            running.answers.over = True
-        else:
+        if not running.validates:
             self._answers.end(key, complete)
         running.over.set()
 
     async def _until_sampled(self, running: TrajectoryRecorder, key: str) -> None:
-        """Wait for the trajectory's last token, or its end.
+        """Wait for the trajectory's last token, or for its end.
 
         Raises:
-            AgentLoopError: it has taken longer than it may.
+            AgentLoopError: the trajectory took longer than it may.
         """
 
         def now() -> float:
@@ -310,15 +328,15 @@ class TrajectoryWorker(AgentLoopWorker):
         raise error if isinstance(error, OURS) else explained(AgentLoopError, "", error)
 
     async def activity(self) -> Activity:
-        """What its trajectories were at, when at no engine, since this was asked last."""
+        """Return what its trajectories did outside of engines since the last call."""
         return Activity(time.monotonic(), self._life, self._away.lane.take())
 
     async def describe(self) -> list[str]:
-        """Lines: what runs and where the coroutines wait."""
+        """Return lines that say what runs and where the coroutines wait."""
         return [f"trajectories: {', '.join(self._running) or 'none'}", *(f"tasks: {line}" for line in waits())]
 
     async def cancel(self, keys: list[str]) -> None:
-        """End the named trajectories; each one's caller sees the cancellation as its error."""
+        """End the named trajectories. The caller of each gets the cancellation as an error."""
         for key in keys:
             if key not in self._running:
                 self._unwanted.say(key)
@@ -326,26 +344,26 @@ class TrajectoryWorker(AgentLoopWorker):
                 self._running[key].told.set_result(None)
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:
-        """What each unfinished trajectory has been answered, requests under way included, and the account of now."""
+        """Return the record of each unfinished trajectory, with its requests under way, and the present account."""
         await self.llm_client.fetch(self._answers.flights(), timeout_s)
         return self._answers.export(), self._answers.account()
 
-    async def close_books(self) -> TokenFlow:
-        """The run is over: end every trajectory, as one that was unfinished, and tell what became of their tokens."""
+    async def close_books(self) -> TokenAccount:
+        """End every trajectory as unfinished, because the run is over, and return what became of their tokens."""
         self._answers.close()
         under_way = [asyncio.create_task(running.over.wait()) for running in self._running.values()]
         await self.cancel(list(self._running))
         if under_way:
             await asyncio.wait(under_way, timeout=LAST_MOMENT_S)
-        return self._answers.flow()
+        return self._answers.account()
 
     async def hold(self) -> TokenAccount:
-        """The generation turn is over: hold every request from now on; returns the account of this moment."""
+        """Hold every request from now on, because the generation turn is over, and return the present account."""
         if not self.llm_client.gate.is_held:
             self.llm_client.gate.hold()
             self._answers.interrupted_in_tools(
                 sum(
-                    not (running.sampled.done() or running.answers.flights)
+                    not (running.sampled.done() or running.flights)
                     for running in self._running.values()
                     if not running.validates
                 )
@@ -353,7 +371,7 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.account()
 
     async def go_on(self) -> None:
-        """A generation turn begins: let the requests that are held go on."""
+        """Let the held requests continue, because a generation turn begins."""
         self.llm_client.gate.go_on()
 
     async def _run_row(
@@ -364,9 +382,11 @@ class TrajectoryWorker(AgentLoopWorker):
         recorder: TrajectoryRecorder,
         trace: bool,
     ) -> Any:
-        """As verl's ``_run_agent_loop``, with a loop's class looked up once: Hydra takes a millisecond or more."""
+        """Do what verl's ``_run_agent_loop`` does, but look up a loop's class only once, since Hydra takes a
+        millisecond.
+        """
         with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace):
-            check_row(row, None if trajectory["validate"] else self.config.actor_rollout_ref.rollout.get("n"))
+            check_row(row, None if trajectory["validate"] else self._group_size)
             agent_loop = loop_maker(agent_name)(
                 trainer_config=DictConfigWrap(config=self.config),
                 server_manager=self.llm_client,
@@ -395,48 +415,52 @@ class TrajectoryWorker(AgentLoopWorker):
         }
 
     async def _run_made_up(self) -> Any:
-        recorder = start_recording(answers=MadeUpAnswers(), work=Work.VALIDATION)
+        recorder = start_recording(MadeUpAnswers(work=Work.VALIDATION))
         trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": True}
         return await self._run_row("single_turn_agent", trajectory, MADE_UP, recorder, trace=False)
 
     async def _finished(self, output: AgentLoopOutput, row: dict[str, Any], recorder: TrajectoryRecorder) -> Any:
-        """The padded trajectory with its versions, reward and log-probs."""
+        """Return the padded trajectory with its versions, reward and log-probs."""
         alignment = align(recorder.segments, output.response_ids, output.response_mask)
         output.extra_fields[VERSION_RUNS] = alignment.runs
         output.extra_fields["exact_versions"] = alignment.exact
         output.extra_fields["min_global_steps"] = alignment.oldest
         output.extra_fields["max_global_steps"] = alignment.newest
-        reference = asyncio.create_task(self._reference_scores(recorder, output))
+        wants_reference = self._reference is not None and recorder.text_only and not recorder.validates
+        reference = asyncio.create_task(self._reference_scores(output)) if wants_reference else None
         try:
-            # The row as one argument, whatever its columns are called; `_compute_score` takes it out again.
+            # The row is one argument, so its columns may have any names. `_compute_score` unpacks it.
             padded = await self._agent_loop_postprocess(
                 output, recorder.validates, raw_prompt=row.get("raw_prompt"), row=row
             )
-            with nullcontext() if recorder.validates else self._away.at(Away.LOG_PROBS):
-                scores = {REFERENCE: await reference}
+            if reference is None and recorder.scorer is None:
+                return padded
+            with self._away.at(Away.LOG_PROBS):
+                if reference is not None and (found := await reference) is not None:
+                    padded.extra_fields[REFERENCE] = found
                 if recorder.scorer is not None:
                     collected = recorder.scorer.collect(output.prompt_ids, output.response_ids, output.response_mask)
-                    scores[SCORES] = await collected
+                    if (scores := await collected) is not None:
+                        padded.extra_fields[SCORES] = scores
         finally:
-            reference.cancel()
-        padded.extra_fields.update({name: found for name, found in scores.items() if found is not None})
+            if reference is not None:
+                reference.cancel()
         return padded
 
-    async def _reference_scores(self, recorder: TrajectoryRecorder, output: AgentLoopOutput) -> np.ndarray | None:
-        """The reference policy's log-probs of the response, float32 (R,); None if no server gives them."""
-        if self._reference is None or not recorder.text_only or recorder.validates:
-            return None
+    async def _reference_scores(self, output: AgentLoopOutput) -> np.ndarray | None:
+        """Return the reference policy's log-probs of the response, float32 (R,), or None if no server gives them."""
+        assert self._reference is not None
         part = Part(STATIC, output.prompt_ids, output.response_ids)
         with suppress(Unscored):
             return (await score(self._reference, part, output.extra_fields["min_global_steps"])).scores[0]
         return None
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
-        """As verl's, with a deadline and retries.
+        """Compute the reward as verl does, with a deadline and retries.
 
         Raises:
-            RewardError: every attempt failed; it says what the last one did.
-            NonFiniteReward: it is no number.
+            RewardError: every attempt failed. The message says how the last one did.
+            NonFiniteReward: the reward is no finite number.
         """
         if kwargs["row"] is MADE_UP:
             return
@@ -462,7 +486,7 @@ class TrajectoryWorker(AgentLoopWorker):
 
     def _check_reward(self, output: AgentLoopOutput, trained: Sequence[str]) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:
-            # The trainer computes it.
+            # The trainer computes the reward.
             return
         report = output.extra_fields.get(REPORTED)
         check_report(report)
@@ -491,48 +515,48 @@ class TrajectoryWorker(AgentLoopWorker):
             response_tokens=int(output.attention_mask[0, -output.response_ids.shape[1] :].sum()),
             cut_tokens=recorder.cut_tokens,
             recovered_tokens=recorder.recovered_tokens,
-            restored_tokens=recorder.answers.restored_tokens,
+            restored_tokens=recorder.restored_tokens,
             filter_metric=None if metric is None else self._metric_of(output, metric),
             sampled_tokens=sum(n for version, n in output.extra_fields[VERSION_RUNS] if version != NOT_SAMPLED),
-            received_tokens=recorder.answers.received_tokens,
+            received_tokens=recorder.received_tokens,
             tool_s=recorder.tools.seconds,
             asked_s=recorder.asked_s,
         )
 
 
 async def _cancel(task: asyncio.Task[Any], key: str) -> None:
-    """End a trajectory's agent loop; one that does not end is left behind."""
+    """Cancel a trajectory's agent loop, and abandon it if it does not end."""
     task.cancel()
     await asyncio.wait({task}, timeout=LAST_MOMENT_S)
     if not task.done():
         logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
-        # Whatever it ends with some day, nobody asks.
+        # Read the result when it ends, because asyncio warns about errors that nobody has read.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 def group_of(key: str) -> int:
-    """The number of the group, in the order of issue, that this call's key names."""
+    """Return the number of the group, in the order of issue, from an attempt's key."""
     return int(key.partition("-")[0])
 
 
 def is_first_attempt(key: str) -> bool:
-    """Whether this call's key, of group, number in it and attempt, is of a trajectory's first attempt."""
+    """Return whether a key, which has group, number in the group and attempt, names a trajectory's first attempt."""
     return key.endswith("-0")
 
 
 def filter_metric(config: Any) -> str | None:
-    """What groups are filtered by; None if they are not."""
+    """Return the metric by which groups are filtered, or None if they are not."""
     settings = OmegaConf.select(config, "algorithm.filter_groups")
     return str(settings.metric) if settings is not None and settings.get("enable") else None
 
 
 def is_given(value: Any) -> bool:
-    """Whether a column has a value in a row: files that are read together need not have the same columns."""
+    """Return whether a column has a value in a row. Files that are read together may have different columns."""
     return value is not None and value != "" and value == value
 
 
 def vocabulary_of(model_config: Any) -> int:
-    """How many tokens the model knows; as many as a batch can hold where its configuration does not say."""
+    """Return the number of tokens that the model knows, or the largest int32 if its configuration does not say."""
     config = getattr(model_config, "hf_config", None)
     config = getattr(config, "text_config", None) or config
     return getattr(config, "vocab_size", None) or INT32

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's agent loop, called so that whatever it does costs its own trajectory and no other's.
+"""Calls a user's agent loop so that a failure costs only the loop's own trajectory.
 
-Contract: what a loop or one of its tools raises, ``SystemExit`` included, becomes an `AgentLoopError` with its words
-and its traceback as text: their objects cross no process. That the loop's task was cancelled, which nobody had asked
-for, is known by whoever waits for the task. Columns of the data reach the loop whatever their names are, but for
-`ARGUMENTS`. Shown by tests/integration/test_users_loops.py.
+Contract: whatever a loop or one of its tools raises, including ``SystemExit``, becomes an `AgentLoopError` with its
+message and its traceback as text, because the error's object may not be readable in another process. Whoever waits for
+the loop's task notices that it was cancelled although nobody asked for that. Columns of the data reach the loop
+whatever their names are, except for `ARGUMENTS`.
+
+Shown by tests/integration/test_users_loops.py.
 """
 
 from __future__ import annotations
@@ -27,21 +29,21 @@ from recipe.async_engine.rollout.group_run import AgentLoopError
 from recipe.async_engine.rollout.loop_output import NonFinite, RewardError, UnusableAnswer
 
 ROLLOUT_N = "__rollout_n__"
-"""The column by which verl's v1 trainers have another number of answers to a prompt than ``rollout.n``."""
+"""With this column verl's v1 trainers give a prompt another number of answers than ``rollout.n``."""
 PRIORITY = "priority"
 ANY = "**"
 CONTROLS = frozenset({ROLLOUT_N, "__do_sample__"})
-"""Columns that verl itself reads and does not hand on."""
+"""Columns that verl reads itself and does not give to the loop."""
 
 OURS = (AgentLoopError, RewardError, NonFinite, UnusableAnswer)
-"""What says already what is wrong with a trajectory."""
+"""Errors that already say what is wrong with a trajectory."""
 
 
 async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
-    """What ``work`` gives.
+    """Return the result of ``work``.
 
     Raises:
-        AgentLoopError: it raised something else than `OURS`.
+        AgentLoopError: ``work`` raised something other than `OURS`.
     """
     try:
         return await work(*arguments)
@@ -52,12 +54,12 @@ async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
 
 
 class _BegunTask(asyncio.Task[Any]):
-    """A task that is not cancelled before it has begun, be it in the same moment: Ray never answers such a call."""
+    """A task that cannot be cancelled before it has begun, because Ray never answers a call that was."""
 
     has_begun = False
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """As a task's; of one that has not begun, at once after that."""
+        """Cancel the task, or have it cancelled right after it has begun."""
         if self.has_begun or self.done():
             return super().cancel(msg)
         self.get_loop().call_soon(super().cancel, msg)
@@ -65,7 +67,7 @@ class _BegunTask(asyncio.Task[Any]):
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
-    """Have no task of this event loop end it: asyncio lets ``SystemExit`` through, of any task that a tool is in."""
+    """Keep any task of this event loop from ending the loop by ``SystemExit``, which asyncio does not catch."""
 
     async def contained(work: Coroutine[Any, Any, Any]) -> Any:
         asyncio.current_task(loop).has_begun = True  # type: ignore[union-attr]
@@ -78,15 +80,18 @@ def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], row: dict[str, Any], **v1: Any) -> Any:
-    """What the loop returns for a row of the data, whose columns are its arguments.
+    """Run the loop for a row of the data, whose columns are its arguments, and return the loop's result.
 
     Args:
-        v1: what verl's v1 trainers give a loop beside them, for one that takes it.
+        agent_loop: the loop.
+        sampling_params: its sampling parameters.
+        row: the row of the data.
+        v1: further arguments that verl's v1 trainers give to a loop that accepts them.
     """
     for name in ARGUMENTS & row.keys():
         raise AgentLoopError(f"the data has a column {name!r}, the name of an argument of every agent loop: rename it")
     takes = _parameters(type(agent_loop).run)
-    # A column that this row's file lacks has the loop's own default, if that has one.
+    # A column that is missing in this row's file gets the loop's own default, if there is one.
     columns = {
         name: value
         for name, value in row.items()
@@ -94,13 +99,13 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     }
     more = {name: value for name, value in v1.items() if ANY in takes or name in takes}
     if type(agent_loop).__module__.startswith("verl.") and not isinstance(columns.get(PRIORITY), int | np.integer):
-        # verl's own loops take it for a request's place in the engine's queue.
+        # verl's own loops use this column as a request's priority in the engine.
         columns.pop(PRIORITY, None)
     return await agent_loop.run(sampling_params, **{**more, **columns})
 
 
 def check_row(row: dict[str, Any], n: int | None) -> None:
-    """Raise `AgentLoopError` if a row wants another number of answers than all have, or verl cannot hand it on."""
+    """Raise `AgentLoopError` if a row asks for another number of answers, or if verl cannot hand it on."""
     for name, value in row.items():
         if not (isinstance(value, list | tuple) and any(isinstance(part, list | tuple | np.ndarray) for part in value)):
             continue
@@ -120,7 +125,7 @@ def check_row(row: dict[str, Any], n: int | None) -> None:
 
 @cache
 def _parameters(run: Hashable) -> dict[str, bool]:
-    """The names of a loop's arguments, and whether each has a default; `ANY` among them if it takes any."""
+    """Return the names of a loop's arguments and whether each has a default, with `ANY` if it takes any name."""
     try:
         parameters = inspect.signature(cast(Callable[..., Any], run)).parameters.values()
     except (TypeError, ValueError):
@@ -133,9 +138,12 @@ def _parameters(run: Hashable) -> dict[str, bool]:
 
 
 def explained(kind: type[RecipeError], words: str, error: BaseException) -> RecipeError:
-    """An error of this kind that says what ``error`` was; a note has its traceback, which Ray cuts short."""
+    """Return an error of this kind that says what ``error`` was.
+
+    A note has the traceback of ``error``, which Ray would cut short.
+    """
     what = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-    # This package's own errors speak for themselves.
+    # The messages of this package's own errors need no type before them.
     failed = kind(f"{words}{what if isinstance(what, RecipeError) else told(what)}")
     failed.add_note(traced(error))
     return failed
@@ -143,16 +151,16 @@ def explained(kind: type[RecipeError], words: str, error: BaseException) -> Reci
 
 @cache
 def loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
-    """What makes the agent loop registered under ``agent_name``, given verl's arguments.
+    """Return a function that makes the agent loop registered under ``agent_name``, given verl's arguments.
 
     Raises:
-        AgentLoopError: none is registered under that name.
+        AgentLoopError: no loop is registered under that name.
     """
     if agent_name not in _agent_loop_registry:
         raise AgentLoopError(f"no agent loop {agent_name!r} is registered, only {sorted(_agent_loop_registry)}")
     settings = _agent_loop_registry[agent_name]
     own = {name: value for name, value in settings.items() if name != "_target_"}
     if any(name.startswith("_") or not isinstance(value, str | int | float | None) for name, value in own.items()):
-        # Arguments of its own that Hydra builds.
+        # The loop has arguments that Hydra has to build.
         return partial(hydra.utils.instantiate, settings)
     return partial(hydra.utils.get_object(settings["_target_"]), **own)

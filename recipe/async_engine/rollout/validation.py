@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A validation's answers, by the way that training's go.
+"""Generates a validation's answers in the same way as training's.
 
-Contract: the same workers run them, by the same calls, as many at once, with the same retries, checks and deadlines.
-An answer that fails for good costs its prompt: it has no score (NaN), so that verl's means leave the prompt out, and
-the others are as they would be without it. Shown by tests/integration/test_validation.py.
+Contract: the same workers run them, by the same calls, with the same number at once and the same retries, checks and
+deadlines. An answer that fails for good costs its prompt. The answer gets no score (NaN), so verl's means leave the
+prompt out, and the other answers are unaffected. Shown by tests/integration/test_validation.py.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ValidationAnswers:
     """The answers to one batch of a validation.
 
     Args:
-        pool: of the workers; made for this batch.
+        pool: the pool of workers, made for this batch.
         slots: answers that may be generated at once.
-        max_retries: attempts of an answer beyond the first.
+        max_retries: attempts at an answer beyond the first.
 
     Attributes:
-        errors: what answers failed with for good.
+        errors: the errors of answers that failed for good.
     """
 
     def __init__(self, pool: WorkerPool, slots: int, max_retries: int) -> None:
@@ -47,7 +47,7 @@ class ValidationAnswers:
         self._slots = asyncio.Semaphore(slots)
 
     async def of(self, prompts: DataProto, version: int) -> list[Any]:
-        """verl's padded trajectory for each row, None for one that failed for good."""
+        """Return verl's padded trajectory for each row, with None for an answer that failed for good."""
         columns, runs, work = prompts.non_tensor_batch, dict[str, GroupRun](), []
         for n, uid in enumerate(map(str, columns["uid"])):
             if uid not in runs:
@@ -83,13 +83,13 @@ class ValidationAnswers:
 
 
 def with_stand_ins(answers: list[Any], prompt_length: int, response_length: int) -> list[Any]:
-    """The answers, with an empty one that has no score in the place of each that failed."""
+    """Return the answers, with an empty one without a score in the place of each that failed."""
     there = next((answer for answer in answers if answer is not None), None)
     return [_stand_in(there, prompt_length, response_length) if answer is None else answer for answer in answers]
 
 
 def _stand_in(like: Any, prompt_length: int, response_length: int) -> Any:
-    """An empty answer without a score, of the shapes of another one if there is any."""
+    """Return an empty answer without a score, with the shapes of another answer if there is one."""
     if like is None:
         prompt, response, whole = (
             torch.zeros((1, length), dtype=torch.int64)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of agent-loop workers: which one runs a trajectory, and how its events come back.
+"""The agent-loop workers and the trajectories that each of them runs.
 
-Contract: a trajectory goes to the live worker with the fewest of them, on a retry to another one if there is another.
-Whatever a worker raises arrives as a :class:`RecipeError`. Workers are asked all the time whether they answer; what
-follows where one does not, or has died, is in `actors/worker_set.py`. Events are awaited, payloads are not: the pool
-hands on their object references. A prompt of more than `LARGE` bytes, one with images say, goes into the object store
-once for all the trajectories of its group. One event loop calls it. Of a worker that died, the account of tokens is
-that of the last time it was asked, and what it held is lost. Shown by tests/integration/test_worker_pool.py and
-test_turn_pool.py.
+Contract: an attempt goes to the worker with the fewest attempts. A retry goes to another worker than before, if there
+is one. Whatever a worker raises arrives as a :class:`RecipeError`. Workers are asked all the time whether they answer,
+and `actors/worker_set.py` says what follows if one does not, or has died. The pool awaits events but no payloads, of
+which it hands on the object references. A prompt of more than `LARGE` bytes, for example with images, goes into the
+object store once for all the trajectories of its group. One event loop calls the pool. The account of a worker that
+died is the last one it gave, and the tokens that it held are lost.
+
+Shown by tests/integration/test_worker_pool.py and test_turn_pool.py.
 """
 
 import asyncio
@@ -31,25 +32,27 @@ from recipe.async_engine.rollout.group_run import (
     TrajectoryFailed,
     TrajectoryRun,
 )
-from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
+from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.loop_output import NonFinite, RewardError, UnusableAnswer
 from recipe.async_engine.rollout.prompts import sample_of
-from recipe.async_engine.rollout.traced_groups import TracedGroups
 
 logger = logging.getLogger(__name__)
 
 STARTUP_S = 600.0
 LARGE = 64 << 10
-"""Ray copies larger arguments into the object store too, once for each call."""
+"""Ray also copies larger arguments into the object store, but once for each call."""
 VALIDATION = "validation-"
-"""What the keys of a validation's attempts begin with; a worker has those of training beside them."""
-ALONE = ", again, by itself (look for what in its agent loop or tools ends, blocks or fills the process)"
+"""The prefix of the keys of a validation's attempts, which a worker runs beside those of training."""
+ALONE = ", again, in a worker of its own (look for what in its agent loop or tools ends, blocks or fills the process)"
 LOOK_S = 0.05
 NONE_LEFT = "every agent-loop worker has died; the first one's error is in the log above"
 
 
 async def _said(said: Any, payload: Any) -> Any:
-    """What was said, or the error; ``payload`` has the same one then, and Ray logs errors that nobody has looked at."""
+    """Return ``said``, or raise its error after awaiting ``payload``, which has the same error.
+
+    Ray logs errors that nobody has awaited.
+    """
     try:
         return await said
     except Exception:
@@ -59,7 +62,7 @@ async def _said(said: Any, payload: Any) -> Any:
 
 
 def _failure(run: TrajectoryRun, cause: BaseException) -> RecipeError:
-    """What an attempt failed with whose worker raised this."""
+    """Return the error of an attempt whose worker raised ``cause``."""
     failed: RecipeError
     if isinstance(cause, RewardError | NonFinite | UnusableAnswer | TrajectoryCancelled):
         failed = type(cause)(str(cause))
@@ -73,19 +76,45 @@ def _failure(run: TrajectoryRun, cause: BaseException) -> RecipeError:
     return failed
 
 
-class WorkerPool(WorkerSet):
-    """The agent-loop workers and how many trajectories each one runs.
+class TracedGroups:
+    """Chooses the prompt groups that verl's rollout trace shows (``actor_rollout_ref.rollout.trace``).
+
+    With ``max_samples_per_step_per_worker`` these are the first groups of each version, at most so many for each
+    agent-loop worker, and each of them with all its answers. Shown by tests/integration/test_rollout_trace.py.
 
     Args:
-        actors: Ray may start them again.
-        prepare: tells one that was what the others have been told.
-        startup_s, answer_s: see `WorkerSet`.
-        traced: which groups verl's rollout trace has.
-        validates: its attempts are those of a validation.
+        each_version: the number of groups of a version. None traces all groups.
+    """
+
+    def __init__(self, each_version: int | None = None) -> None:
+        self._each_version = each_version
+        self._chosen: set[int] = set()
+        self._of_version: Counter[int] = Counter()
+
+    def has(self, group_id: int, version: int) -> bool:
+        """Return whether a group that was issued at ``version`` is traced. The answer never changes."""
+        if self._each_version is None or group_id in self._chosen:
+            return True
+        if self._of_version[version] >= self._each_version:
+            return False
+        self._of_version[version] += 1
+        self._chosen.add(group_id)
+        return True
+
+
+class WorkerPool(WorkerSet):
+    """The agent-loop workers and the number of trajectories that each one runs.
+
+    Args:
+        actors: the workers, which Ray may restart.
+        prepare: tells a restarted worker what the others have been told.
+        startup_s, answer_s: deadlines, as in `WorkerSet`.
+        traced: chooses the groups of verl's rollout trace.
+        validates: whether the attempts belong to a validation.
 
     Attributes:
-        under_way: trajectories by the key of the attempt that is made.
-        users: how many of them each group has, by its id.
+        under_way: trajectories by the key of the attempt under way.
+        users: the number of attempts under way for each group, by its id.
     """
 
     def __init__(
@@ -115,10 +144,10 @@ class WorkerPool(WorkerSet):
         return len(self.actors)
 
     def assign(self, run: TrajectoryRun) -> None:
-        """Choose who makes the next attempt: the least loaded worker, another one than the last time if there is one.
+        """Choose the least loaded worker for the next attempt, if possible another one than the last time.
 
         Raises:
-            RolloutFailed: none is alive or being started again.
+            RolloutFailed: no worker is alive or being restarted.
         """
         self.watch()
         run.worker_id = self.choose(but=run.worker_id if run.errors else None)
@@ -129,15 +158,16 @@ class WorkerPool(WorkerSet):
         run.under_way = True
 
     async def attempt(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
-        """Make the attempt that was assigned; ``run`` has what came of it then.
+        """Make the assigned attempt, and write its result into ``run``.
 
         Args:
-            sampled: called when its last token is, if its reward takes longer.
+            run: the trajectory.
+            sampled: called when the last token is sampled, if the reward takes longer.
 
         Raises:
             TrajectoryFailed: the agent loop raised.
-            TrajectoryDisturbed: the worker died, or something there cancelled it.
-            RewardError, NonFinite, UnusableAnswer: the answer cannot be scored, or trained.
+            TrajectoryDisturbed: the worker died, or something in it cancelled the attempt.
+            RewardError, NonFinite, UnusableAnswer: the answer cannot be scored or trained.
             TrajectoryCancelled: :meth:`cancel` named this attempt.
         """
         group_id = run.of.group.id
@@ -156,7 +186,8 @@ class WorkerPool(WorkerSet):
                     scored = await _said(said, payload)
                 run.scored, run.payload = scored, payload
         except RayTaskError as error:
-            # First of all: Ray's error is also an instance of its cause's class, which may be any of those below.
+            # This has to come first: Ray's error is also an instance of its cause's class, which may be any of those
+            # below.
             raise _failure(run, error.cause) from error
         except WorkerDied as error:
             often = ALONE if run.is_suspect else ""
@@ -174,7 +205,7 @@ class WorkerPool(WorkerSet):
                 self._samples.pop(group_id, None)
 
     def arguments(self, run: TrajectoryRun) -> tuple[Any, ...]:
-        """What the worker's ``run_trajectory`` is called with."""
+        """Return the arguments of the worker's ``run_trajectory``."""
         group = run.of.group
         trace = self._traced.has(group.id, group.start)
         sample = self.sample_for(run)
@@ -182,11 +213,12 @@ class WorkerPool(WorkerSet):
 
     @asynccontextmanager
     async def place(self, run: TrajectoryRun) -> AsyncIterator[Any]:
-        """The worker of an attempt, once it is up.
+        """Return the worker of an attempt, once it is up.
 
-        One under suspicion is made alone: it waits until its worker has no other, which ends with their deadlines, and
-        keeps further ones away. With a single worker there is nowhere else for those. It begins in one that is sound:
-        what those before it have changed there is not its doing.
+        A trajectory under suspicion has its worker to itself. It waits until the worker has no other attempts, which
+        end with their deadlines, and no new ones go there meanwhile. If there is only one worker, other attempts still
+        go there. The worker is tested before the attempt, so that the trajectory is not blamed for what earlier ones
+        changed.
         """
         assert run.worker_id is not None
         if not run.is_suspect:
@@ -207,7 +239,7 @@ class WorkerPool(WorkerSet):
                 self.reserved = None
 
     def sample_for(self, run: TrajectoryRun) -> Any:
-        """The prompt of an attempt as its worker gets it: itself, or where the object store has it."""
+        """Return the prompt of an attempt, as an object reference if it is large."""
         group = run.of.group
         if group.id not in self._samples:
             sample = sample_of(run.of.row, group)
@@ -216,7 +248,7 @@ class WorkerPool(WorkerSet):
         return self._samples[group.id]
 
     async def cancel(self, keys: Iterable[str]) -> None:
-        """End the named attempts; each raises TrajectoryCancelled to its own awaiter."""
+        """End the named attempts. Each raises TrajectoryCancelled where it is awaited."""
         for worker_id, worker_keys in self._by_worker(keys).items():
             if worker_id in self.actors:
                 self.actors[worker_id].cancel.remote(worker_keys)
@@ -225,15 +257,15 @@ class WorkerPool(WorkerSet):
                     self.under_way[key].cancelled = True
 
     async def go_on(self) -> None:
-        """A generation turn begins: let every worker's requests go on."""
+        """Let every worker's requests continue, because a generation turn begins."""
         self._holds = False
         for actor in self.actors.values():
             actor.go_on.remote()
 
     async def hold(self, timeout_s: float) -> TokenAccount:
-        """The turn is over: hold every request from now on; returns the workers' account together.
+        """Hold every request from now on, because the turn is over, and return the workers' accounts together.
 
-        A worker that does not answer in time is left to the deadlines of its trajectories.
+        If a worker does not answer in time, its trajectories end at their own deadlines.
         """
         self._holds = True
         for worker_id, account in (await self._ask("hold", timeout_s)).items():
@@ -248,9 +280,9 @@ class WorkerPool(WorkerSet):
         return by_worker
 
     def rescore(self, payload: Any, version: int, start: int) -> Any:
-        """Object reference of the scores of a finished trajectory; see :meth:`TrajectoryWorker.rescore`.
+        """Return an object reference of the scores of a finished trajectory, or None if no worker is alive.
 
-        None where no worker is alive: the trainer scores it then.
+        The trainer computes the log-probs itself for None.
         """
         worker_id = self.choose()
         if worker_id not in self.actors:
@@ -260,47 +292,54 @@ class WorkerPool(WorkerSet):
     def _noticed_death(self, worker_id: str) -> None:
         self._lost_with_workers += self._accounts.pop(worker_id, TokenAccount()).held_as_lost()
 
-    async def export(self, timeout_s: float) -> Exported:
-        """What every unfinished trajectory has been answered; a worker that does not tell in time is left out."""
+    async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], set[str], TokenAccount]:
+        """Ask the workers what their unfinished trajectories have been answered.
+
+        A worker that does not answer in time is left out.
+
+        Returns:
+            The records by the attempts' keys, with None where nothing is kept; the keys of attempts that were over for
+            their workers, so that their payloads are on their way; and the account of all workers together.
+        """
         submitted = {key: run.worker_id for key, run in self.under_way.items() if run.submitted}
-        # Half of the time is for the workers' own questions to their servers.
+        # The workers need half of the time to ask their servers.
         told = await self._ask("export", timeout_s, timeout_s / 2)
         records: dict[str, TrajectoryRecord | None] = {}
         for worker_id, (part, account) in told.items():
             records.update(part)
             self._note(worker_id, account)
         over = {key for key, worker_id in submitted.items() if worker_id in told and key not in records}
-        return Exported(records, over, self._account())
+        return records, over, self._account()
 
-    async def close_books(self, timeout_s: float) -> TokenFlow | None:
-        """Have every worker end its trajectories; what all of them say of their tokens.
+    async def close_books(self, timeout_s: float) -> TokenAccount | None:
+        """Have every worker end its trajectories, and return all their accounts together.
 
-        None if one does not answer or has died, since it is not known what it had.
+        The result is None if a worker does not answer or has died, because its counts are not known.
         """
         told = await self._ask("close_books", timeout_s)
         if self.lives or len(told) < self._size:
             return None
-        return sum(told.values(), TokenFlow())
+        return sum(told.values(), TokenAccount())
 
     async def close(self, keys: Iterable[str]) -> None:
-        """End the named calls, and wait for no worker any more."""
+        """End the named attempts, and watch the workers no more."""
         self.stop()
         await self.cancel(keys)
 
     def metrics(self) -> dict[str, float]:
-        """How many are up, and how often one was started again."""
+        """Return how many workers are up, and how often one was restarted."""
         return {
             "fully_async/count/live_agent_loop_workers": self.alive,
             "fully_async/count/agent_loop_worker_restarts": self.lives.total(),
         }
 
     def _note(self, worker_id: str, account: TokenAccount) -> None:
-        # One that has died since is counted already.
+        # The account of a worker that has died since is counted already.
         if worker_id not in self.actors:
             return
         before = self._accounts.get(worker_id, TokenAccount())
         if account.cut < before.cut:
-            # Of another process: that one died with no work, so that nobody has noticed yet.
+            # The account comes from a restarted process. The one before died without work, so nobody has noticed yet.
             self._lost_with_workers += before.held_as_lost()
         self._accounts[worker_id] = account
 
@@ -308,7 +347,7 @@ class WorkerPool(WorkerSet):
         return sum(self._accounts.values(), self._lost_with_workers)
 
     async def _ask(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
-        """What the workers answer, by worker; one that does not is logged and left out."""
+        """Return the workers' answers by worker. A worker that does not answer is logged and left out."""
 
         async def answer(worker_id: str, actor: Any) -> Any:
             try:
@@ -323,7 +362,7 @@ class WorkerPool(WorkerSet):
         return {worker_id: part for worker_id, part in zip(asked, answers, strict=True) if part is not None}
 
     async def _prepare(self, actor: Any) -> None:
-        """Tell a worker that was started again what it has to know before it has work."""
+        """Tell a restarted worker what it has to know before it has work."""
         if self._prepare_actor is not None:
             await self._prepare_actor(actor)
         if self._holds:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop around verl's own stages, one batch after another, and its checkpoints."""
+"""The training loop of a run and its stages."""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training worker of the modes with separate resources, what it sends, and the weights that it published last.
+"""The training worker, the copy of its weights that is sent, and the weights that it published last.
 
-Contract: weights are sent beside training. What has to do with that is done on an event loop of its own, the actor's
-concurrency group `BESIDE_TRAINING`, so no call of it waits for the update of a batch, nor an update for it. Between the
-two stands a copy of the weights (`recipe.async_engine.weights.snapshot`).
+Contract: weights are sent beside training. The calls for this run on an event loop of their own, the actor's
+concurrency group `BESIDE_TRAINING`, so they never wait for the update of a batch, and no update waits for them. They
+send a copy of the weights (`recipe.async_engine.weights.snapshot`).
 
-Where a version has several batches, the rollout goes on with its weights while the trainer's change. They are
-kept from each publication to the next, so that every batch's log-probs can be computed by the version that they name,
-and so that a run that resumes within a version publishes that version's weights under its number, and no others. They
-are saved beside a checkpoint that is written within a version. Shown by tests/integration/test_published_weights.py and
-tests/e2e/test_published_weights.py.
+If a version has several batches, the rollout continues with its weights while those of the trainer change. The
+published weights are kept until the next publication. Every batch's log-probs can then be computed by the version that
+they name, and a run that resumes within a version publishes that version's own weights under its number. A checkpoint
+that is written within a version includes them.
+
+Shown by tests/integration/test_published_weights.py and tests/e2e/test_published_weights.py.
 """
 
 from collections.abc import Iterator
@@ -37,14 +38,14 @@ from recipe.async_engine.weights.arena import in_one_piece, settle
 from recipe.async_engine.weights.checksum import SummedSender
 from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 
-# The losses that verl finds by their names in this process.
+# verl finds these losses by their names because they are imported in this process.
 LOSSES = (losses.BYPASS, losses.LOGLINEAR)
 
 
 PUBLISHED, TRAINED = "published", "trained"
 
 BESIDE_TRAINING = "weights"
-"""The actor's concurrency group for the methods that `BESIDE_METHODS` names."""
+"""The actor's concurrency group for the methods in `BESIDE_METHODS`."""
 BESIDE_METHODS = ("execute_checkpoint_engine", "send_snapshot")
 
 
@@ -53,12 +54,12 @@ SHARDED = ("fsdp2", "veomni")
 
 
 class ShardCopy:
-    """A training rank's copy of its shards, in memory that is used again for the next one.
+    """A training rank's copy of its shards, whose memory is used again for the next copy.
 
-    It is no part of the copy that is sent: that one is whole, at rank 0 alone, and in the dtype of the rollout, while
-    training goes on from what is restored, which are each rank's shards bit for bit, in fp32 as a rule. It has the form
-    of `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`, but is never the live tensor (verl's is where that is on the
-    CPU already, :1180), and all shards are copied at once, into one piece of pinned memory, and waited for once.
+    This is not the copy that is sent. That one has the whole model, only at rank 0, in the rollout's dtype. Training
+    continues from restored weights, which therefore have to be each rank's shards bit for bit, usually in fp32. The
+    copy has the form of `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`. Unlike verl's, it is never the live tensor,
+    even on a CPU (:1180), and all shards are copied at once into one piece of pinned memory.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class ShardCopy:
 
     @torch.no_grad()
     def take(self, module: torch.nn.Module) -> tuple[dict[str, tuple[torch.Tensor, Any]], Any]:
-        """Copy what this rank has of the module's parameters; returns what verl's loading takes."""
+        """Copy this rank's shards of the module's parameters, and return what verl's loading accepts."""
         parameters = dict(module.named_parameters())
         shards: list[torch.Tensor] = [
             getattr(parameter, "_local_tensor", parameter) for parameter in parameters.values()
@@ -83,9 +84,9 @@ class ShardCopy:
 
 
 class ActorWorker(DetachActorWorker):
-    """verl's worker, whose saved weights are copies on every platform, and can be written to disk.
+    """verl's worker, with copies of its weights that work on every platform and can be written to disk.
 
-    Where there is no copy, verl's restoring does nothing (experimental/separation/engine_workers.py:140).
+    Without a copy, verl's restoring does nothing (experimental/separation/engine_workers.py:140).
     """
 
     checkpoint_engine: Any
@@ -95,14 +96,14 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As verl's, on the device of the training, which each thread has to choose for itself."""
+        """Call verl's method on the training device, which each thread has to select for itself."""
         if self._device is not None:
             get_platform().set_device(self._device)
         return super().execute_checkpoint_engine(method, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the models, by engines that send LoRA adapters as `recipe.async_engine.weights.lora_engine` says.
+        """Build the models, with engines that send LoRA adapters as `recipe.async_engine.weights.lora_engine` says.
 
         Rank 0 reports the checksum of the weights that it sends.
         """
@@ -115,7 +116,7 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def snapshot_weights(self, version: int, wire: Wire) -> None:
-        """Copy the weights as ``version``, for `send_snapshot`, in the dtypes that ``wire`` says."""
+        """Copy the weights as ``version`` for `send_snapshot`, in the dtypes that ``wire`` names."""
         if self._snapshot is None:
             name = get_platform().device_name
             from_host = name == "cpu" or getattr(self.checkpoint_engine, "from_host", False)
@@ -124,7 +125,7 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def send_snapshot(self, version: int) -> dict[str, float]:
-        """Send the copy of ``version`` to all receivers; returns the checkpoint engine's metrics."""
+        """Send the copy of ``version`` to all receivers, and return the checkpoint engine's metrics."""
         assert self._snapshot is not None, "snapshot_weights comes first"
         get_platform().set_device(self._device)
         with self._snapshot.stream(version) as weights:
@@ -132,9 +133,10 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def pass_without_update(self, data: TensorDict) -> None:
-        """Do one forward and backward pass over ``data``, as an update does; weights and optimizer stay as they are.
+        """Do one forward and backward pass over ``data``, as an update does, without changing weights or optimizer.
 
-        ``data``: what verl's `left_right_2_no_padding` makes of a batch, the same on every rank.
+        Args:
+            data: the result of verl's `left_right_2_no_padding` for a batch, the same on every rank.
         """
         model, engine = self.actor.model_config, self.actor.engine
         maybe_fix_3d_position_ids(data)
@@ -143,14 +145,14 @@ class ActorWorker(DetachActorWorker):
             use_remove_padding=model.get("use_remove_padding", False),
             use_fused_kernels=self.actor.engine_config.use_fused_kernels,
         )
-        # It drops the gradients when it ends.
+        # The context drops the gradients when it ends.
         with engine.train_mode():
             engine.forward_backward_batch(data, negative_likelihood)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model_to_cpu(self, n: str) -> None:
         """Keep a copy of this rank's shard of the weights under the name ``n``."""
-        # What verl offloads is on its way to host memory still (utils/fsdp_utils.py:203), where it is read now.
+        # verl may still be copying offloaded weights to host memory (utils/fsdp_utils.py:203), where they are read now.
         settle()
         if self.config.actor.strategy not in SHARDED:
             super().save_model_to_cpu(n)
@@ -162,14 +164,14 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def restore_model_from_cpu(self, n: str) -> None:
-        """Go back to the copy of the name ``n``; raises `CheckpointError` if there is none."""
+        """Restore the copy with the name ``n``; raise `CheckpointError` if there is none."""
         self._copy(n)
         settle()
         super().restore_model_from_cpu(n)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:
-        """Have the weights of a checkpoint, and nothing else of it."""
+        """Load the weights of a checkpoint, and nothing else of it."""
         load_weights(self.actor.engine, folder)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -180,10 +182,10 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def read_copy(self, n: str, folder: str) -> None:
-        """Have the copy ``n`` that :meth:`write_copy` wrote.
+        """Read the copy ``n`` that :meth:`write_copy` wrote.
 
         Raises:
-            CheckpointError: there is none for this rank among so many, or it is another model's.
+            CheckpointError: there is none for this rank and number of ranks, or it belongs to another model.
         """
         file = self._file(folder)
         if not file.is_file():
@@ -214,41 +216,47 @@ class ActorWorker(DetachActorWorker):
 
 
 class CriticWorker(TrainingWorker):
-    """verl's, which can begin with the weights of a checkpoint."""
+    """verl's worker, which can also begin with the weights of a checkpoint."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:
-        """Have the weights of a checkpoint, and nothing else of it."""
+        """Load the weights of a checkpoint, and nothing else of it."""
         load_weights(self.engine, folder)
 
 
 def load_weights(engine: Any, folder: str) -> None:
-    """Have verl's checkpoint manager load the model alone."""
-    # verl spells Megatron's so (workers/engine/megatron/transformer_impl.py:627).
+    """Have verl's checkpoint manager load only the model."""
+    # verl misspells the name for Megatron (workers/engine/megatron/transformer_impl.py:627).
     manager = getattr(engine, "checkpoint_manager", None) or engine.checkpoint_mananager
     contents, manager.checkpoint_load_contents = manager.checkpoint_load_contents, ["model"]
     try:
         engine.load_checkpoint(folder, del_local_after_load=False)
     finally:
         manager.checkpoint_load_contents = contents
-    # Megatron's optimizers train copies of their own, which verl leaves as they were.
+    # Megatron's optimizers train copies of the weights, which verl does not update here.
     if (renew := getattr(engine.optimizer, "reload_model_params", None)) is not None:
-        with engine.train_mode():  # where both are on the device
+        with engine.train_mode():  # in this context both are on the device
             renew()
 
 
 def negative_likelihood(model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, Any]:
-    """A loss as verl's engines take one: the mean over the tokens, of whatever they are."""
+    """Return the mean over the tokens' negative log-probs, as a loss in the form that verl's engines take."""
     return -model_output["log_probs"].values().mean(), {}
 
 
 def _tensors(copy: Any) -> list[torch.Tensor]:
-    """The tensors of a copy, in whatever form verl keeps one for the training engine."""
+    """Return the tensors of a copy, whatever form verl gives it for the training engine."""
     return [leaf for leaf in tree_leaves(copy) if isinstance(leaf, torch.Tensor)]
 
 
 class PublishedWeights:
-    """What a trainer asks of its group of `ActorWorker` for it; ``saves``: whether the run writes checkpoints."""
+    """The trainer's use of its `ActorWorker` s to keep the published weights.
+
+    Args:
+        workers: the group of training workers.
+        plan: the plan of the run.
+        saves: whether the run writes checkpoints.
+    """
 
     def __init__(self, workers: Any, plan: RunPlan, saves: bool) -> None:
         self._workers = workers
@@ -256,13 +264,13 @@ class PublishedWeights:
         self._are_kept = plan.batches_per_version > 1 and (computes or saves)
 
     def keep(self) -> None:
-        """The workers' present weights have been published."""
+        """Keep the workers' present weights, which have been published."""
         if self._are_kept:
             self._workers.save_model_to_cpu(PUBLISHED)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """The workers have the published weights within it, and afterwards those that they had before."""
+        """Give the workers the published weights inside the ``with`` block, and their own weights back afterwards."""
         self._workers.save_model_to_cpu(TRAINED)
         try:
             self._workers.restore_model_from_cpu(PUBLISHED)
@@ -272,9 +280,9 @@ class PublishedWeights:
             self._workers.clear_cpu_model(TRAINED)
 
     def save(self, checkpoint: str | Path) -> None:
-        """Write them into the folder of a checkpoint."""
+        """Write the published weights into the folder of a checkpoint."""
         self._workers.write_copy(PUBLISHED, str(Path(checkpoint) / PUBLISHED))
 
     def load(self, checkpoint: str | Path) -> None:
-        """Have those that :meth:`save` wrote."""
+        """Read the published weights that :meth:`save` wrote."""
         self._workers.read_copy(PUBLISHED, str(Path(checkpoint) / PUBLISHED))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainer's stages tell the run's alarms (`recipe.async_engine.core.alarms`) of a batch and of an update.
+"""Tells the run's alarms (`recipe.async_engine.core.alarms`) about batches and updates.
 
 Shown by tests/integration/test_alarm_stage.py.
 """
@@ -18,30 +18,28 @@ from verl import DataProto
 
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.alarms import Alarms
-from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import LedgerCounts
+from recipe.async_engine.trainer.stages import TrainingFailed
 
 logger = logging.getLogger(__name__)
 
 EMPTY_SHARE, SHORT = 0.5, 16
-"""An answer of more tokens is not empty, whatever they are."""
+"""An answer with more than `SHORT` tokens never counts as empty. The alarm is about batches with this share of empty
+answers.
+"""
 WINDOW_BATCHES = 4
 WITHOUT_SCORE = "val-aux/num_failed"
-"""How many answers of a validation have no score; its means are without their prompts."""
-
-
-class NothingTrained(RecipeError):
-    """The data ended before the first batch."""
+"""The number of a validation's answers without a score, whose prompts are left out of the means."""
 
 
 def new_alarms(plan: RunPlan, counts: Mapping[str, int] | None = None) -> Alarms:
-    """Those of a run; ``counts``: of the checkpoint that it resumes from."""
+    """Return the alarms of a run. ``counts`` are those of the checkpoint that it resumes from."""
     limits = asdict(plan.settings.async_training.alarms)
     return Alarms(limits, WINDOW_BATCHES * plan.batch_groups, logger.warning, counts)
 
 
 def note_update(model: str, output: DataProto, alarms: Alarms) -> dict[str, int]:
-    """Tell of a step's updates of ``model``, by the norms of its gradients; returns a metric.
+    """Tell the alarms about a step's updates of ``model``, by the norms of its gradients, and return a metric.
 
     verl's FSDP engine skips an update whose gradient has no finite norm, and goes on.
     """
@@ -55,14 +53,15 @@ def note_update(model: str, output: DataProto, alarms: Alarms) -> dict[str, int]
 
 
 def note_answers(batch: DataProto, special: Collection[int], alarms: Alarms) -> dict[str, int]:
-    """Tell of a batch before it is trained; returns a metric.
+    """Tell the alarms about a batch before it is trained, and return a metric.
 
     Args:
         batch: with ``responses`` and ``response_mask``, 1 for sampled tokens, (rows, R).
-        special: tokens that are no text: an answer of these alone is empty.
+        special: the special tokens. An answer that has no other tokens is empty.
+        alarms: the alarms of the run.
     """
     sampled = batch.batch["response_mask"].bool()
-    # A batch may have millions of tokens, most of them of answers that are not looked at.
+    # A batch may have millions of tokens, so only short answers are checked.
     short = sampled.sum(dim=1) <= SHORT
     text = ~torch.isin(batch.batch["responses"][short], torch.tensor(sorted(special), dtype=torch.long))
     empty = int((~(text & sampled[short]).any(dim=1)).sum())
@@ -71,9 +70,9 @@ def note_answers(batch: DataProto, special: Collection[int], alarms: Alarms) -> 
 
 
 def note_rewards(batch: DataProto, alarms: Alarms) -> None:
-    """Tell of a batch with its ``token_level_scores``, (rows, R), and the ``uid`` of each row's prompt.
+    """Tell the alarms about a batch with its ``token_level_scores``, (rows, R), and the ``uid`` of each row's prompt.
 
-    Rewards are alike where each prompt's are; with one answer for each prompt, where all of them are.
+    Rewards are uniform if they are equal for each prompt, or over the whole batch if each prompt has only one answer.
     """
     by_prompt: defaultdict[str, list[float]] = defaultdict(list)
     scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()
@@ -84,13 +83,13 @@ def note_rewards(batch: DataProto, alarms: Alarms) -> None:
 
 
 def note_validation(metrics: Mapping[str, Any], alarms: Alarms) -> None:
-    """Tell of a validation's metrics."""
+    """Tell the alarms about the metrics of a validation."""
     alarms.note("failed_validation", metrics.get(WITHOUT_SCORE, 0) > 0)
 
 
-def nothing_trained(plan: RunPlan, counts: LedgerCounts) -> NothingTrained:
-    """What to end a run with that came to the end of its data without a step."""
-    return NothingTrained(
+def nothing_trained(plan: RunPlan, counts: LedgerCounts) -> TrainingFailed:
+    """Return the error for a run whose data ended without a step."""
+    return TrainingFailed(
         f"no batch of {plan.batch_groups} prompt groups could be formed, so nothing was trained: of {counts.issued} "
         f"groups that were issued {counts.failed} failed and {counts.filtered} were filtered. Look at their errors "
         "above, at the number of prompts, and at algorithm.filter_groups"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of a run, which all modes share.
+"""The training loop, which all modes share.
 
-Contract: it holds no policy. The scheduler says which batch is next, the publisher which replicas hold a version, the
-ledger which prompts are accounted for; a trainer's `Stages` compute rewards, log-probs, advantages and updates. A step
-trains one batch of ``b`` groups; ``k`` steps make a version. Saving and validation happen at versions. ``fit`` yields
-after every step, so whoever drives it sees progress and may stop it.
+Contract: it holds no policy. The scheduler says which batch is next, the publisher which replicas hold a version, and
+the ledger which prompts are accounted for. A trainer's `Stages` compute rewards, log-probs, advantages and updates. A
+step trains one batch of ``b`` groups, and ``k`` steps make a version. Checkpoints and validations happen at versions.
+``fit`` yields after every step, so its caller sees progress and may stop it.
 
 Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
 """
@@ -35,8 +35,7 @@ from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
-from recipe.async_engine.rollout.traced_groups import TracedGroups
-from recipe.async_engine.rollout.worker_pool import WorkerPool
+from recipe.async_engine.rollout.worker_pool import TracedGroups, WorkerPool
 from recipe.async_engine.trainer.alarm_stage import (
     new_alarms,
     note_validation,
@@ -65,7 +64,9 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncPPOTrainer(SavedRun):
-    """See the module's contract. ``config`` is changed in place where verl reads derived values from it.
+    """The trainer of the module's contract.
+
+    Values that verl reads from elsewhere in ``config`` are derived and written there, in place.
 
     Attributes:
         max_steps_duration: seconds of the longest step so far.
@@ -87,7 +88,7 @@ class AsyncPPOTrainer(SavedRun):
         workers = self.actor_worker, self.actor_role, self.timeline.phase, self._updated
         self.stages = VerlTrainer(config, tokenizer, processor, data, *workers)
         self.timeouts = self.plan.settings.async_training.timeouts
-        # Only the prompt feed's thread takes from it; a checkpoint is restored before that thread starts.
+        # Only the prompt feed's thread takes prompts, and a checkpoint is restored before that thread starts.
         used = epoch_prompts(len(data[0]), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.stages.prompts, config.trainer.total_epochs, used)
         self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
@@ -102,8 +103,7 @@ class AsyncPPOTrainer(SavedRun):
         self.profiling = ProfileStage(
             config.global_profiler,
             self._asked,
-            lambda do: self.stages.profile(start=True),
-            lambda do, run_command: self.stages.profile(start=False, run_hook=run_command),
+            self.stages.profile,
             self.timeouts.weight_sync,
         )
         self.step_metrics = StepMetrics(config, self.plan)
@@ -136,17 +136,17 @@ class AsyncPPOTrainer(SavedRun):
         )
 
     def _asked(self) -> Sequence[Any]:
-        """The servers that the record asks what they did."""
+        """Return the servers that the record asks what they did."""
         return [*self.publisher.replicas, *self.references] if self.is_up else ()
 
     def _agents(self) -> Sequence[Any]:
-        """The agent-loop workers, likewise."""
+        """Return the agent-loop workers that the record asks what they did."""
         return self.async_rollout_manager.agent_loop_workers if self.is_up else ()
 
     def fit(self, watch: RunWatch) -> Iterator[dict[str, Any]]:
-        """Train; yields once when it begins, with the first validation's metrics, then the metrics of each step.
+        """Train. Yield the metrics of the first validation when the training begins, and then those of each step.
 
-        ``watch`` keeps the deadlines of the stages that have no wait of their own.
+        ``watch`` keeps the deadlines of the stages that do not wait by themselves.
         """
         self.watch = watch
         with self._watched("reading the checkpoint"):
@@ -181,7 +181,7 @@ class AsyncPPOTrainer(SavedRun):
             return
         self.timeline.restart()
         self.scheduler.start()
-        # Generation of the first batch goes on during the first validation.
+        # The first batch is generated during the first validation.
         first = self._validate_now() if self.config.trainer.get("val_before_train", True) else {}
         first |= rehearsed
         if first:
@@ -207,26 +207,28 @@ class AsyncPPOTrainer(SavedRun):
         self.timeline.stop()
 
     def end_tracking(self, error: Mapping[str, str] | None, limit_s: float | None = None) -> None:
-        """Give the trackers their last rows and how the run ended; callable from any thread.
+        """Give the trackers their last rows and the way the run ended. Any thread may call this.
 
-        ``error``: name and message. ``limit_s``: by default what ``async_training.timeouts.stop`` leaves them.
+        Args:
+            error: name and message of the error that ended the run, if any.
+            limit_s: deadline, by default what ``async_training.timeouts.stop`` leaves the trackers.
         """
         if self.trackers is not None:
             self.trackers.finish(self.account(), error, limit_s or self.timeouts.trackers)
 
     def judge_the_end(self) -> None:
-        """Raise where what ended without an error has not done what it should."""
+        """Raise if the run ended without an error but did not do what it should have done."""
         if self.global_steps == 0 < self.plan.total_steps and self.stopped_by is None:
             raise nothing_trained(self.plan, self.running.counts())
         self.alarms.finish()
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for a batch gets this error; callable from any thread."""
+        """Raise this error to whoever waits for a batch. Any thread may call this."""
         if self.scheduler is not None:
             self.scheduler.fail(error)
 
     def irreplaceable_actors(self) -> dict[str, Any]:
-        """The actors, by name, that nothing can take the place of."""
+        """Return the actors, by name, that cannot be replaced."""
         names: dict[Any, tuple[str, Any]] = {
             None: ("the load balancer of the rollout servers", self.publisher.known.load_balancer)
         }
@@ -236,7 +238,7 @@ class AsyncPPOTrainer(SavedRun):
         return dict(names.values())
 
     def request_stop(self, why: str) -> None:
-        """End after the step under way, with a checkpoint if the run saves any; callable from any thread."""
+        """End after the present step, with a checkpoint if the run saves any. Any thread may call this."""
         self.stopped_by = why
         if self.scheduler is not None:
             self.scheduler.want_no_more()
@@ -283,7 +285,9 @@ class AsyncPPOTrainer(SavedRun):
         return self.metrics
 
     def _fetched_groups(self) -> list[GroupRun] | None:
-        """The next batch's groups with their payloads; answers that are lost, with a node, are generated again."""
+        """Return the next batch's groups with their payloads. Answers that were lost, with a node, are generated
+        again.
+        """
         while (groups := self._next_groups()) is not None:
             lost = []
             for group in groups:
@@ -300,11 +304,11 @@ class AsyncPPOTrainer(SavedRun):
         return None
 
     def _next_groups(self) -> list[GroupRun] | None:
-        """The next batch's groups, leased; None when no further batch can form."""
+        """Lease the next batch's groups, or return None if no further batch can form."""
         return self.running.take_batch(self.timeouts.batch_wait)
 
     def _end_without_batch(self) -> None:
-        """No further batch can form."""
+        """End the run, because no further batch can form."""
         self.profiling.end(self.global_steps + 1, is_last=True)
         if self.stopped_by is None:
             self.is_last_step = True
@@ -312,14 +316,14 @@ class AsyncPPOTrainer(SavedRun):
             self.logger.log(data=self.metrics, step=self.global_steps)
 
     def _save_and_validate(self) -> None:
-        """What is due at this version, or at the end of the run, and has not been done at this step yet."""
+        """Do what is due at this version, or at the end of the run, unless it was done at this step before."""
         version = self.ledger.version
         self.save_if_due()
         if self._is_due(self.config.trainer.test_freq) and self._validated_at != self.global_steps:
             self._validated_at = self.global_steps
             self.publishing.finish(self.metrics)
             if self.is_within_version:
-                # The run ends within a version: its last weights are validated, but are no version of the ledger.
+                # The run ends within a version. Its last weights are validated, but are no version of the ledger.
                 self.metrics.update(self.publisher.publish(version))
             self.metrics.update(self._validate_now())
 
@@ -330,14 +334,14 @@ class AsyncPPOTrainer(SavedRun):
         self.publishing.send(self.metrics, self.timing_raw)
 
     def sealed(self) -> None:
-        """The trainer's weights are a version, which is about to be sent; for subclasses."""
+        """Called when the trainer's weights are a version that is about to be sent. Subclasses override it."""
 
     def _publish_again(self) -> None:
-        """Publish the ledger's version as a run begins."""
+        """Publish the ledger's version when the run begins."""
         self.publishing.again(self.is_within_version)
 
     def _rehearse(self) -> dict[str, float]:
-        """Have the run's processes show that the way of the weights works, if they are to; returns metrics."""
+        """Rehearse the transfer of weights, if that is configured, and return metrics."""
         if not rehearses(self.config, self.plan.settings.async_training):
             return {}
         self.rehearsal = self.rehearsal_class.of(self)
@@ -345,7 +349,7 @@ class AsyncPPOTrainer(SavedRun):
         return self.rehearsal.result.metrics()
 
     def _validate_now(self) -> dict[str, float]:
-        """Validate the published weights, on the replicas, beside the generation that goes on."""
+        """Validate the published weights on the replicas, beside the generation for training."""
         with (
             self.timeline.phase("validate"),
             marked_timer("testing", self.timing_raw, color="green"),
@@ -363,11 +367,13 @@ class AsyncPPOTrainer(SavedRun):
         return metrics
 
     def live(self) -> dict[str, Any]:
-        """What each side does now, and its figures; callable from any thread."""
+        """Return what each side does now, and its figures. Any thread may call this."""
         return {TRAINER_DOES: Class.START_UP} if self.figures is None else self.figures.live(self.global_steps)
 
     def account(self) -> dict[str, Any]:
-        """The run so far, in the keys of ``summary.json`` (docs/run-record.md), and what its account is made of."""
+        """Return the run so far under the keys of ``summary.json`` (docs/run-record.md), and its record once that is
+        closed.
+        """
         counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
         rollout = {} if self.scheduler is None else self.scheduler.metrics()
         staleness, alarms = self.ledger.staleness, self.alarms.counts
@@ -395,7 +401,7 @@ class AsyncPPOTrainer(SavedRun):
         self.record.end(self.scheduler, failed)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End generation and the dump thread."""
+        """End generation and the thread that writes answers."""
         if self.scheduler is not None:
             self.scheduler.stop(timeout_s)
         self.stages.close()

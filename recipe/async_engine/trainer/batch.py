@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training batch from the trajectories of its groups, and what it says of its own staleness.
+"""Makes a training batch of the trajectories of its groups, and measures its staleness.
 
 Contract: the batch has the columns of verl's synchronous trainer (prompts, responses, masks, ``rollout_log_probs``,
-``rm_scores``, the data set's own fields, ``uid`` of the group), rows in group order with a group's answers together,
-and one more: ``token_versions``. Every sampled token is checked against the bound before it is trained. An answer is
-copied once, into its row; its versions are runs until they are a column.
+``rm_scores``, the data set's own fields, ``uid`` of the group) and one more, ``token_versions``. Its rows are in the
+order of the groups, with a group's answers together. Every sampled token is checked against the staleness bound before
+it is trained. An answer is copied once, into its row. Its versions stay runs until they become a column.
+
 Shown by tests/integration/test_batch.py and tests/e2e/test_fully_async.py.
 """
 
@@ -32,9 +33,10 @@ def assemble(
     """Put the trajectories of ``groups`` into one batch.
 
     Args:
-        outputs: for each of the leased groups its fetched trajectories.
+        groups: the leased groups.
+        outputs: the fetched trajectories of each group.
         postprocess: verl's own joining of padded trajectories (``AgentLoopWorker._postprocess``).
-        order: the rows, as numbers of the trajectories in their own order; None: that order.
+        order: the order of the rows, as numbers of the trajectories. None keeps the order of the groups.
     """
     in_groups = [output for group_outputs in outputs for output in group_outputs]
     order = range(len(in_groups)) if order is None else order
@@ -51,13 +53,14 @@ def assemble(
 def balanced(
     groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]], balance: Callable[[DataProto], None]
 ) -> list[int]:
-    """The numbers of all trajectories in verl's order, in which its ranks get about as many tokens each.
+    """Return the numbers of all trajectories in verl's order, which gives its ranks about as many tokens each.
 
-    verl puts a whole batch in that order, which copies it; this has it put the rows' lengths and numbers in order.
+    verl reorders a whole batch, which copies it. Here verl only reorders the lengths and numbers of the rows.
 
     Args:
-        outputs: for each of the groups its trajectories.
-        balance: puts a batch in that order, in place (``RayPPOTrainer._balance_batch``).
+        groups: the groups of the batch.
+        outputs: the trajectories of each group.
+        balance: puts a batch into that order, in place (``RayPPOTrainer._balance_batch``).
     """
     lengths = [int(row.attention_mask.sum()) for rows in outputs for row in rows]
     uids = [group.group.prompt.uid for group, rows in zip(groups, outputs, strict=True) for _ in rows]
@@ -71,8 +74,9 @@ def balanced(
 
 
 def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
-    """One version per token of each row, int64 (rows, length), from its runs, the rest `NOT_SAMPLED`."""
-    # Of torch: NumPy asks the system for huge pages, and takes several times as long where memory is in pieces.
+    """Return the version of each token, int64 (rows, length), with `NOT_SAMPLED` after the runs of a row."""
+    # torch allocates the column, because NumPy asks for huge pages, which takes several times as long in fragmented
+    # memory.
     column = torch.empty((len(rows), length), dtype=torch.int64)
     for row, runs in zip(column.numpy(), rows, strict=True):
         begin = 0
@@ -93,10 +97,10 @@ def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]])
 
 
 def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, float]:
-    """Ages in versions of the batch's sampled tokens, trained at ``version``.
+    """Return the ages, in versions, of the batch's sampled tokens when they are trained at ``version``.
 
-    Returns:
-        By oldest token, token-weighted, and by trajectory as verl has them; shares are of trajectories.
+    The ages are by oldest token, weighted by tokens, and by trajectory as verl reports them. Shares are of
+    trajectories.
 
     Raises:
         StalenessViolation: a token is older than ``bound``. Nothing has been trained then.
@@ -107,7 +111,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     ages = version - sampled_by
     if (ages < 0).any():
         raise VersionRecordError(f"tokens of version {sampled_by.max()} cannot be trained at version {version}")
-    # Of each trajectory: the age of its oldest token, and of its newest; 0 where nothing was sampled.
+    # The age of each trajectory's oldest token, and of its newest one; 0 if nothing was sampled.
     oldest = np.zeros(len(batch), np.int64)
     np.maximum.at(oldest, row, ages)
     newest = oldest.copy()
@@ -136,7 +140,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
 
 
 def _of_all(name: str, values: np.ndarray) -> dict[str, float]:
-    """A quantity of each trajectory, under the names of verl's v1 trainers."""
+    """Return mean, maximum and minimum of a quantity of each trajectory, under the names of verl's v1 trainers."""
     prefix = f"training/off_policy/{name}"
     return {
         f"{prefix}/mean": float(values.mean()),
@@ -146,10 +150,10 @@ def _of_all(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, float]:
-    """Take the policy gradient of tokens that were sampled more than ``limit`` versions before ``version``, in place.
+    """Remove the policy gradient of tokens that were sampled more than ``limit`` versions before ``version``, in place.
 
-    Their advantages become 0. They stay in the mask: a mini-batch of old tokens only has a loss of 0 then, where verl's
-    mean over no tokens would be no number (core_algos.py:1175).
+    Their advantages become 0. They stay in the mask, because verl's mean over an empty mini-batch would not be a number
+    (core_algos.py:1175), while a mini-batch that only has old tokens has a loss of 0.
     """
     versions = batch.batch[TOKEN_VERSIONS]
     old = (versions != NOT_SAMPLED) & (versions < version - limit) & batch.batch["response_mask"].bool()
@@ -162,7 +166,7 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
 
 
 def token_ages(batch: DataProto, version: int) -> dict[int, int]:
-    """Number of sampled tokens in the batch by their age in versions, trained at ``version``."""
+    """Return the number of sampled tokens in the batch by their age in versions when trained at ``version``."""
     ages: Counter[int] = Counter()
     for runs in batch.non_tensor_batch[VERSION_RUNS]:
         for sampled_by, count in runs:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that a trainer has done beside its own, on a thread: at most one piece at a time.
+"""Runs work on a thread beside the trainer's, one piece at a time.
 
-Contract: the work is over when it returned or failed, or at its deadline, which counts from its beginning. Whoever
-waits for it gets what it returned, or its error; until someone does, ``alarm`` has been given the error at once. Shown
-by tests/integration/test_beside.py and test_saving.py.
+Contract: the work is over when it has returned or failed, or at its deadline, which counts from its beginning. Whoever
+waits for it gets its result or its error. ``alarm`` is called with an error at once, even if nobody waits. Shown by
+tests/integration/test_beside.py and test_saving.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Result = TypeVar("Result")
 
 
 class Beside(Generic[Result]):
-    """See the module's contract; one thread calls it.
+    """Runs work as the module's contract says. Only one thread may call it.
 
     Args:
-        name: of the thread.
-        timeout_s: how long the work may take in all.
-        late: the error of work that is late; gets its number.
-        alarm: called with the error of work that failed, on the work's thread.
+        name: the name of the thread.
+        timeout_s: how long the work may take in total.
+        late: returns the error for work that is late, given its number.
+        alarm: called on the work's thread with the error of work that failed.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Beside(Generic[Result]):
         self._outcome: Future[Result] | None = None
 
     def begin(self, number: int, work: Callable[[], Result]) -> None:
-        """Have ``work`` done, which is known by ``number``; the one before must have been waited for."""
+        """Begin ``work``, which is identified by ``number``. Earlier work must have been waited for."""
         assert self._outcome is None, f"{self._name} {self._number} is under way"
         outcome: Future[Result] = Future()
         self._number, self._outcome, self._deadline = number, outcome, time.monotonic() + self._timeout_s
@@ -58,14 +58,14 @@ class Beside(Generic[Result]):
 
     @property
     def is_over(self) -> bool:
-        """Whether there is work that can be waited for without waiting: it is done, or late."""
+        """Whether there is work that is done or late, so that `wait` returns at once."""
         return self._outcome is not None and (self._outcome.done() or time.monotonic() >= self._deadline)
 
     def wait(self) -> Result | None:
-        """Wait for the work under way, and return what it did; None where there is none.
+        """Wait for the present work and return its result, or None if there is no work.
 
         Raises:
-            Exception: whatever it raised, or what ``late`` gives.
+            Exception: the error of the work, or what ``late`` returns.
         """
         outcome, self._outcome = self._outcome, None
         if outcome is None:

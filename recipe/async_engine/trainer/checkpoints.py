@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves a run and finds it again: verl's checkpoint and the rollout side as one, complete or not at all.
+"""Saves a run and finds it again, with verl's checkpoint and the rollout side together.
 
-Contract. A checkpoint is model, optimizer, data loader and rollout side together or not at all. Its folder gets the
-marker ``committed.json`` when every file below it is on the disk: the marker names them all with their sizes, and the
-small ones and the rollout side with their digests. From then on it is never written to again, only removed as a whole
-or given another name. `RunState.save` writes verl's part and returns the rest, the marker last, as a function for
-another thread: training goes on meanwhile. Until then verl's ``latest_checkpointed_iteration.txt`` names the one
-before. `RunState.find` chooses the newest complete one whose rollout side can be read, and refuses settings that
-cannot go on from it. verl's file says which to resume from; after a kill it may be empty, or name one that is not
-complete.
+Contract. A checkpoint has model, optimizer, data loader and rollout side, or it does not count. Its folder gets the
+marker ``committed.json`` when every file in it is on the disk. The marker names all files with their sizes, and the
+small ones and the rollout side with their digests. From then on the folder is never changed, only removed as a whole or
+renamed. `RunState.save` writes verl's part and returns a function that writes the rest, the marker last, on another
+thread while training goes on. Until then verl's ``latest_checkpointed_iteration.txt`` names the checkpoint before.
+`RunState.find` chooses the newest complete checkpoint whose rollout side can be read, and refuses settings that cannot
+continue from it. verl's file says which to try first. After a kill it may be empty, or name an incomplete one.
 
-Folders without a marker were cut off while they were written; they are removed. Folders of another trainer are left as
-they are. Shown by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (every write fails
-or is the last one) and test_crash_fuzz.py (`kill -9`).
+Folders without a marker were cut off while they were written, and are removed. Folders of another trainer are not
+touched.
+
+Shown by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (every write fails or is the
+last one) and test_crash_fuzz.py (`kill -9`).
 """
 
 from __future__ import annotations
@@ -46,28 +47,28 @@ logger = logging.getLogger(__name__)
 MARKER = "committed.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 DIGITS = 18
-"""Of a step, at most."""
+"""The most digits of a step."""
 FOLDER = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 ASIDE = ".aside"
 BEGUN = "begun"
-"""The first file of a folder that this trainer writes, gone once its rollout side is there."""
+"""The first file that this trainer writes into a folder. It is removed once the rollout side is there."""
 BEGUN_BY = (BEGUN, BEGUN + durable.PARTIAL, ROLLOUT_STATE, ROLLOUT_STATE + durable.PARTIAL)
-"""One of these is in each folder that this trainer has begun."""
+"""Each folder that this trainer has begun has one of these files."""
 SMALL = 1 << 20
-"""Files of at most so many bytes are named in the marker with their digests."""
+"""The marker has the digests of files with at most so many bytes."""
 FULL = 1 << 20
-"""A disk with fewer free bytes is why a checkpoint could not be saved."""
+"""If the disk has fewer free bytes than this, it is taken as the cause of a failed save."""
 ENDING_S = 60.0
 """How long the trainer of an earlier start may take to end after its main was killed."""
 
 
 def folder_of(root: str | Path, step: int) -> Path:
-    """verl's folder of a step's checkpoint."""
+    """Return verl's folder for the checkpoint of a step."""
     return Path(root) / f"global_step_{step}"
 
 
 def commit(root: str | Path, step: int) -> None:
-    """Every part of the checkpoint is written: from now on a run may resume from it."""
+    """Mark a checkpoint as complete, so that a run may resume from it from now on."""
     folder = folder_of(root, step)
     durable.sync_tree(folder)
     track(root, step)
@@ -77,7 +78,7 @@ def commit(root: str | Path, step: int) -> None:
 
 
 def problem(folder: str | Path, sizes_only: bool = False) -> str | None:
-    """Why the folder is no complete checkpoint; None if it is one."""
+    """Return why the folder is no complete checkpoint, or None if it is one."""
     folder = Path(folder)
     if not folder.is_dir():
         return "there is no such folder"
@@ -101,9 +102,9 @@ def problem(folder: str | Path, sizes_only: bool = False) -> str | None:
 
 
 def candidates(root: str | Path) -> list[int]:
-    """The steps that have a checkpoint with a marker, whatever it says: the one to try first is the first.
+    """Return the steps whose folders have a marker, in the order in which they should be tried.
 
-    That is the one that verl's tracker names, then those before it and those after it, the newest first.
+    The step that verl's tracker names comes first, then those before it and then those after it, the newest first.
 
     Raises:
         CheckpointError: the tracker names a checkpoint of another trainer.
@@ -116,7 +117,7 @@ def candidates(root: str | Path) -> list[int]:
 
 
 def tracked(root: str | Path) -> int | None:
-    """The step that verl's tracker names; None if there is none or it was cut off."""
+    """Return the step that verl's tracker names, or None if there is no tracker or it was cut off."""
     try:
         text = (Path(root) / TRACKER).read_text(errors="replace").strip()
     except (FileNotFoundError, IsADirectoryError):
@@ -125,7 +126,7 @@ def tracked(root: str | Path) -> int | None:
 
 
 def track(root: str | Path, step: int | None) -> None:
-    """Have verl's tracker name this step, or none."""
+    """Make verl's tracker name this step, or no step."""
     tracker = Path(root) / TRACKER
     if step is None:
         tracker.unlink(missing_ok=True)
@@ -136,7 +137,7 @@ def track(root: str | Path, step: int | None) -> None:
 
 
 def clear(root: str | Path) -> None:
-    """Remove what was cut off while it was written or removed."""
+    """Remove folders that were cut off while they were written or removed."""
     for folder in Path(root).glob("global_step_*"):
         if folder.name.endswith(durable.REMOVED):
             durable.remove_tree(folder.with_name(folder.name.removesuffix(durable.REMOVED)))
@@ -147,7 +148,7 @@ def clear(root: str | Path) -> None:
 
 
 def require_room(root: str | Path, after: int) -> None:
-    """Raise `CheckpointError` if another trainer's checkpoint is where a run would save past this step."""
+    """Raise `CheckpointError` if a checkpoint of another trainer is where the run would save after this step."""
     foreign = [str(folder) for step, folder in _folders(root).items() if step > after and not _is_ours(folder)]
     if foreign:
         raise CheckpointError(
@@ -157,7 +158,7 @@ def require_room(root: str | Path, after: int) -> None:
 
 
 def set_aside(root: str | Path, after: int) -> None:
-    """Give checkpoints past this step other names: the run goes on from there, and they are of another history."""
+    """Rename checkpoints of later steps than this one, because the run continues from here and they are not its own."""
     for step, folder in _folders(root).items():
         if step > after and (folder / MARKER).exists():
             names = (folder.with_name(f"{folder.name}{ASIDE}{number}") for number in range(1, 1 << 30))
@@ -168,7 +169,7 @@ def set_aside(root: str | Path, after: int) -> None:
 
 
 def require_ours(folder: str | Path) -> None:
-    """Raise `CheckpointError` if another trainer wrote this checkpoint. Ours have the rollout side from the first."""
+    """Raise `CheckpointError` if another trainer wrote this checkpoint. This trainer's have the rollout side."""
     if not _is_ours(Path(folder)):
         raise CheckpointError(
             f"{folder} has no {ROLLOUT_STATE}: it was not written by this trainer, and its prompts cannot be accounted "
@@ -177,7 +178,7 @@ def require_ours(folder: str | Path) -> None:
 
 
 def retain(root: str | Path, step: int, count: int | None) -> None:
-    """Remove complete checkpoints of earlier steps until ``count`` are left with this one; None keeps all."""
+    """Remove complete checkpoints of earlier steps until ``count`` are left, with this one. None keeps all."""
     if not count or count < 1:
         return
     earlier = [folder for other, folder in sorted(_folders(root).items(), reverse=True) if other < step]
@@ -190,13 +191,16 @@ def retain(root: str | Path, step: int, count: int | None) -> None:
 
 
 def _folders(root: str | Path) -> dict[int, Path]:
-    """verl's folders of checkpoints, by step."""
+    """Return verl's folders of checkpoints, by step."""
     matches = {folder: FOLDER.fullmatch(folder.name) for folder in Path(root).glob("global_step_*")}
     return {int(match[1]): folder for folder, match in matches.items() if match}
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether this trainer wrote it, or began to: `BEGUN` is there until the rollout side is, the marker comes last."""
+    """Return whether this trainer wrote the folder, or began to.
+
+    `BEGUN` is there until the rollout side is, and the marker comes last.
+    """
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     return not names or not names.isdisjoint({MARKER, *BEGUN_BY})
 
@@ -210,7 +214,9 @@ def _digest(file: Path) -> str | None:
 
 @contextmanager
 def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterator[None]:
-    """Where it fails, what was written of this checkpoint goes, if it can; the one before is the newest one again."""
+    """If the ``with`` block fails, remove what was written of this checkpoint and make the tracker name the one
+    before.
+    """
     folder = folder_of(root, step)
     try:
         yield
@@ -221,18 +227,19 @@ def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterato
                 durable.remove_tree(folder)
             with suppress(OSError):
                 track(root, before)
-        if full:  # torch says no more than that a file has a wrong size
+        if full:  # torch only says that a file has a wrong size
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise
 
 
 class RunState:
-    """The checkpoints of one run; see the module's contract.
+    """The checkpoints of one run, as the module's contract says.
 
     Args:
-        config: the whole configuration; verl's own retention is switched off in it.
-        made_with: what decides whether a later run can go on from them (`trainer.made_with`).
-        lacking: what a checkpoint's folder does not have of what this run would load from it (`trainer.contents`).
+        config: the whole configuration, in which verl's own retention is switched off.
+        plan: the plan of the run.
+        made_with: the values that decide whether a later run can continue from the checkpoints (`trainer.made_with`).
+        lacking: returns what a checkpoint's folder lacks of what this run would load (`record.contents`).
     """
 
     def __init__(
@@ -247,7 +254,7 @@ class RunState:
         limit = config.trainer.get("max_actor_ckpt_to_keep")
         self._kept = 1 if config.trainer.get("remove_previous_ckpt_in_save") else limit
         with open_dict(config):
-            # A checkpoint is kept or removed as a whole; verl would remove one before the next is committed.
+            # A checkpoint is kept or removed as a whole. verl would remove one before the next is committed.
             config.trainer.update({"max_actor_ckpt_to_keep": None, "max_critic_ckpt_to_keep": None})
             config.trainer.remove_previous_ckpt_in_save = False
         self._root = config.trainer.default_local_dir
@@ -256,17 +263,17 @@ class RunState:
         self._owner: Owner | None = None
         self._found: dict[str, Any] | None = None
         self._history_from: int | None = -1
-        """Checkpoints in the folder past this step are of another history; None once they were set aside."""
+        """Checkpoints after this step belong to another history. None after they were renamed."""
         self.resumed: dict[str, Any] = {"step": 0, "groups_kept": 0, "changed": []}
-        """Of a resumed run: the checkpoint's step, how many of its groups were complete and not yet trained, and which
-        settings have changed."""
+        """The step of the checkpoint that the run resumed from, its complete groups that were not trained yet, and the
+        settings that have changed since.
+        """
 
     def save(self, step: int, snapshot: dict[str, Any], save_verl: Callable[[], None]) -> Callable[[], None]:
-        """Have ``save_verl`` write its part; returns what writes ``snapshot`` and commits both together.
+        """Have ``save_verl`` write its part, and return a function that writes ``snapshot`` and commits both.
 
-        That is to be called once, on any thread, before the next one begins; what it makes superfluous goes then. What
-        it writes is what ``snapshot`` holds, which nobody may change. A step that has a checkpoint keeps the one that
-        it has.
+        The function is to be called once, on any thread, before the next save begins. It also removes the checkpoints
+        that are not retained. Nobody may change ``snapshot``. If the step has a checkpoint already, nothing is written.
         """
         root = self._root
         if self._history_from is not None:
@@ -292,11 +299,11 @@ class RunState:
         return write_rest
 
     def find(self) -> str | None:
-        """The complete checkpoint that verl will load when it is asked to; None where it starts from the beginning.
+        """Return the complete checkpoint that verl will load, or None if the run starts from the beginning.
 
         Raises:
-            CheckpointError: there is none that can be used, or it is another trainer's.
-            SnapshotError: the run cannot go on from it with its settings.
+            CheckpointError: no checkpoint can be used, or it belongs to another trainer.
+            SnapshotError: the run cannot continue from it with its settings.
             FolderTaken: an earlier start still writes there.
         """
         Path(self._root).mkdir(parents=True, exist_ok=True)
@@ -313,7 +320,7 @@ class RunState:
         return None if folder is None else str(folder)
 
     def _named(self) -> Path:
-        """The one that ``trainer.resume_from_path`` names, and no other."""
+        """Return the checkpoint that ``trainer.resume_from_path`` names."""
         folder = Path(self._trainer.resume_from_path)
         require_ours(folder)
         why = problem(folder) or self._read(folder)
@@ -323,7 +330,7 @@ class RunState:
                 "trainer.resume_mode=auto to resume from the newest complete one."
             )
         if tracked(self._root) is None:
-            # verl reads it in any case, and one that was cut off ends that.
+            # verl reads the tracker in any case, and fails if it was cut off.
             track(self._root, None)
         return folder
 
@@ -348,10 +355,10 @@ class RunState:
         return None
 
     def _read(self, folder: Path) -> str | None:
-        """Read the rollout side; returns why it cannot be used.
+        """Read the rollout side, and return why it cannot be used.
 
         Raises:
-            SnapshotError: it can, but not with the settings of this run.
+            SnapshotError: it can be read, but not used with the settings of this run.
         """
         try:
             found = rollout_state.checked(rollout_state.load(str(folder)))
@@ -359,7 +366,7 @@ class RunState:
             raise
         except BadFile as error:
             return str(error)
-        except Exception as error:  # unpickling raises anything
+        except Exception as error:  # unpickling may raise anything
             return f"its {ROLLOUT_STATE} cannot be read ({type(error).__name__}: {error})"
         ledger = found["ledger"]
         try:
@@ -369,17 +376,19 @@ class RunState:
             new_ledger(self._plan, ledger)
         except SnapshotError as error:
             if isinstance(error.__cause__, RecipeError) and ledger["max_staleness"] == self._plan.max_staleness:
-                return f"the ledger in its {ROLLOUT_STATE} is none of a run: {error.__cause__}"
+                return f"the ledger in its {ROLLOUT_STATE} is not a run's ledger: {error.__cause__}"
             raise SnapshotError(f"cannot resume from {folder}: {error}") from None
         except (RecipeError, ArithmeticError, LookupError) as error:
-            return f"the ledger in its {ROLLOUT_STATE} is none of a run: {error}"
+            return f"the ledger in its {ROLLOUT_STATE} is not a run's ledger: {error}"
         self._found, self.resumed["changed"] = found, changed
         if changed:
             logger.warning("since the checkpoint that is resumed from, these have changed: %s", "; ".join(changed))
         return None
 
     def load(self, prompts: PromptSource) -> dict[str, Any] | None:
-        """The rollout side that was found, ``prompts`` put in its place; None at the beginning of a run."""
+        """Return the rollout side that was found, and restore ``prompts``; return None if the run starts from the
+        beginning.
+        """
         snapshot, self._found = self._found, None
         if snapshot is not None:
             rollout_state.put_payloads(snapshot)

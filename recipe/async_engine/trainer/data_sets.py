@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run's data sets, made by verl's own function, and what is refused of them before anything else starts.
+"""Makes the run's data sets by verl's own function, and checks them before anything else starts.
 
-Contract: what a main can't know without verl, the run's tokenizer and the user's class is asked here, of the data sets
-that the run uses: whether they can be made, whether what is left after their filters is enough, whether the first rows
-can be had, and whether verl's own agent loops can make prompts of them. What fails is a `ConfigError` that names the
-setting, with the words of whatever failed. Shown by tests/integration/test_data_sets.py.
+Contract: these checks need verl, the run's tokenizer and the user's class, so a main cannot make them. They ask whether
+the data sets can be made, whether enough rows are left after the filters, whether the first rows can be read, and
+whether verl's own agent loops can make prompts of them. A failure is a `ConfigError` that names the setting and quotes
+the cause. Shown by tests/integration/test_data_sets.py.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from recipe.async_engine.rollout.prompts import IndexedDataset
 logger = logging.getLogger(__name__)
 
 FIRST = 8
-"""So many rows of each data set are looked at."""
+"""The number of rows of each data set that are checked."""
 
 
 def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
-    """Those of the run's own workers: of `model.tokenizer_path`, with `model.custom_chat_template`.
+    """Return the tokenizer and processor of `model.tokenizer_path`, with `model.custom_chat_template`, as the workers
+    do.
 
-    verl's data sets would be told by `data.trust_remote_code` whether a tokenizer may bring code; its workers go by the
-    model's own setting, and either is enough here.
+    verl's data sets go by `data.trust_remote_code`, and its workers by the model's own setting. Here either is enough.
 
     Raises:
-        ConfigError: there is none, or it does not load.
+        ConfigError: there is no tokenizer, or it does not load.
     """
     model = copy.deepcopy(config.actor_rollout_ref.model)
     OmegaConf.set_struct(model, False)
@@ -55,7 +55,7 @@ def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
 
 
 def defaults(config: Any) -> dict[str, Any]:
-    """What verl's own calls take where a row says nothing, by the name of the field."""
+    """Return what verl's own calls use if a row lacks a field, by the name of the field."""
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     return {
         "agent_name": agent,
@@ -68,13 +68,15 @@ def defaults(config: Any) -> dict[str, Any]:
 
 
 def data_sets(config: Any, tokenizer: Any, processor: Any, batch: int) -> tuple[IndexedDataset, IndexedDataset]:
-    """The data sets of training and validation.
+    """Return the data sets of training and validation.
 
     Args:
-        batch: prompts of a step, which training needs at least.
+        config: the whole configuration.
+        tokenizer, processor: as `tokenizer_and_processor` returns them.
+        batch: prompts of a step, which is the least that training needs.
 
     Raises:
-        ConfigError: the run cannot use one of them; all that is found is in it.
+        ConfigError: the run cannot use one of them. It lists all problems.
     """
     made: list[IndexedDataset] = []
     problems: list[Problem] = []
@@ -90,7 +92,7 @@ def data_sets(config: Any, tokenizer: Any, processor: Any, batch: int) -> tuple[
 
 
 class _Maker:
-    """Makes one data set and looks at it."""
+    """Makes one data set and checks it."""
 
     def __init__(self, config: Any, setting: str, tokenizer: Any, processor: Any) -> None:
         self._config, self._setting = config, setting
@@ -98,11 +100,11 @@ class _Maker:
         self._is_train = setting == TRAIN_FILES
 
     def checked(self, needed: int) -> IndexedDataset:
-        """The data set, if it has at least so many rows and its first ones can be used."""
+        """Return the data set if it has at least ``needed`` rows and its first ones can be used."""
         rows = self._made(self._config.data)
         try:
             size = len(rows)
-        except Exception as error:  # as above
+        except Exception as error:  # a user's class may raise anything
             raise self._refused("a data set that tells its length", f"len() of it raises {told(error)}.") from error
         if size < needed:
             raise self._too_few(size, needed)
@@ -132,7 +134,7 @@ class _Maker:
         return IndexedDataset(dataset, defaults(self._config), is_indexed=self._is_train)
 
     def _is_verls(self, row: dict[str, Any]) -> bool:
-        """Whether a row goes to an agent loop of verl's own, and not to one of that name of the user's."""
+        """Return whether a row goes to one of verl's own agent loops, and not to a user's loop of the same name."""
         agent = self._config.actor_rollout_ref.rollout.agent
         name = row.get("agent_name", agent.default_agent_loop)
         return name in VERLS_LOOPS and not agent.get("agent_loop_config_path")
@@ -147,7 +149,9 @@ class _Maker:
         return self._refused(f"data with at least {needed} prompts, which a step trains", advice)
 
     def _why_left_out(self) -> str:
-        """What verl's filter says of the first row, which it prints and counts as too long."""
+        """Return why the first row is unusable if verl's filter leaves all out; the filter only counts rows as too
+        long.
+        """
         data = copy.deepcopy(self._config.data)
         OmegaConf.set_struct(data, False)
         data.filter_overlong_prompts = False
@@ -155,7 +159,7 @@ class _Maker:
             rows = self._made(data)
             first = [rows[index] for index in range(min(FIRST, len(rows)))]
             fault = self._cannot_prompt([row["raw_prompt"] for row in first if FAILURE not in row])
-        except Exception:  # its own filter has its own reasons
+        except Exception:  # this text is only an explanation, so a failure costs nothing else
             return ""
         return "" if fault is None else f"Of all {len(rows)}: {fault.problems[0].advice}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waits for whom in a run, in words."""
+"""Describes in words what each part of a run does and waits for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DEEPEST = 14
 
 
 def describe(trainer: Any, thread: int) -> str:
-    """A report on an `AsyncPPOTrainer` whose loop runs on ``thread``; it may still be starting.
+    """Return a report on an `AsyncPPOTrainer` whose loop runs on ``thread`` and which may still be starting.
 
-    Parts that do not answer come first: they are the most likely cause.
+    Parts that do not answer come first, because they are the most likely cause.
     """
     said = answers(_asked(trainer))
     notes = [f"{what}, {ago:.0f} s ago" for what, ago in trainer.timeline.notes()[:6]]
@@ -36,7 +36,7 @@ def describe(trainer: Any, thread: int) -> str:
 
 
 def _asked(trainer: Any) -> dict[str, Any]:
-    """Object references of what each part of the run says of itself."""
+    """Return object references of what each part of the run says about itself."""
     if not trainer.is_up:
         return {}
 

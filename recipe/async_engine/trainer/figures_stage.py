@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of now that a run is watched by: for the main's terminal, the trackers, and Prometheus.
+"""Gives the present figures of a run to the main's terminal, the trackers and Prometheus.
 
-Contract: they may be asked for at any moment, on a thread of its own, and wait for no stage of the trainer. What Ray's
-exporter has is what was told last, by whoever asked. Shown by tests/integration/test_exported.py and tests/e2e.
+Contract: any thread may ask for them at any moment, without waiting for a stage of the trainer. Ray's exporter has the
+figures that somebody asked for last. Shown by tests/integration/test_exported.py and tests/e2e.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ LEDGER_COUNTS: Sequence[str] = ("issued", "trained", "filtered", "failed", "live
 
 
 class PrometheusExporter:
-    """Tells Ray the figures of one run, with the label `run`, until that fails once; it must live in a Ray process."""
+    """Gives Ray the figures of one run, with the label `run`. It must live in a Ray process.
+
+    After its first failure it does nothing any more.
+    """
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -44,12 +47,12 @@ class PrometheusExporter:
         self._has_failed = False
 
     def tell(self, figures: Mapping[str, Any]) -> None:
-        """From now on these are the figures; what is no number is left out."""
+        """Export these figures, except for those that are no numbers."""
         if self._has_failed:
             return
         try:
             self._tell({key: float(value) for key, value in figures.items() if isinstance(value, Real)})
-        except Exception:  # a run does not end for what is told of it
+        except Exception:  # an error of the exporter must not end the run
             self._has_failed = True
             logger.exception("Prometheus is told nothing more")
 
@@ -68,11 +71,12 @@ class PrometheusExporter:
 
 
 class FiguresStage:
-    """See the module's contract.
+    """The figures of the module's contract.
 
     Args:
-        live_replicas: how many there are now.
-        exporter: what tells Prometheus.
+        ledger, scheduler, timeline, alarms: the parts of the run that have figures.
+        live_replicas: returns the number of live replicas.
+        exporter: exports to Prometheus, if it is used.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class FiguresStage:
         self._reported: Mapping[str, Any] = {}
 
     def live(self, step: int) -> dict[str, Any]:
-        """What each side does now, and its figures; the main asks every second."""
+        """Return what each side does now, and its figures. The main asks every second."""
         reported = {
             name: value for name, value in self._reported.items() if name in EXPORTED or name.startswith(SERVERS)
         }
@@ -98,12 +102,12 @@ class FiguresStage:
         return {**figures, TRAINER_DOES: self._timeline.doing, ROLLOUT_DOES: self._timeline.rollout.lane.what}
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """These are the metrics of the last step."""
+        """Take in the metrics of the last step."""
         self._reported = metrics
         self._export(metrics)
 
     def now(self, step: int) -> dict[str, float]:
-        """In the keys of docs/metrics.md."""
+        """Return the present figures under the keys of docs/metrics.md."""
         shares = self._timeline.shares()
         counts = self._scheduler.counts()
         return {

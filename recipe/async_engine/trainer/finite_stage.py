@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that are none, in the trainer's own stages: what it computes, and the scores it validates.
+"""Handles NaN and infinite numbers in what the trainer computes, and missing scores in a validation.
 
 Contract: a token whose log-prob, value or advantage is NaN or infinite is not trained. Its answer is left out of the
-step, with a warning, a count, and zeros in its place (NaN times a mask of 0 is NaN); where no answer is left, the run
-ends. Prompts of a validation with an answer that has no score, since it is no number or its trajectory failed, are left
-out of its means, and the answers counted. Rewards and the rollout's own log-probs have been looked at before
-(`recipe.async_engine.rollout.loop_output`), and of gradients the alarms are told (`alarm_stage`).
+step, with a warning and a count, and gets zeros, because NaN times a mask of 0 is NaN. If no answer is left, the run
+ends. A validation's means leave out each prompt that has an answer without a score, because the score is no number or
+the trajectory failed. Rewards and the rollout's own log-probs have been checked before
+(`recipe.async_engine.rollout.loop_output`), and the alarms are told about gradients (`alarm_stage`).
 
 Shown by tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
 """
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from verl import DataProto
 
-from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.rollout.loop_output import is_number
+from recipe.async_engine.trainer.stages import TrainingFailed
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +30,15 @@ DERIVED = ("advantages", "returns", "rollout_is_weights")
 LEFT_OUT = "fully_async/non_finite/answers_left_out"
 
 
-class NothingFinite(RecipeError):
-    """No answer of a batch has finite numbers."""
-
-
 def leave_out(batch: DataProto, names: Sequence[str]) -> int:
-    """Take answers with a number that is none at a trained token out of the loss, in place; returns how many.
+    """Remove answers that have NaN or an infinity at a trained token from the loss, in place, and return how many.
 
     Args:
         batch: with ``response_mask``, 1 for trained tokens, (rows, R).
-        names: columns (rows, R) to look at, where the batch has them.
+        names: the columns (rows, R) to check, if the batch has them.
 
     Raises:
-        NothingFinite: no answer is left.
+        TrainingFailed: no answer is left.
     """
     mask = batch.batch["response_mask"].bool()
     columns = {name: batch.batch[name] for name in names if name in batch.batch}
@@ -54,7 +50,7 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
         return 0
     named = ", ".join(name for name, found in at_fault.items() if found.any())
     if not (mask.any(dim=1) & ~rows).any():
-        raise NothingFinite(
+        raise TrainingFailed(
             f"each answer of the batch has NaN or an infinity in its {named}: the weights may have them since an "
             "update; resume from an earlier checkpoint with a lower learning rate"
         )
@@ -67,17 +63,17 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
 def with_scores(
     data_sources: Sequence[str], uids: list[Any], infos: dict[str, list[Any]], turns: list[Any]
 ) -> tuple[Sequence[str], list[Any], dict[str, list[Any]], list[Any], int]:
-    """Of a validation's answers those to prompts all of whose answers have a score, and how many have none.
+    """Return the answers of a validation to those prompts all of whose answers have a score, and how many have none.
 
-    verl takes means over prompts with the same number of answers, so an answer without a score leaves with its prompt.
+    verl takes means over prompts with the same number of answers, so a prompt is left out as a whole.
 
     Args:
-        data_sources: of each answer.
-        uids: of its prompt.
-        infos: what the reward reports, by name; verl can take means of what is returned.
-        turns: of each batch, the numbers of turns of its answers.
+        data_sources: the data source of each answer.
+        uids: the prompt of each answer.
+        infos: what the reward reports, by name. verl can take means of the returned values.
+        turns: for each batch the numbers of turns of its answers.
     """
-    # verl's main score is one of these.
+    # verl takes one of these as its main score.
     scored = [infos[name] for name in ("reward", "acc") if name in infos]
     none = [not all(value is None or is_number(value) for value in row) for row in zip(*scored, strict=True)]
     without = {uid for uid, is_none in zip(uids, none, strict=True) if is_none}
@@ -92,7 +88,7 @@ def with_scores(
 
 
 def _averaged(values: list[Any]) -> list[Any]:
-    """What verl can take means of: it passes over a prompt's strings if they are first, and over None."""
+    """Return values of which verl can take means: it skips a prompt whose first value is a string, and None."""
     if any(isinstance(value, str) for value in values):
         return [None if value is None else str(value) for value in values]
     return [value if isinstance(value, float) or is_number(value) else None for value in values]

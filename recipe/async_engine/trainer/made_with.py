@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's checkpoints are made with, so that a resumed run can tell what has changed (`core.snapshots`).
+"""The values with which a run's checkpoints are made, by which a resumed run sees what has changed.
 
-A file of the training data is known by its size and a digest: of its whole content up to `WHOLE` bytes, of its first
-and last `PART` bytes above. What is not on a local disk is known by its name. The tokenizer is known by its vocabulary.
-Shown by tests/integration/test_made_with.py.
+`core.snapshots` has the rules for them. A file of the training data is identified by its size and a digest: of its
+whole content up to `WHOLE` bytes, and of its first and last `PART` bytes if it is larger. Data that is not on a local
+disk is identified by its name, and the tokenizer by its vocabulary. Shown by tests/integration/test_made_with.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHOLE, PART = 256 << 20, 16 << 20
 
 
 def made_with(config: Any, plan: RunPlan, dataset: Any, tokenizer: Any) -> dict[str, Any]:
-    """The values of `core.snapshots.RULES`; ``dataset`` is verl's, of the training data."""
+    """Return the values for `core.snapshots.RULES`. ``dataset`` is verl's training data set."""
     data, training = config.data, plan.settings.async_training
     strategy = config.actor_rollout_ref.actor.strategy
     return {
@@ -39,7 +39,7 @@ def made_with(config: Any, plan: RunPlan, dataset: Any, tokenizer: Any) -> dict[
         "async_training.placement": training.placement,
         "async_training.max_staleness": plan.max_staleness,
         "actor_rollout_ref.actor.strategy": strategy,
-        # Megatron's distributed checkpoints can be loaded by another number of ranks.
+        # Another number of ranks can load Megatron's distributed checkpoints.
         "trainer.nnodes * trainer.n_gpus_per_node": plan.trainer_ranks if "fsdp" in strategy else None,
         "data.train_files": files_fingerprint(getattr(dataset, "data_files", None) or _listed(data.train_files)),
         "rows of data.train_files": len(dataset),
@@ -66,11 +66,11 @@ SIZES = (
     "n_routed_experts",
     "moe_intermediate_size",
 )
-"""Of a model's config.json: what its tensors' shapes follow from."""
+"""The keys of a model's config.json that decide the shapes of its tensors."""
 
 
 def _of_models(config: Any) -> dict[str, Any]:
-    """Models, adapters and optimizers; what cannot be told, as of a model on the hub, is left out."""
+    """Return the values of models, adapters and optimizers, except for those that are not known, as for a hub model."""
     policy, found = config.actor_rollout_ref.get("model") or {}, {}
     sections = {"actor_rollout_ref.actor": policy.get("path")}
     if has_critic(config):
@@ -86,7 +86,7 @@ def _of_models(config: Any) -> dict[str, Any]:
 
 
 def _sizes(path: Any) -> str | None:
-    """What the shapes of a model's weights follow from; None for one that is not in a local folder."""
+    """Return the sizes that decide the shapes of a model's weights, or None if the model is not in a local folder."""
     file = Path(str(path)).expanduser() / "config.json"
     try:
         content = from_json(file.read_bytes())
@@ -101,7 +101,7 @@ def _sizes(path: Any) -> str | None:
 
 
 def _lora(model: Mapping[str, Any]) -> str:
-    """The adapters that are trained, and of what."""
+    """Return a description of the trained adapters and their base model."""
     nested = model.get("lora") or {}
     rank = model.get("lora_rank") or nested.get("rank") or 0
     if not rank:
@@ -113,7 +113,7 @@ def _lora(model: Mapping[str, Any]) -> str:
 
 
 def files_fingerprint(files: Iterable[Any]) -> str:
-    """By content where it can be read, else by name."""
+    """Return a description of the files, by content if it can be read, and otherwise by name."""
     return ", ".join(_fingerprint(str(file)) for file in files)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks rollout replicas for a few answers that nothing is trained on.
+"""Asks rollout replicas for a few answers that are not used for training.
 
-Contract: each request has a seed of its own, so an engine's other random numbers stay as they are, and goes to the
-replica's server itself, past the load balancer. One that a weight sync cuts is asked for again from the tokens that it
-has. Everything ends within the deadline, or with `RehearsalFailed`. Shown by tests/integration/test_rehearsal.py.
+Contract: each request has a seed of its own, which leaves the engine's other random numbers unchanged. It goes directly
+to the replica's server, without the load balancer. A request that a weight sync cuts is sent again with the tokens so
+far. Everything ends within the deadline, or with `RehearsalFailed`. Shown by tests/integration/test_rehearsal.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ class RehearsalFailed(RecipeError):
 
 @dataclass
 class Answer:
-    """What a replica sampled after a prompt, by so many requests; one log-prob for each token, in nats."""
+    """The tokens that a replica sampled after a prompt.
+
+    Attributes:
+        replica: the name of the replica.
+        prompt, tokens: the prompt and the sampled tokens.
+        log_probs: the log-prob of each sampled token, in nats.
+        requests: the number of requests that it took.
+    """
 
     replica: str
     prompt: list[int]
@@ -42,12 +49,12 @@ class Answer:
 
 
 class Probe:
-    """See the module's contract.
+    """Asks replicas as the module's contract says.
 
     Args:
-        rollout: verl's rollout section: temperature and lengths.
-        vocabulary: token ids that prompts may consist of.
-        timeout_s: for each answer.
+        rollout: verl's rollout section, with temperature and lengths.
+        vocabulary: the token ids of which prompts consist.
+        timeout_s: the deadline of each answer.
     """
 
     def __init__(self, rollout: Any, vocabulary: Sequence[int], timeout_s: float) -> None:
@@ -55,22 +62,23 @@ class Probe:
         self.prompt_tokens = min(PROMPT_TOKENS, int(rollout.prompt_length))
         self.answer_tokens = min(ANSWER_TOKENS, int(rollout.response_length))
         room = int(rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length)
-        # Longer than any answer of training may be, so that it is under way when it is to be cut.
+        # Longer than any answer of training, so that it is still under way when the swap comes.
         self._long = max(1, min(LONG_ANSWER_TOKENS, room - self.prompt_tokens))
 
     def tokens(self, seed: int, count: int) -> list[int]:
-        """Random tokens, the same ones for the same seed."""
+        """Return random tokens, the same ones for the same seed."""
         return random.Random(seed).choices(self._vocabulary, k=count)
 
     def sampled(self, records: Sequence[ReplicaRecord]) -> list[Answer]:
-        """Ask each replica for a few answers: the same at every call, as long as its weights are the same."""
+        """Ask each replica for a few answers, which are the same at every call while its weights are the same."""
         numbers = [(record, number) for number in range(ANSWERS_PER_REPLICA) for record in records]
         return self._answers([(*each, self.answer_tokens, self._timeout_s, uuid.uuid4().hex) for each in numbers])
 
     def under(self, records: Sequence[ReplicaRecord], change: Callable[[], None], timeout_s: float) -> list[Answer]:
-        """Do ``change`` while each replica has a long answer under way; returns these, which come back whole.
+        """Make ``change`` while each replica has a long answer under way, and return these answers, which come back
+        whole.
 
-        ``timeout_s``: for them, the change included.
+        ``timeout_s`` is the deadline of the answers and the change together.
         """
         names = {f"rehearsal-{uuid.uuid4().hex}": record for record in records}
 
@@ -85,7 +93,7 @@ class Probe:
         return answers.wait() or []
 
     async def _begun(self, names: dict[str, ReplicaRecord], is_over: Callable[[], bool]) -> None:
-        """Return when each of the requests has a token, or all are over."""
+        """Return when each of the requests has a token, or when all are over."""
         deadline = time.monotonic() + self._timeout_s
         while not is_over() and time.monotonic() < deadline:
             news = await asyncio.gather(
@@ -102,7 +110,7 @@ class Probe:
         return asyncio.run(ask())
 
     async def _answer(self, record: ReplicaRecord, number: int, count: int, timeout_s: float, name: str) -> Answer:
-        """``count`` tokens of a replica after the prompt of this number; ``name``: of the first request."""
+        """Return ``count`` tokens of a replica after the prompt ``number``. ``name`` is the id of the first request."""
         answer = Answer(record.name, self.tokens(number, self.prompt_tokens))
         deadline = time.monotonic() + timeout_s
         while (missing := count - len(answer.tokens)) > 0:
@@ -136,6 +144,6 @@ class Probe:
 
 
 def ordinary_tokens(tokenizer: Any) -> list[int]:
-    """Ids of the tokens that are words, not marks of a template or of images."""
+    """Return the ids of tokens that are words, and not marks of a template or of images."""
     marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return sorted(set(tokenizer.get_vocab().values()) - marks)

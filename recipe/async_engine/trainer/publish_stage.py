@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage that makes the trainer's weights the next version and has it brought to the replicas.
+"""Makes the trainer's weights the next version and has it brought to the replicas.
 
-Contract: a version is sealed (the trainer goes on from it), then staged, swapped, announced and resumed, in that order,
-beside training or before it goes on (``async_training.weights.publish``). One is on its way at a time. It is announced
-while no replica generates. Shown by tests/e2e/test_fully_async.py, test_swaps.py and test_faults.py.
+Contract: a version is sealed, which means that the trainer continues from it. Then it is staged, swapped, announced and
+resumed, in this order, beside training or before training continues (``async_training.weights.publish``). Only one
+version is on its way at a time, and it is announced while no replica generates. Shown by tests/e2e/test_fully_async.py,
+test_swaps.py and test_faults.py.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ PAUSED = "fully_async/weight_sync/trainer_paused_seconds"
 
 
 class PublishStage:
-    """See the module's contract; the trainer's thread calls it, with metrics and timing of the step to add to.
+    """Publishes versions as the module's contract says. The trainer's thread calls it, with the step's metrics and
+    timing.
 
     Args:
-        plan: of the run.
-        scheduler: told of each version; its ledger counts them.
-        publisher: hands the weights to whatever gets them.
-        published: the trainer's copy of the weights published last.
-        unchanged: judges whether versions differ, and ``alarms`` is told.
-        timeline: is told of the way.
-        fail: called with the error of a version that failed on its way, on another thread.
+        plan: the plan of the run.
+        scheduler: is told about each version, which its ledger counts.
+        publisher: sends the weights to whatever receives them.
+        published: the trainer's copy of the weights that were published last.
+        unchanged: judges whether versions differ.
+        alarms: is told about versions that do not differ.
+        timeline: is told about the parts of a publication.
+        fail: called on another thread with the error of a version that failed on its way.
     """
 
     def __init__(
@@ -60,7 +63,8 @@ class PublishStage:
         self._way = self._new_way(fail)
 
     def _new_way(self, fail: Callable[[BaseException], None]) -> Beside[dict[str, float]]:
-        # A sync asks who is there, transfers at most three times, pauses, swaps and resumes, each within its deadline.
+        # A sync asks which replicas are alive, transfers at most three times, pauses, swaps and resumes, each within
+        # its deadline.
         timeouts, parts = self._plan.settings.async_training.timeouts, 4 + ATTEMPTS
         setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
         seconds = parts * timeouts.weight_sync
@@ -75,11 +79,11 @@ class PublishStage:
 
     @property
     def is_over(self) -> bool:
-        """Whether `finish` has something to wait for, and will not wait."""
+        """Whether `finish` has something to wait for and would return at once."""
         return self._way.is_over
 
     def seal(self, metrics: Metrics, timing: Timing) -> None:
-        """From now on the trainer trains on from the next version."""
+        """Copy the trainer's weights as the next version, from which training continues."""
         with self._paused(metrics, timing):
             self.finish(metrics)
             version = self._scheduler.ledger.version + 1
@@ -89,7 +93,7 @@ class PublishStage:
             self._scheduler.version_sealed()
 
     def send(self, metrics: Metrics, timing: Timing) -> None:
-        """Have the version that was sealed brought to the replicas."""
+        """Have the sealed version brought to the replicas."""
         version = self._scheduler.ledger.version
         with self._paused(metrics, timing):
             self._way.begin(version, lambda: self._bring(version))
@@ -97,10 +101,10 @@ class PublishStage:
                 self.finish(metrics)
 
     def finish(self, metrics: Metrics) -> None:
-        """Wait until the version that was sealed last generates.
+        """Wait until the replicas generate by the version that was sealed last.
 
         Raises:
-            PublishFailed: it did not arrive, or not in time.
+            PublishFailed: the version did not arrive, or not in time.
         """
         with self._timeline.phase("sync"):
             arrived = self._way.wait()
@@ -109,9 +113,9 @@ class PublishStage:
             metrics["fully_async/weight_sync/unchanged"] = self._note_arrived()
 
     def again(self, is_within_version: bool) -> None:
-        """Publish the ledger's version as a run begins: the initial weights, or those of the checkpoint's version.
+        """Publish the ledger's version when the run begins: the initial weights, or those of the checkpoint's version.
 
-        ``is_within_version``: the trainer has gone on from it, so they are those that it has kept.
+        If ``is_within_version``, the trainer has trained on since that version, so its kept copy is published.
         """
         version = self._scheduler.ledger.version
         with self._published.in_use() if is_within_version else nullcontext():
@@ -122,14 +126,14 @@ class PublishStage:
 
     @contextmanager
     def _paused(self, metrics: Metrics, timing: Timing) -> Iterator[None]:
-        """Time that a publication takes from training."""
+        """Count the time inside the ``with`` block as taken from training by a publication."""
         with self._timeline.phase("sync"), marked_timer("update_weights", timing, color="red"):
             began = time.monotonic()
             yield
             metrics[PAUSED] = metrics.get(PAUSED, 0.0) + time.monotonic() - began
 
     def _bring(self, version: int) -> dict[str, float]:
-        """Bring a sealed version to the replicas and announce it; returns metrics of the sync."""
+        """Bring a sealed version to the replicas and announce it, and return metrics of the sync."""
         self._timeline.note(f"version {version} is sealed")
         with self._timeline.during("stage", version):
             staged = self._publisher.stage(version)
@@ -139,7 +143,7 @@ class PublishStage:
                 self._scheduler.pause_until_drained(training.timeouts.trajectory, fill=training.whole_batches)
         with self._timeline.during("swap", version):
             self._publisher.swap(staged)
-        # No replica generates: what starts from here on is the new version's.
+        # No replica generates now, so whatever starts from here on belongs to the new version.
         self._scheduler.version_announced()
         with self._timeline.during("resume", version):
             metrics = self._publisher.resume(staged)
@@ -149,7 +153,7 @@ class PublishStage:
         return metrics
 
     def _note_arrived(self) -> int:
-        """A version has been announced; returns 1 if it should have been another one, else 0."""
+        """Check that an announced version differs from the one before; return 1 if it wrongly does not, and else 0."""
         unchanged = self._unchanged.published(self._scheduler.ledger.announced, self._publisher.checksum)
         if unchanged is not None:
             self._alarms.note("unchanged_weights", unchanged)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the run's record of events has of the trainer.
+"""Records the trainer's events.
 
-Contract: verl's calls of its worker groups are phases of the timeline, in which the trainer's accelerators compute;
-within a step everything else is the driver's own work, for which they wait. The ranks of a call count as one. With
+Contract: verl's calls of its worker groups are phases of the timeline in which the trainer's accelerators compute.
+Everything else within a step is the driver's own work, for which they wait. The ranks of a call count as one. With
 ``async_training.events=false`` nothing is recorded. Shown by tests/integration/test_recording.py and tests/accounts.py.
 """
 
@@ -45,14 +45,14 @@ BOOKS_S, BOOKS_OF_A_FAILED_RUN_S = 20.0, 4.0
 
 
 class RecordStage:
-    """See the module's contract.
+    """Records events as the module's contract says.
 
     Args:
         config: the whole configuration.
-        plan: of the run.
-        timeline: the trainer's.
-        replicas: rollout and log-prob servers, called again and again: whom to ask what they did.
-        agents: the agent-loop workers, likewise.
+        plan: the plan of the run.
+        timeline: the trainer's timeline.
+        replicas: returns the present rollout and log-prob servers, which are asked what they did.
+        agents: returns the agent-loop workers, which are asked too.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class RecordStage:
         timeline.listener = self._recording.tell
 
     def ask(self) -> None:
-        """From now on what the servers do is recorded."""
+        """Record from now on what the servers do."""
         if self._recording is not None:
             self._recording.ask()
 
     def end(self, scheduler: RolloutScheduler | None, failed: bool) -> None:
-        """End generation and the record; what goes wrong with it is logged and costs the run's account alone."""
+        """End generation and the record. An error of the record is logged and costs only the run's account."""
         if self._recording is None or self._recording.recorded is not None:
             return
         self._timeline.stop()
@@ -101,8 +101,8 @@ class RecordStage:
             if scheduler is not None:
                 within = BOOKS_OF_A_FAILED_RUN_S if failed else BOOKS_S
                 tokens = scheduler.close_books(self._recording.engine_tokens, within)
-        except Exception as error:  # of whatever part does not answer
-            logger.error("nobody can say what became of the tokens: %s", error)
+        except Exception as error:  # any part may fail to answer
+            logger.error("the token counts of the run are not known: %s", error)
             tokens = None
         try:
             self._recording.close(self._timeline.end, tokens)
@@ -111,11 +111,13 @@ class RecordStage:
 
     @property
     def recorded(self) -> Recorded | None:
-        """What the account of the run is made of, once it has ended; None without a record."""
+        """The closed record, of which the run's account is made. None without a record, and before the run has
+        ended.
+        """
         return None if self._recording is None else self._recording.recorded
 
     def ages(self, batch: DataProto, version: int) -> None:
-        """Record how many tokens of a batch, trained at ``version``, are how old."""
+        """Record the ages of a batch's tokens when it is trained at ``version``."""
         if self._recording is None:
             return
         now = time.monotonic()
@@ -133,7 +135,7 @@ def _devices(config: Any, plan: RunPlan) -> Devices:
 
 
 def _advised(config: Any, plan: RunPlan) -> dict[str, Any]:
-    """What the report's advice may name, as it was in this run."""
+    """Return the settings of this run about which the report may give advice."""
     training = plan.settings.async_training
     return {
         "max_staleness": plan.max_staleness,

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a run's events, as it is written.
+"""Writes the record of a run's events.
 
-Contract: whoever does something in the trainer's process tells :meth:`Recording.tell`, on any thread. Rollout and
-log-prob servers keep what they did until a thread here asks for it, every second at first and less often in a long run;
-their clocks are followed by these questions (`recipe.async_engine.record.events`). Of a device that died, what it did
-after it was last asked is `lost_with_replica`, and the time from there to the end, or to the one in its place, `down`.
-From the 10,000th group on, the rows of trajectories and groups are kept of one group in two, in four and so on. Nothing
-here ends a run: what cannot be asked or written is not known to the account that is made of it, which says so.
+Contract: each part of the trainer's process calls :meth:`Recording.tell`, on any thread. Rollout and log-prob servers
+keep what they did until a thread of the recording asks for it, every second at first and less often in a long run. The
+same questions show the difference of their clocks (`recipe.async_engine.record.events`). If a device dies, the time
+since it was last asked is `lost_with_replica`, and the time from then until the end or a replacement is `down`. From
+the 10,000th group on, the rows of trajectories and groups are kept for one group in two, later one in four and so on.
+Nothing here ends a run: what cannot be asked or written is missing in the account that is made of the record, and the
+account says so.
 
 Shown by tests/integration/test_recording.py and tests/accounts.py.
 """
@@ -51,7 +52,7 @@ from recipe.async_engine.record.events import (
 logger = logging.getLogger(__name__)
 
 ASK_S, LONGEST_ASK_S = 1.0, 30.0
-# One question for each 2,000th part of the run so far.
+# In a long run, the interval between questions is a 2,000th part of its time so far.
 ASKED_IN_ALL = 2_000
 ANSWER_S, AGENTS_ANSWER_S = 2.0, 0.3
 WRITE_S, MANY = 5.0, 5_000
@@ -59,13 +60,15 @@ GROUPS_IN_FULL = 10_000
 
 
 def is_kept(group: int) -> bool:
-    """Whether the rows of this group are: each of the first 10,000, one in two of the next, and so on."""
+    """Return whether the rows of this group are kept, which holds for the first 10,000, one in two of the next, and
+    so on.
+    """
     return group % (1 << (group // GROUPS_IN_FULL).bit_length()) == 0
 
 
 @dataclass
 class _Device:
-    """A process that is asked; times are of the run's clock."""
+    """A process that is asked what it did, with times of the run's clock."""
 
     name: str
     handle: Any
@@ -82,23 +85,24 @@ class _Device:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is a device of the account; agents are asked only for what their trajectories are at."""
+        """Whether it is a device of the account. Agent-loop workers are asked too, but are none."""
         return self.kind != AGENTS
 
 
 class Recording:
-    """See the module's contract.
+    """Writes the record as the module's contract says.
 
     Args:
-        folder: of the run.
-        devices: what the account is of.
-        header: what else the record says of the run.
-        parts: whom to ask, actor handles by the names of their lanes; called again and again.
+        folder: the folder of the run.
+        devices: the devices of the account.
+        header: what else the record says about the run.
+        parts: returns the actors to ask, by the names of their lanes. It is called again and again.
+        clock: the clock of this process.
 
     Attributes:
-        deaths: devices that died.
-        cpu_s: CPU seconds of its own thread.
-        recorded: what there is, once it is closed.
+        deaths: the number of devices that died.
+        cpu_s: CPU seconds of the recording's own thread.
+        recorded: the closed record.
     """
 
     def __init__(
@@ -127,18 +131,18 @@ class Recording:
         self._thread.start()
 
     def tell(self, event: Event) -> None:
-        """Something was done; times by the clock of this process."""
+        """Record an event, with times of this process's clock."""
         if event.lane in (TRAJECTORIES, GROUPS) and event.group is not None and not is_kept(event.group):
             return
         self._told.append(event._replace(start=event.start - self._began, end=event.end - self._began))
 
     def follow(self, name: str, lane: Lane) -> None:
-        """What this lane of this process does from now on is recorded under this name."""
+        """Record what this lane of this process does from now on, under this name."""
         lane.take()
         self._lanes[name] = lane
 
     def ask(self) -> None:
-        """Ask everyone now: what one does before it is asked for the first time is not recorded."""
+        """Ask every part now. What a part did before its first question is not recorded."""
         try:
             with self._lock:
                 self._ask_all()
@@ -146,9 +150,9 @@ class Recording:
             logger.exception("the record of events misses something")
 
     def close(self, until: float, tokens: TokenBooks | None) -> Recorded:
-        """Ask once more and write what there is; the record covers the run up to ``until``, by this process's clock.
+        """Ask once more, write everything and return the record, which covers the run up to ``until``.
 
-        Where a write has not returned for `WRITE_S`, it is left to what the file has.
+        ``until`` is a time of this process's clock. If a write takes longer than `WRITE_S`, the file stays as it is.
         """
         self._over.set()
         self._thread.join(2 * ANSWER_S)
@@ -165,7 +169,7 @@ class Recording:
         return self.recorded
 
     def engine_tokens(self) -> dict[str, int] | None:
-        """Sums over the counts of all engines, which are asked now; None if one has died or does not answer."""
+        """Ask all engines and return the sums of their counts, or None if one has died or does not answer."""
         with self._locked_soon() as locked:
             if not locked:
                 return None
@@ -180,7 +184,7 @@ class Recording:
 
     @contextmanager
     def _locked_soon(self) -> Iterator[bool]:
-        """Have the lock unless the thread keeps it for `WRITE_S`; says whether it was had."""
+        """Take the lock within `WRITE_S` and yield whether that worked."""
         locked = self._lock.acquire(timeout=WRITE_S)
         if not locked:
             logger.error("the record lacks its end: a write to %s has not returned for %g s", self._file.path, WRITE_S)
@@ -190,7 +194,7 @@ class Recording:
             if locked:
                 self._lock.release()
 
-    # The thread's work.
+    # Run by the recording's thread.
 
     def _record(self) -> None:
         while not self._over.wait(min(LONGEST_ASK_S, max(ASK_S, self._now / ASKED_IN_ALL))):
@@ -237,7 +241,7 @@ class Recording:
             asked[device.asked[1]] = device
         began, waiting = self._clock(), list(asked)
         while waiting:
-            # An agent loop may keep its worker from answering; nothing else waits for that.
+            # An agent loop may keep its worker from answering, so agent-loop workers alone are not waited for as long.
             limit = ANSWER_S if any(asked[reference].is_counted for reference in waiting) else AGENTS_ANSWER_S
             if (left := began + limit - self._clock()) <= 0:
                 break
@@ -269,7 +273,7 @@ class Recording:
         known = until = device.known_until
         for span in answer.spans:
             start, end = (device.clock.here(time) - self._began for time in (span.start, span.end))
-            # Nothing is told twice of a time; what a lost one left is told already.
+            # No time is recorded twice. The time of a lost device is recorded already.
             if end > known:
                 self._told.append(Event(device.name, span.what, max(start, known), end, span.share, tokens=span.tokens))
                 until = max(until, end)
@@ -277,14 +281,14 @@ class Recording:
         device.tokens = answer.tokens
 
     def _begins(self, device: _Device, answer: Activity) -> None:
-        """The first answer of a process."""
+        """Take in the first answer of a process."""
         assert device.clock is not None
         first = answer.spans[0].start if answer.spans else answer.now
         start = max(0.0, device.clock.here(first) - self._began)
         if not device.is_counted:
             device.known_until = max(device.known_until, start)
         elif device.life:
-            # The same place: it is the lost one's account that goes on.
+            # The device was restarted in the same place, so its account continues.
             if not device.down:
                 self._dies(device)
             self._fill(device, Class.DOWN, start)
@@ -308,7 +312,7 @@ class Recording:
             self._fill(device, Class.LOST, self._now)
 
     def _fill(self, device: _Device, what: Class, until: float) -> None:
-        """From where its events end up to then it was this."""
+        """Record that the device did this from the end of its events until then."""
         if until > device.known_until:
             self._told.append(Event(device.name, what, device.known_until, until))
             device.known_until = until

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rehearsal of a run: before the first step its own processes show that the way of the weights works.
+"""The rehearsal of a run: before the first step, its own processes show that weights reach the replicas.
 
 Contract: `Rehearsal.run` comes after the first publication, before anything is generated for training. It samples from
-every replica, sends the same version once more in the configured way while every trainer rank is at work, with a
-request at each replica that the swap interrupts, samples again, and compares log-probs. Nothing that training reads is
-other than before: no weight, no optimizer state, no random state, no group. Every wait has a deadline
+every replica. Then it sends the same version once more in the configured way, while every trainer rank is at work and
+each replica has a request that the swap interrupts. It samples again and compares log-probs. Nothing that training
+reads changes: no weight, no optimizer state, no random state, no group. Every wait has a deadline
 (``async_training.timeouts.rehearsal``).
 
-- A transfer that does not arrive falls back to ``publish=inline``, then to ``staging=none``; the other way round where
-  an engine refused the weights itself. The run goes on in the way that worked.
-- Anything else that fails ends the run with `RehearsalFailed`, which says what failed, and where, with which setting.
+- After a transfer that does not arrive, the run falls back to ``publish=inline``, and then to ``staging=none``. If an
+  engine refused the weights itself, the order is the other way round. The run continues in the way that worked.
+- Any other failure ends the run with `RehearsalFailed`, which says what failed, where, and with which setting.
 
 Shown by tests/integration/test_rehearsal.py and, in runs, tests/e2e/test_rehearsal.py.
 """
@@ -41,27 +41,28 @@ from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
 logger = logging.getLogger(__name__)
 
 TOKENS_AT_ONCE = 1024
-"""Of a micro-batch: few, since nothing is known of the room for logits."""
+"""Tokens in a micro-batch. They are few, because the memory that is left for logits is not known."""
 
 Pairs = dict[str, list[tuple[float, float]]]
-"""By replica, two log-probs of each token."""
+"""Two log-probs of each token, by replica."""
 
 
 @dataclass
 class Rehearsal:
-    """See the module's contract. The trainer's thread calls it, once.
+    """Rehearses as the module's contract says. The trainer's thread calls it, once.
 
     Attributes:
-        publisher: of the run, after its first publication.
-        workers: verl's group of the trainer's `ActorWorker` s, ``ranks`` of them.
-        version: the one that was published.
+        publisher: the publisher of the run, after its first publication.
+        workers: verl's group of the trainer's `ActorWorker` s.
+        ranks: the number of workers.
+        version: the published version.
         probe: asks the replicas.
         rollout: verl's section of the rollout.
         log_probs: verl's forward pass for old log-probs, by the trainer's present weights.
-        published: a context in which the trainer's weights are those that were published.
-        timeout_s: deadline of each step.
-        position_rows: rows of position ids; more than 1 for models with positions in images.
-        result: what was found, also where `run` raises.
+        published: returns a context in which the trainer's weights are the published ones.
+        timeout_s: the deadline of each step.
+        position_rows: the rows of position ids, more than 1 for models with positions in images.
+        result: what was found, also if `run` raises.
     """
 
     publisher: WeightPublisher
@@ -78,7 +79,7 @@ class Rehearsal:
 
     @classmethod
     def of(cls, trainer: Any) -> Self:
-        """The rehearsal of an `AsyncPPOTrainer` whose first version is published."""
+        """Return the rehearsal of an `AsyncPPOTrainer` whose first version is published."""
         rollout, timeout_s = trainer.config.actor_rollout_ref.rollout, trainer.timeouts.rehearsal
         return cls(
             trainer.publisher,
@@ -90,12 +91,12 @@ class Rehearsal:
             trainer.stages.old_log_probs,
             trainer.published.in_use if trainer.is_within_version else nullcontext,
             timeout_s,
-            # verl's agent loops lay out positions in images so (experimental/agent_loop/agent_loop.py:964).
+            # verl's agent loops use this layout for positions in images (experimental/agent_loop/agent_loop.py:964).
             position_rows=4 if hasattr(trainer.processor, "get_rope_index") else 1,
         )
 
     def run(self) -> None:
-        """Rehearse; raises RehearsalFailed where the run would not work."""
+        """Rehearse, and raise RehearsalFailed if the run would not work."""
         began = time.monotonic()
         try:
             self.rehearse()
@@ -115,36 +116,36 @@ class Rehearsal:
             check.said = self._judge("answers of {} changed, though the weights did not", _same_tokens(before, after))
 
     def generating(self) -> list[ReplicaRecord]:
-        """The rollout replicas."""
+        """Return the rollout replicas."""
         return [record for record in self.publisher.known.present if record.generates]
 
     @contextmanager
     def checking(self, name: str) -> Iterator[Check]:
-        """A check, which has passed if nothing is raised within it and nothing else is written into it."""
+        """Make a check, which passes unless the ``with`` block raises or writes another outcome into it."""
         began, check = time.monotonic(), Check(name)
         try:
             yield check
         except (NoReplicaLeft, PublishFailed):
             raise
-        except Exception as error:  # whatever it is, the run would meet it later
-            if self.result.has_failed:  # in a check within this one
+        except Exception as error:  # any error here would also happen later in the run
+            if self.result.has_failed:  # a check inside this one has failed
                 raise
             self.result.checks.append(Check(name, FAILED, str(error), time.monotonic() - began))
             raise RehearsalFailed(f"{name}: {error}") from error
         check.seconds = time.monotonic() - began
         self.result.checks.append(check)
 
-    # The way of the weights; `recipe.partial_rollout.rehearsal` has another one.
+    # Sending the weights, which `recipe.partial_rollout.rehearsal` does in another way.
 
     def send_again(self, before: list[Answer]) -> None:
-        """Send the version once more as the run would, or in another way if that fails; compare log-probs."""
+        """Send the version once more as the run would, or in another way if that fails, and compare log-probs."""
         check = self._sent()
         while check.outcome == FELL_BACK:
             check = self._sent()
         self.compare(before)
 
     def _sent(self) -> Check:
-        """Send it in the way of now, which is another one afterwards if that failed."""
+        """Send the version in the present way. If that fails, the publisher has another way afterwards."""
         weights, began = self.publisher.weights, time.monotonic()
         check = Check(f"weights arrive (publish={weights.publish}, staging={weights.staging})")
         cause: Exception | None = None
@@ -165,7 +166,7 @@ class Rehearsal:
         return check
 
     def _send(self) -> str:
-        """Make one transfer: the first one once, in the rehearsal's deadline; after a fallback as any other."""
+        """Make one transfer, with one attempt and the rehearsal's deadline. After a fallback it has the usual ones."""
         with nullcontext() if self.result.fallbacks else self.in_haste():
             if self.publisher.weights.publish != "beside":
                 self.work()
@@ -203,7 +204,7 @@ class Rehearsal:
             self.under_requests(swap, check)
 
     def under_requests(self, change: Callable[[], None], check: Check) -> None:
-        """Do ``change`` with a request under way at each replica, and note how they fared."""
+        """Make ``change`` with a request under way at each replica, and note what became of the requests."""
         answers = self.probe.under(self.generating(), change, self._longest_s)
         cut = sum(answer.requests > 1 for answer in answers)
         check.said = f"{len(answers)} came back whole, {cut} of them in parts"
@@ -216,7 +217,7 @@ class Rehearsal:
             raise PublishFailed(f"{', '.join(lacking)} did not get them: {self.publisher.known.errors}")
 
     def _note_servers(self, staged: StagedVersion) -> None:
-        """Say which log-prob servers lack the version: that costs no run anything but the trainer's time."""
+        """Note which log-prob servers lack the version, for which the trainer then computes log-probs itself."""
         servers = [record for record in self.publisher.known.records if not record.generates]
         said = "; ".join(f"{record.name}: {record.error}" for record in servers if record not in staged.holders)
         if servers:
@@ -227,7 +228,7 @@ class Rehearsal:
             logger.warning("rehearsal: the trainer computes log-probs in the place of %s", said)
 
     def _fall_back(self) -> str | None:
-        """Choose another way for all weights of the run; returns its setting, None where there is no other."""
+        """Choose another way for all weights of the run, and return its setting, or None if there is no other."""
         publisher = self.publisher
         weights = publisher.weights
         inline = weights.publish == "beside"
@@ -244,7 +245,7 @@ class Rehearsal:
 
     @contextmanager
     def in_haste(self) -> Iterator[None]:
-        """Within it a transfer has one attempt, and the rehearsal's deadline."""
+        """Give a transfer inside the ``with`` block one attempt and the rehearsal's deadline."""
         publisher = self.publisher
         usual = publisher.known.timeout_s, publisher.attempts
         publisher.known.timeout_s, publisher.attempts = min(usual[0], self.timeout_s), 1
@@ -255,10 +256,11 @@ class Rehearsal:
 
     @property
     def _longest_s(self) -> float:
-        # A transfer asks who is there, connects in two steps and sends, each in the deadline and a moment.
+        # A transfer asks which replicas are alive, connects in two steps and sends, each within the deadline, and has a
+        # minute more.
         return 5 * self.publisher.known.timeout_s + 60
 
-    # Work of the trainer's ranks.
+    # The work of the trainer's ranks.
 
     def work(self, until: Callable[[], bool] = lambda: True) -> int:
         """Do forward and backward passes on every trainer rank, at least one; returns how many."""
@@ -269,7 +271,7 @@ class Rehearsal:
         passes = 0
         while passes == 0 or not until():
             try:
-                # A transfer that stands in its way is broken off at a deadline of its own, before this one.
+                # A transfer that blocks the pass fails at its own deadline, before this one.
                 ray.get(self.workers.pass_without_update(data), timeout=self._longest_s)
             except GetTimeoutError:
                 raise RehearsalFailed(
@@ -280,7 +282,7 @@ class Rehearsal:
         return passes
 
     def _batch(self, prompts: list[list[int]], answers: list[list[int]]) -> DataProto:
-        """Rows of one length, laid out as verl's agent loops do: int64 [rows, prompt + answer]."""
+        """Return rows of one length in the layout of verl's agent loops, int64 [rows, prompt + answer]."""
         whole = torch.tensor([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
         rows, length = whole.shape
         responses = whole[:, len(prompts[0]) :]
@@ -298,20 +300,20 @@ class Rehearsal:
         meta = {
             "temperature": self.rollout.temperature,
             "global_token_num": [length] * rows,
-            # By tokens, so that any number of rows divides.
+            # Micro-batches are made by tokens, so any number of rows can be divided.
             "use_dynamic_bsz": True,
             "max_token_len_per_gpu": TOKENS_AT_ONCE,
         }
         return DataProto.from_dict(tensors, meta_info=meta)
 
     def compare(self, answers: list[Answer]) -> None:
-        """See that the engines' log-probs are the trainer's."""
+        """Check that the engines' log-probs are the trainer's."""
         name = "log-probs agree"
         if self.rollout.get("enable_rollout_routing_replay", False):
             self.result.checks.append(Check(name, LEFT_OUT, "the trainer replays what the engine's router chose"))
             return
         with self.checking(name) as check:
-            # As many rows for one rank as for another.
+            # Every rank needs the same number of rows.
             rows = answers + answers[:1] * (-len(answers) % self.ranks)
             batch = self._batch([row.prompt for row in rows], [row.tokens for row in rows])
             with self.published():
@@ -322,7 +324,9 @@ class Rehearsal:
             check.said = self._judge("log-probs of {} are not the trainer's: other weights, or another model", pairs)
 
     def _judge(self, fault: str, pairs: Pairs) -> str:
-        """Say what the largest difference is; RehearsalFailed with the fault of those that do not agree."""
+        """Return the largest difference in words, or raise RehearsalFailed with the fault for those that do not
+        agree.
+        """
         found = {name: agreement(both, str(self.rollout.dtype)) for name, both in pairs.items()}
         wrong = [name for name, each in found.items() if not each.holds]
         if wrong:
@@ -333,7 +337,7 @@ class Rehearsal:
 
 
 def _same_tokens(before: list[Answer], after: list[Answer]) -> Pairs:
-    """Log-probs of the tokens that were sampled both times, up to the first one that differs, by replica."""
+    """Return, by replica, both log-probs of each token that was sampled both times, up to the first that differs."""
     pairs: Pairs = {}
     for one, other in zip(before, after, strict=True):
         shared = [*map(eq, one.tokens, other.tokens), False].index(False)

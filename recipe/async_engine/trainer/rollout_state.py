@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout side of a checkpoint: ledger, prompt position and live groups.
+"""Writes and reads the rollout side of a checkpoint: ledger, prompt position and live groups.
 
-Contract: one file holds all three as of one moment, is written beside the model before the checkpoint is committed
-(``checkpoints``), and appears whole or not at all. A scheduler's snapshot holds references to the payloads, which are
-fetched as they are written, on whatever thread, from the object store's memory to the file. After loading it, ready
-groups are trained as they are, running ones go on from the answers that are kept, and no other prompt is affected. It
-is read back with ``torch.load`` in its pickling form: checkpoints are trusted like the code (verl's own ``data.pt`` is
-the same). `Snapshot` says what it holds; what is of another kind is damaged (`checked`).
+Contract: one file holds all three as of one moment. It is written beside the model before the checkpoint is committed
+(``checkpoints``), and appears whole or not at all. A scheduler's snapshot holds references to the payloads. They are
+fetched while the file is written, on whatever thread, and go from the object store's memory to the file. After loading,
+ready groups are trained as they are, running groups continue from their kept answers, and no other prompt is affected.
+The file is read with ``torch.load``, which unpickles it: checkpoints are trusted like the code, as verl's own
+``data.pt`` is. `Snapshot` describes the content, and `checked` refuses any other content as damaged.
+
 Shown by tests/integration/test_rollout_state.py, test_damaged_files.py and tests/e2e/test_faults.py.
 """
 
@@ -46,11 +47,11 @@ LiveRow = Annotated[
     tuple[Number, Number, Number, str, Number, Literal["running", "ready"], Number, Number | None],
     BeforeValidator(lambda row: tuple(row) if isinstance(row, list) else row),
 ]
-"""As `Group.to_row` gives it."""
+"""A row as `Group.to_row` returns it."""
 
 
 class LedgerState(TypedDict):
-    """As `SampleLedger.snapshot` gives it."""
+    """The ledger's state, as `SampleLedger.snapshot` returns it."""
 
     max_staleness: Number
     version: Number
@@ -66,7 +67,7 @@ class LedgerState(TypedDict):
 
 
 class Position(TypedDict):
-    """As `PromptSource.state` gives it; earlier versions put one prompt back."""
+    """The position in the data, as `PromptSource.state` returns it. Earlier versions put back a single prompt."""
 
     epoch: Number
     taken_in_epoch: Number
@@ -76,7 +77,7 @@ class Position(TypedDict):
 
 @with_config(ConfigDict(arbitrary_types_allowed=True))
 class LiveGroup(TypedDict):
-    """A live group: its prompt, and by trajectory what is there of it."""
+    """A live group: its prompt, and what there is of each trajectory."""
 
     row: dict[str, Any]
     scored: list[InstanceOf[TrajectoryScored] | None]
@@ -85,7 +86,7 @@ class LiveGroup(TypedDict):
 
 
 class Interrupted(TypedDict):
-    """Tokens of answers that were cut."""
+    """Token counts of answers that were cut."""
 
     cut: Number
     lost: Number
@@ -93,14 +94,14 @@ class Interrupted(TypedDict):
 
 
 class Scores(TypedDict):
-    """Of the first and the last validation."""
+    """The scores of the first and the last validation."""
 
     first: float | None
     last: float | None
 
 
 class Snapshot(TypedDict):
-    """The rollout side as it is read back."""
+    """The rollout side as it is read from a checkpoint."""
 
     format: Literal[1]
     ledger: LedgerState
@@ -116,7 +117,7 @@ SNAPSHOTS = TypeAdapter(Snapshot)
 
 
 def new_ledger(plan: RunPlan, snapshot: dict[str, Any] | None = None) -> SampleLedger:
-    """A run's ledger, as it begins or as of a checkpoint's ``snapshot``."""
+    """Return the ledger of a new run, or of a checkpoint's ``snapshot``."""
     settings = GateSettings(
         batch_groups=plan.batch_groups,
         batches_per_version=plan.batches_per_version,
@@ -134,11 +135,11 @@ def new_ledger(plan: RunPlan, snapshot: dict[str, Any] | None = None) -> SampleL
 
 
 def checked(snapshot: Any) -> dict[str, Any]:
-    """The snapshot itself; raises `BadFile` if it is not what `save` writes."""
+    """Return the snapshot, or raise `BadFile` if it is not what `save` writes."""
     try:
         SNAPSHOTS.validate_python(snapshot, strict=True)
     except ValidationError as error:
-        raise BadFile(f"its {ROLLOUT_STATE} is of another kind ({said(error)})") from None
+        raise BadFile(f"its {ROLLOUT_STATE} has another structure than expected ({said(error)})") from None
     ready = {row[0]: row[5] == GroupState.READY for row in snapshot["ledger"]["live"]}
     if ready.keys() != snapshot["groups"].keys():
         raise BadFile(f"its {ROLLOUT_STATE} has other groups than its ledger")
@@ -158,10 +159,10 @@ def checked(snapshot: Any) -> dict[str, Any]:
 
 
 def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
-    """Write a scheduler's snapshot into the checkpoint ``folder``, payloads included; they have ``timeout_s`` to come.
+    """Write a scheduler's snapshot, with its payloads, into the checkpoint ``folder``.
 
-    A group of which the object store has lost a payload, with the node or the worker that had it, is saved as one that
-    still runs: the lost answer is generated again.
+    The payloads have to arrive within ``timeout_s``. If the object store has lost a payload of a group, with the node
+    or the worker that had it, the group is saved as one that still runs, so the lost answer is generated again.
     """
     deadline = time.monotonic() + timeout_s
     groups = {group_id: _fetched(group, deadline) for group_id, group in snapshot["groups"].items()}
@@ -174,14 +175,14 @@ def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
     saved = {**snapshot, "format": STATE_FORMAT, "groups": groups, "ledger": {**snapshot["ledger"], "live": live}}
     path = Path(folder) / ROLLOUT_STATE
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The protocol is that of what is no tensor; torch's own writes bytes as text. A prompt may have objects of classes
-    # that the user's file defines, which Ray's pickle takes along.
+    # The protocol is for everything except tensors, because torch's default writes bytes as text. Ray's pickle also
+    # writes objects of classes that the user's file defines, which a prompt may have.
     keeping = {"pickle_module": cloudpickle, "pickle_protocol": pickle.HIGHEST_PROTOCOL}
     durable.write(path, lambda file: torch.save(saved, file, **keeping))
 
 
 def _fetched(group: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """A live group as it is kept, with the payloads that are there; None for what an answer that is lost has."""
+    """Return a live group with its payloads instead of references, and None for each answer that is lost."""
     payloads = [None if payload is None else _unless_lost(payload, deadline) for payload in group["payloads"]]
     scored = [None if payload is None else score for payload, score in zip(payloads, group["scored"], strict=True)]
     return {**group, "scored": scored, "payloads": payloads}
@@ -192,16 +193,16 @@ def _unless_lost(payload: ray.ObjectRef, deadline: float) -> Any:
         fetched = ray.get(payload, timeout=max(0.0, deadline - time.monotonic()))
     except ObjectLostError:
         return None
-    # A tensor's memory goes to the file as it is, an array's is copied first.
+    # A tensor's memory is written as it is, while an array would be copied first.
     return torch.from_numpy(fetched) if isinstance(fetched, np.ndarray) else fetched
 
 
 def load(folder: str) -> dict[str, Any]:
-    """Read a snapshot back.
+    """Read a snapshot.
 
     Raises:
         SnapshotError: its format is another one than this version reads.
-        Exception: whatever unpickling raises; it is damaged.
+        Exception: whatever unpickling raises, because the file is damaged.
     """
     snapshot = torch.load(Path(folder) / ROLLOUT_STATE, weights_only=False)
     if not isinstance(snapshot, dict):
@@ -216,11 +217,11 @@ def load(folder: str) -> dict[str, Any]:
 
 
 def put_payloads(snapshot: dict[str, Any]) -> None:
-    """Make object references of the payloads of a snapshot that was read back."""
+    """Replace the payloads of a snapshot that was read by object references."""
     for group in snapshot["groups"].values():
         group["payloads"] = [None if payload is None else ray.put(_array(payload)) for payload in group["payloads"]]
 
 
 def _array(payload: Any) -> Any:
-    """A payload as `recipe.async_engine.rollout.trajectory_codec` takes it; other versions have saved bytes."""
+    """Return a payload as `recipe.async_engine.rollout.trajectory_codec` takes it. Earlier versions saved bytes."""
     return payload.numpy() if isinstance(payload, torch.Tensor) else payload

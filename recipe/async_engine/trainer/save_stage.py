@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage that saves a run beside training.
+"""Saves a run beside training, and lets it continue from a checkpoint.
 
-Contract: a checkpoint is of one moment, between two steps. The scheduler's side of it is frozen as references, verl's
-is written on the trainer's thread, and then training goes on: a thread beside it fetches and writes the rest and
-commits. One is under way at a time: the next one, and the end of the run, wait for it. It has
-``async_training.timeouts.checkpoint`` seconds, and one that fails or is late ends the run with its own error, at the
-latest when the next step begins. A run that fails meanwhile completes it first, if it can. Shown by
+Contract: a checkpoint shows one moment between two steps. The scheduler's side of it is copied as references, and
+verl's side is written on the trainer's thread. Then training goes on, while another thread fetches and writes the rest
+and commits. Only one checkpoint is under way at a time: the next one, and the end of the run, wait for it. It has
+``async_training.timeouts.checkpoint`` seconds. A checkpoint that fails or is late ends the run with its own error, at
+the latest when the next step begins. A run that fails meanwhile completes the checkpoint first, if it can. Shown by
 tests/integration/test_save_stage.py, tests/e2e/test_faults.py and test_disks.py.
 
-verl's v1 trainers call ``trainer.checkpoint_callback_class`` after each checkpoint; here it is called, on the trainer's
-thread, when one is complete, and what it raises ends the run, as there. It has to be done within that time too.
+verl's v1 trainers call ``trainer.checkpoint_callback_class`` after each checkpoint. Here it is called on the trainer's
+thread when a checkpoint is complete. What it raises ends the run, as there, and the time of a checkpoint includes it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def teller(config: Any, trainer: Any) -> Callable[[int], None]:
-    """Tells the user's checkpoint callback, if there is one, of the checkpoint of a step."""
+    """Return a function that tells the user's checkpoint callback, if there is one, about the checkpoint of a step."""
     callback = build_checkpoint_callback(config)
 
     def tell(step: int) -> None:
@@ -52,7 +52,9 @@ def teller(config: Any, trainer: Any) -> Callable[[int], None]:
 
 
 def instance_expires(config: Any, longest_step_s: float) -> bool:
-    """Whether this machine's time is so nearly over that verl would save now (``trainer.esi_redundant_time``)."""
+    """Return whether this machine's time is so nearly over that verl would save now
+    (``trainer.esi_redundant_time``).
+    """
     try:
         return should_save_ckpt_esi(longest_step_s, redundant_time=config.trainer.esi_redundant_time)
     except (ValueError, OverflowError, OSError) as error:
@@ -61,17 +63,17 @@ def instance_expires(config: Any, longest_step_s: float) -> bool:
 
 
 class SaveStage:
-    """See the module's contract; the trainer's thread calls it.
+    """Saves as the module's contract says. The trainer's thread calls it.
 
     Args:
-        saved: writes checkpoints.
-        timeline: the trainer's.
-        limit_s: seconds that a checkpoint may take in all.
-        watched: what keeps the deadline of a wait, whose name it is given.
-        committed: told the step of each checkpoint that is complete.
+        saved: writes the checkpoints.
+        timeline: the trainer's timeline.
+        limit_s: seconds that a checkpoint may take in total.
+        watched: returns a context that keeps the deadline of a wait with the given name.
+        committed: is called with the step of each complete checkpoint.
 
     Attributes:
-        step: of the checkpoint that was begun last, or resumed from; -1: none.
+        step: the step of the checkpoint that was begun last or resumed from, or -1.
     """
 
     def __init__(
@@ -94,13 +96,13 @@ class SaveStage:
 
     @property
     def is_over(self) -> bool:
-        """Whether `finish` has something to wait for, and will not wait."""
+        """Whether `finish` has something to wait for and would return at once."""
         return self._writing.is_over
 
     def save(self, step: int, snapshot: dict[str, Any], save_training_side: Callable[[], None]) -> None:
-        """Have verl's part written by ``save_training_side``; what writes the rest goes on beside training.
+        """Have ``save_training_side`` write verl's part, and begin to write the rest beside training.
 
-        ``snapshot``: the rest of this moment, payloads as object references.
+        ``snapshot`` is the rest of this moment, with payloads as object references.
         """
         with self._watched("writing a checkpoint"):
             write_rest = self._saved.save(step, snapshot, save_training_side)
@@ -120,16 +122,16 @@ class SaveStage:
                 self._committed(step)
 
     def complete(self) -> None:
-        """The run fails: the checkpoint under way is completed all the same, if it can be."""
+        """Complete the present checkpoint, if possible, because the run fails."""
         try:
             self.finish()
-        except Exception:  # the run's own error is the one to report
+        except Exception:  # the run's own error is reported instead
             logger.exception("the last checkpoint is not complete")
 
 
 @contextmanager
 def loading(folder: str | Path | None) -> Iterator[None]:
-    """verl's workers load what is in the folder; where they cannot, the folder is named."""
+    """Name the folder in the error if verl's workers cannot load it inside the ``with`` block."""
     try:
         yield
     except RayError as error:
@@ -142,7 +144,7 @@ def loading(folder: str | Path | None) -> Iterator[None]:
 
 
 class SavedRun(TrainingStep):
-    """A run that is saved at versions, and goes on from a checkpoint."""
+    """A run that is saved at versions and continues from a checkpoint."""
 
     saved: RunState
     saving: SaveStage
@@ -156,7 +158,7 @@ class SavedRun(TrainingStep):
     is_last_step: bool
 
     def _watched(self, what: str) -> AbstractContextManager[None]:
-        """Has the run's watch end it where reading or writing a checkpoint is late."""
+        """Return a context in which the run ends if reading or writing a checkpoint is late."""
         assert self.watch is not None
         return self.watch.within("checkpoint", self.timeouts.checkpoint, what)
 
@@ -174,22 +176,22 @@ class SavedRun(TrainingStep):
             self.save_once()
 
     def _save_if_instance_expires(self) -> None:
-        """Save at once, and completely, where the machine's time is nearly over, if the run saves any checkpoint."""
+        """Save at once and completely if the machine's time is nearly over and the run saves any checkpoint."""
         if self.config.trainer.save_freq > 0 and instance_expires(self.config, self.max_steps_duration):
             self.save_once()
             self.saving.finish()
 
     def save_once(self) -> None:
-        """Save the run unless this step has been saved."""
+        """Save the run, unless it was saved at this step before."""
         if self.saving.step != self.global_steps:
-            # A run that resumes begins with a version that generates.
+            # A resumed run has to begin with an announced version.
             self.publishing.finish(self.metrics)
             self.saving.finish()
             with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):
                 self._save_checkpoint()
 
     def _save_checkpoint(self) -> None:
-        """Save this moment of the run; verl's part is written when it returns, the rest beside training."""
+        """Save the run as it is now: verl's part at once, the rest beside training."""
         snapshot = {**self.running.snapshot(self.timeouts.checkpoint), "validation": dict(self.validation)}
         snapshot["alarms"] = self.alarms.counts
         self.saving.save(self.global_steps, snapshot, self._save_training_side)
@@ -200,7 +202,7 @@ class SavedRun(TrainingStep):
             self.published.save(folder_of(self.config.trainer.default_local_dir, self.global_steps))
 
     def _load(self) -> dict[int, dict[str, Any]]:
-        """Load the newest complete checkpoint, if any; returns its live groups."""
+        """Load the newest complete checkpoint, if there is one, and return its live groups."""
         folder = self.saved.find()
         with loading(folder):
             self.global_steps = self.stages.load()
@@ -220,7 +222,7 @@ class SavedRun(TrainingStep):
         return snapshot["groups"]
 
     def _start_from(self) -> None:
-        """Begin with the weights of another run's checkpoint, if one is named."""
+        """Load the weights of another run's checkpoint, if the settings name one."""
         named = self.plan.settings.async_training.start_from
         if named is None:
             return

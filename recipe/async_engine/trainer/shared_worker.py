@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training worker whose accelerator a rollout engine shares."""
+"""The training worker for accelerators that a rollout engine shares."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from recipe.async_engine.trainer.actor_worker import ActorWorker
 
 
 class NeighbourAdapter(DeadlineServerAdapter):
-    """Loads weights into whichever server has its replica's name at that time: one that died is started again."""
+    """Loads weights into the server that has its replica's name now, since a server that died is started again."""
 
     def _ensure_server_handle(self) -> bool:
         self.server_handle = None
@@ -18,7 +18,7 @@ class NeighbourAdapter(DeadlineServerAdapter):
 
 
 class HybridActorWorker(ActorWorker):
-    """verl's worker; what hands its weights to the engine beside it has deadlines and commits versions."""
+    """verl's worker, whose transfer of weights to the engine beside it has deadlines and commits versions."""
 
     rollout: Any
 
@@ -36,6 +36,6 @@ class HybridActorWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> str | None:
-        """As verl's; returns the checksum of what the engine beside this rank loaded."""
+        """Update the engine as verl does, and return the checksum of what the engine beside this rank loaded."""
         await super().update_weights(global_steps=global_steps, mode=mode)
         return self.rollout.checksum

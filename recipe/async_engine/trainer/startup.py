@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a trainer starts the processes of its run side by side and gives each of them its work.
+"""Starts the processes of a run side by side and gives each of them its work.
 
-Contract: accelerators are reserved first (`engines.reservation`); then everything that takes long (imports, engines)
-starts at once, and the whole has one deadline (``async_training.timeouts.startup``). What fails first ends the start
-with its own error. Nothing is routed to or asked before it has weights. A critic is verl's, one more role of the
-training workers; it trains on every batch, the actor from ``trainer.critic_warmup`` on.
+Contract: accelerators are reserved first (`engines.reservation`). Then everything that takes long (imports, engines)
+starts at once, with one deadline for all (``async_training.timeouts.startup``). The first part that fails ends the
+start with its own error. Requests reach a process only when it has weights. A critic is verl's, as one more role of the
+training workers. It trains on every batch, and the actor from ``trainer.critic_warmup`` on.
 
 Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 """
@@ -30,7 +30,6 @@ from recipe.async_engine.config.placement import wanted
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.config.sections import Timeouts
 from recipe.async_engine.config.verdicts import PLACEHOLDER
-from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import OnNonFinite
 from recipe.async_engine.core.plain import postponed
 from recipe.async_engine.core.scoring import Anchor
@@ -43,13 +42,9 @@ from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager, manager_class
 from recipe.async_engine.rollout.trajectory_worker import filter_metric
 from recipe.async_engine.trainer.actor_worker import ActorWorker, PublishedWeights
-from recipe.async_engine.trainer.stages import Stages
+from recipe.async_engine.trainer.stages import Stages, TrainingFailed
 from recipe.async_engine.weights.publisher import Handles, WeightPublisher
 from recipe.async_engine.weights.snapshot import widest
-
-
-class StartFailed(RecipeError):
-    """A process could not be made, by what its constructor raised, or not all are up in time; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,9 @@ class RolloutSide:
     rewards: ScoringManager
 
     def workers(self, timeout_s: float) -> dict[str, Callable[[], Any]]:
-        """Parts of the start for `side_by_side`: return once all workers are made, or raise what one has raised."""
+        """Return parts of the start for `side_by_side` that wait until all workers are made, or raise a worker's
+        error.
+        """
 
         def are_made() -> None:
             ray.get([sign_of_life(worker).remote() for worker in self.agents.agent_loop_workers], timeout=timeout_s)
@@ -73,13 +70,13 @@ class RolloutSide:
 
 
 def _users_manager(config: Any) -> str | None:
-    """The agent-loop manager that a user has named; a flag has a placeholder there, for verl's own main."""
+    """Return the agent-loop manager that a user has named. A flag has a placeholder there for verl's own main."""
     named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     return None if named == PLACEHOLDER else named
 
 
 def start_agents(config: Any, reservations: Reservations) -> RolloutSide:
-    """Create the rollout side up to the replicas' servers, which are to be launched."""
+    """Create the rollout side. The replicas' servers are launched later."""
     manager = manager_class(_users_manager(config))
     rewards = ScoringManager(config, reservations)
     replicas = ReplicaManager(config, reservations)
@@ -92,22 +89,22 @@ def start_agents(config: Any, reservations: Reservations) -> RolloutSide:
 
 
 def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[str, Any]:
-    """Run ``parts`` on a thread each and return their results by name.
+    """Run each of ``parts`` on a thread, and return their results by name.
 
     Raises:
-        StartFailed: one of them is not done in time, or the first one to fail did because a process was not made.
-        Exception: whatever else it raised.
+        TrainingFailed: a part is not done in time, or the first one to fail could not make a process.
+        Exception: another error of the first part that failed.
     """
     pool = ThreadPoolExecutor(max_workers=len(parts), thread_name_prefix="startup")
     began = time.monotonic()
     futures = {name: pool.submit(part) for name, part in parts.items()}
     done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
-    # Threads that still wait for a process are left to it: the job ends, and its processes with it.
+    # Threads that still wait for a process are abandoned. The job ends, and its processes with it.
     pool.shutdown(wait=False, cancel_futures=True)
     results = {name: _result(name, future) for name, future in futures.items() if future in done}
     if pending:
         late = [name for name, future in futures.items() if future in pending]
-        raise StartFailed(
+        raise TrainingFailed(
             f"{', '.join(late)} not up after {time.monotonic() - began:.0f} s; raise async_training.timeouts.startup "
             "if the model is large, and check that the cluster has the accelerators that trainer.n_gpus_per_node and "
             "rollout.n_gpus_per_node ask for"
@@ -122,14 +119,14 @@ def _result(name: str, part: Future[Any]) -> Any:
         raise
     except RayActorError as error:
         said = re.sub(r"\x1b\[\d*m", "", str(error))
-        # Of a chain of exceptions the first one is the cause.
+        # The first exception of a chain is the cause.
         cause = re.search(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|NotMade|Interrupt)\b.*$", said, re.MULTILINE)
         words = f"{cause[0]}{postponed(said)}\n" if cause else ""
-        raise StartFailed(f"{name} could not be made: {words}{said}") from error
+        raise TrainingFailed(f"{name} could not be made: {words}{said}") from error
 
 
 def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerSettings:
-    """What a run's plan and configuration ask of its scheduler; ``in_turns``: generation happens in turns."""
+    """Return the settings of a run's scheduler. ``in_turns`` says whether generation happens in turns."""
     training = plan.settings.async_training
     filtering = filter_metric(config) is not None
     batches = config.algorithm.filter_groups.get("max_num_gen_batches", 0) if filtering else 0
@@ -148,7 +145,7 @@ def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerS
 
 
 class Startup:
-    """See the module's contract: the processes of a run, of which its trainer is told."""
+    """Starts the processes of a run, as the module's contract says."""
 
     config: Any
     plan: RunPlan
@@ -156,15 +153,15 @@ class Startup:
     stages: Stages
     actor_worker: type[ActorWorker] = ActorWorker
     actor_role = "actor"
-    """What a training worker does, in verl's words."""
+    """verl's name for what a training worker does."""
     references: Sequence[ModelEngineReplica] = ()
-    """Servers of the reference policy."""
+    """The servers of the reference policy."""
     publisher_class: type[WeightPublisher] = WeightPublisher
     server_class: type[ModelEngineReplica] = ModelEngineReplica
-    """Of each log-prob server."""
+    """The class of each log-prob server."""
     reservations: Reservations
     is_up = False
-    """Whether there are ``publisher`` and ``published``."""
+    """Whether ``publisher`` and ``published`` exist."""
     publisher: WeightPublisher
     published: PublishedWeights
 
@@ -187,14 +184,14 @@ class Startup:
         if servers.enabled:
             self._use_servers(started["the log-prob servers"], servers)
         if servers.reference_replicas:
-            # They get no weights.
+            # These servers get no weights.
             self.references = started["the servers of the reference policy"]
             handles = {replica.server_address: replica.server_handle for replica in self.references}
             agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
             agents.tell("use_reference", handles, servers.timeout, timeout_s=timeout_s)
 
     def _server_launcher(self) -> Callable[..., list[ModelEngineReplica]]:
-        """Starts log-prob servers as `launch` does."""
+        """Return a function that starts log-prob servers as `launch` does."""
         return partial(
             launch,
             self.config,
@@ -205,21 +202,22 @@ class Startup:
         )
 
     def reserve(self) -> None:
-        """Reserve the accelerators of every part; NothingFree if they are not there in time."""
+        """Reserve the accelerators of every part; raise NothingFree if they are not free in time."""
         self.reservations = Reservations()
         parts = wanted(OmegaConf.to_container(self.config, resolve=True), self.plan.settings)
-        # The watch, whose deadline for the start is this setting, knows less of what is missing.
+        # This has to fail before the watch does, whose deadline for the start is the same setting and whose message
+        # says less.
         self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
 
     def _start_rollout(self) -> RolloutSide:
-        """Up to the replicas' servers, which hold no weights yet."""
+        """Start the rollout side, whose servers have no weights yet."""
         side = start_agents(self.config, self.reservations)
         timeout_s = self.timeouts.startup
         side_by_side({"the rollout servers": side.replicas.launch, **side.workers(timeout_s)}, timeout_s)
         return side
 
     def use_rollout(self, rollout: RolloutSide) -> None:
-        """Have the rollout side, and give its replicas a publisher."""
+        """Take the rollout side, and make a publisher for its replicas."""
         self.async_rollout_manager = rollout.agents
         self.reward_loop_manager = rollout.rewards
         self.publisher = self.publisher_class(
@@ -237,12 +235,12 @@ class Startup:
         self.is_up = True
 
     def _dtypes_of_receivers(self) -> list[str]:
-        """In which whatever gets weights computes, as verl names them."""
+        """Return verl's names of the dtypes in which the receivers of weights compute."""
         dtypes = [self.config.actor_rollout_ref.rollout.dtype]
         if self.plan.settings.servers.enabled:
             engine = self.config.model_engine_server.engine
             mixed = engine.get("mixed_precision")
-            # FSDP2 goes by this one, and by bfloat16 where it is null.
+            # FSDP2 computes in this dtype, or in bfloat16 if it is null.
             fsdp = mixed.get("param_dtype", "bf16") if mixed else "bf16"
             dtypes.append(engine.dtype if self.plan.settings.servers.backend == "megatron" else fsdp)
         return dtypes
@@ -275,5 +273,5 @@ class Startup:
 
     @property
     def actor_rollout_wg(self) -> Any:
-        """The group of workers that train the policy, by verl's name."""
+        """The group of workers that train the policy, under verl's name."""
         return self.stages.actor_rollout_wg

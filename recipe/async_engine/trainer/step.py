@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a run: a leased batch of groups, put together and trained by a trainer's `Stages`.
+"""One step of a run: puts a leased batch of groups together and trains it by a trainer's `Stages`.
 
-Contract: the stages come in verl's order. What is looked at and added between them is here: alarms, numbers that are
-none, log-probs from the run's source, and the staleness of each token, which is checked before anything is trained.
-Shown by tests/integration/test_finite_stage.py, test_alarm_stage.py and the end-to-end runs.
+Contract: the stages are called in verl's order. Between them this module adds alarms, the handling of numbers that are
+not finite, and log-probs from the configured source, and it checks the staleness of every token before anything is
+trained. Shown by tests/integration/test_finite_stage.py, test_alarm_stage.py and the end-to-end runs.
 """
 
 from contextlib import nullcontext
@@ -37,10 +37,11 @@ from recipe.async_engine.trainer.step_metrics import StepMetrics
 
 
 class TrainingStep(Startup):
-    """See the module's contract.
+    """Trains steps as the module's contract says.
 
     Attributes:
-        metrics: of the step under way, and ``timing_raw`` its seconds, by verl's names.
+        metrics: the metrics of the present step.
+        timing_raw: its seconds, under verl's names.
     """
 
     tokenizer: Any
@@ -57,7 +58,7 @@ class TrainingStep(Startup):
 
     @property
     def running(self) -> RolloutScheduler:
-        """The scheduler, which `fit` has made."""
+        """The scheduler, which exists once `fit` has begun."""
         assert self.scheduler is not None
         return self.scheduler
 
@@ -67,7 +68,7 @@ class TrainingStep(Startup):
         self.record.ages(batch, self.ledger.version)
         self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
         self.metrics.update(self.step_metrics.of_batch(batch, groups, self.async_rollout_manager, self.timing_raw))
-        # From here on they are a column.
+        # From here on the versions are a column.
         del batch.non_tensor_batch[VERSION_RUNS]
         batch = self.train_on(batch)
         self.running.batch_trained()
@@ -75,11 +76,11 @@ class TrainingStep(Startup):
         return batch
 
     def train_on(self, batch: DataProto) -> DataProto:
-        """Train one assembled batch: the stages, in verl's order, and what is looked at and added between them."""
+        """Train one assembled batch, by the stages in verl's order and the additions between them."""
         stages, version = self.stages, self.ledger.version
         self.metrics.update(note_answers(batch, self.tokenizer.all_special_ids, self.alarms))
         batch = stages.rewards(batch)
-        # The trainer waits for its servers, where they have the log-probs.
+        # If log-prob servers are the source, the trainer waits for them in this phase.
         with self.timeline.phase(ANSWER_SCORES) if self.plan.proximal is Proximal.SERVER else nullcontext():
             self.log_probs.fill(batch, version, self.metrics, self.timing_raw)
         if stages.uses_reference and self.plan.settings.servers.reference_replicas:
@@ -93,7 +94,7 @@ class TrainingStep(Startup):
         return self._update(batch)
 
     def _advantages(self, batch: DataProto) -> DataProto:
-        """Advantages of a batch, without the answers that have a number that is none."""
+        """Compute advantages, and leave out answers with a number that is not finite."""
         left_out = leave_out(batch, COMPUTED)
         batch = self.stages.advantages(batch)
         note_rewards(batch, self.alarms)
@@ -107,15 +108,15 @@ class TrainingStep(Startup):
         return batch
 
     def by_published_weights(self, batch: DataProto) -> tuple[DataProto, float]:
-        """Old log-probs of a batch by the weights that were published last."""
-        # The batch under way has been taken already.
+        """Compute old log-probs of a batch by the weights that were published last."""
+        # The present batch is taken already, so this holds in the first batch of a version.
         if self.ledger.batches_left == self.plan.batches_per_version - 1:
             return self.stages.old_log_probs(batch)
         with self.published.in_use():
             return self.stages.old_log_probs(batch)
 
     def _updated(self, model: str, output: DataProto) -> None:
-        """A model was updated; ``output`` is what its ranks report."""
+        """Take in that a model was updated. ``output`` is what its ranks report."""
         self.metrics.update(note_update(model, output, self.alarms))
         if model == "actor":
             metrics = output.meta_info["metrics"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step that stock verl's trainers have beside those of verl's stages, under their names.
+"""Metrics of a step that stock verl's trainers report beside those of verl's stages, under their names.
 
-Contract: a name of stock's means what it means there; docs/metrics.md says where it cannot, key by key, and a test
-holds that table against verl's source and against what runs write. Shown by tests/integration/test_metrics.py.
+Contract: a name of stock verl means here what it means there. docs/metrics.md lists the exceptions key by key, and a
+test compares that table with verl's source and with what runs write. Shown by tests/integration/test_metrics.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPECULATIVE = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_ve
 
 
 class StepMetrics:
-    """See the module's contract."""
+    """Computes the metrics of the module's contract."""
 
     def __init__(self, config: Any, plan: RunPlan) -> None:
         parts = wanted(OmegaConf.to_container(config, resolve=True), plan.settings)
@@ -37,9 +37,9 @@ class StepMetrics:
     def of_batch(
         self, batch: DataProto, groups: Sequence[GroupRun], manager: AgentLoopManager, timing: dict[str, float]
     ) -> dict[str, float]:
-        """Of a batch as it was assembled, whose agent loops' own measurements it is rid of.
+        """Return metrics of an assembled batch, and remove the agent loops' own measurements from it.
 
-        ``timing``: of the step; gets ``agent_loop/*``.
+        The step's ``timing`` gets ``agent_loop/*``.
         """
         measured = batch.meta_info.pop("metrics")
         timing.update(manager._performance_metrics([measured], batch))
@@ -59,11 +59,11 @@ class StepMetrics:
         }
 
     def of_step(self, batch: DataProto, metrics: dict[str, Any], timing: dict[str, float]) -> dict[str, float]:
-        """What follows from the metrics of a step that has been trained, verl's among them."""
+        """Return metrics that follow from the metrics of a trained step, verl's among them."""
         self._stale += metrics[STALE]
         return {
             STALE: self._stale,
-            # verl divides by the trainer's accelerators alone.
+            # verl divides only by the trainer's accelerators.
             "perf/throughput": metrics["perf/throughput"] * self._trainers_share,
             "fully_async/total_wait_time": timing["gen"],
             "fully_async/trainer/idle_ratio": timing["gen"] / timing["step"],
@@ -77,7 +77,7 @@ class StepMetrics:
         }
 
     def _gdpo(self, batch: DataProto) -> dict[str, float]:
-        """As verl's first trainer has them (ray_trainer.py:1773)."""
+        """Return verl's metrics of GDPO's rewards (ray_trainer.py:1773)."""
         found: dict[str, float] = {}
         for key in self._gdpo_keys:
             values = np.asarray(batch.non_tensor_batch[key], dtype=np.float32)

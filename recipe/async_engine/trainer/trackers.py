@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's trackers (``trainer.logger``), each on a thread of its own, from a run's first row to its status.
+"""Runs verl's trackers (``trainer.logger``), each on a thread of its own, from the first row to the run's status.
 
-Contract: one that cannot be set up refuses the start. From then on a tracker costs nobody but itself: one that raises
-loses what it was given, and one that hangs is left behind, each said once; neither holds the trainer, and the other
-trackers get every row. `Trackers.finish` gives each the last rows, how the run ended and, where it has one, the status,
-all within one deadline. A resumed run goes on in the files of ``file`` and ``tensorboard`` without the rows past its
-checkpoint; in other trackers each start is a run of its own, with the steps of the training.
+Contract: a tracker that cannot be set up refuses the start. From then on a tracker affects only itself. One that raises
+loses what it was given, and one that hangs is abandoned. Each is logged once. Neither holds the trainer up, and the
+other trackers get every row. `Trackers.finish` gives each tracker the last rows, how the run ended and, if it has one,
+the status, within one deadline for all. A resumed run continues in the files of ``file`` and ``tensorboard``, without
+the rows after its checkpoint. In other trackers each start is a run of its own, with the steps of the training.
 
-Calls of one tracker are made on one thread: MLflow and Trackio know their run by it. Shown by
+All calls of one tracker are made on one thread, because MLflow and Trackio identify their run by it. Shown by
 tests/integration/test_trackers.py, tests/e2e/test_signals.py, test_crash.py and test_disks.py.
 """
 
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 Call = Callable[[Tracking], Any]
 
 BACKLOG = 4096
-"""Rows that a tracker may be behind; a longer one hangs."""
+"""Rows that a tracker may be behind before it counts as hanging."""
 REFUSED_S = 60.0
-"""For the others where one cannot be set up."""
+"""Seconds that the other trackers get if one of them cannot be set up."""
 LONGEST = 1000
-"""Characters of an error that trackers are told; MLflow refuses tags of more than a few thousand."""
+"""The most characters of an error that trackers get, because MLflow refuses tags of more than a few thousand."""
 ENDED = "run/ended"
 MLFLOW_FILE = "mlflow_run.json"
 
@@ -54,7 +54,7 @@ class TrackerFailed(RecipeError):
 
 
 class _Tracker:
-    """One backend; ``make`` sets it up. Whatever is asked of it is done in order, on its thread."""
+    """One backend, which ``make`` sets up. Its thread makes all calls in order."""
 
     def __init__(self, name: str, make: Callable[[], Tracking]) -> None:
         self.name = name
@@ -78,7 +78,7 @@ class _Tracker:
             what, call = asked
             try:
                 call(tracking)
-            except BaseException as error:  # whatever a disk, a network or a service has
+            except BaseException as error:  # a disk, a network or a service may raise anything
                 self._say(f"does not take {what}", error)
         self.over.set()
 
@@ -88,7 +88,7 @@ class _Tracker:
             logger.error("tracker %s %s, the run goes on: %r", self.name, what, error)
 
     def ask(self, what: str, call: Call | None) -> None:
-        """Have ``call`` made; None: nothing more will be asked."""
+        """Have ``call`` made on the thread. None ends the thread."""
         try:
             self._asked.put_nowait(None if call is None else (what, call))
         except queue.Full as error:
@@ -96,14 +96,14 @@ class _Tracker:
 
 
 class Trackers:
-    """See the module's contract.
+    """The trackers of a run, as the module's contract says.
 
     Args:
         names: ``trainer.logger``.
-        project, experiment, config: what the trackers call the run, and its settings, without secrets.
-        folder: of the run.
-        step: of the checkpoint that the run resumes from, 0 without one.
-        startup_s: deadline of setting them up.
+        project, experiment, config: the run's names in the trackers, and its settings without secrets.
+        folder: the folder of the run.
+        step: the step of the checkpoint that the run resumes from, 0 without one.
+        startup_s: the deadline of setting them up.
 
     Raises:
         TrackerFailed: one could not be set up.
@@ -125,7 +125,7 @@ class Trackers:
         self._trackers = [_Tracker(name, partial(self._set_up, name)) for name in self._samples]
         self._ending = threading.Lock()
         self.generations = SimpleNamespace(log=self._log_generations)
-        """In the place of verl's logger of a validation's answers."""
+        """Stands for verl's logger of a validation's answers."""
         try:
             self._wait(startup_s)
         except TrackerFailed as error:
@@ -150,18 +150,18 @@ class Trackers:
             tracker.ask(f"step {step}", partial(self._write, row, step))
 
     def _log_generations(self, names: str | Sequence[str], samples: Sequence[Any], step: int) -> None:
-        """Give trackers, as verl does, answers of a validation: input, output and score of each."""
+        """Give answers of a validation, each with input, output and score, to the named trackers, as verl does."""
         for tracker in self._trackers:
             if tracker.name in names:
                 tracker.ask(f"the answers of step {step}", partial(self._write_samples, tracker.name, samples, step))
 
     def finish(self, account: Mapping[str, Any], error: Mapping[str, str] | None, limit_s: float) -> None:
-        """The run has ended; a second call does nothing.
+        """Tell the trackers that the run has ended. A second call does nothing.
 
         Args:
-            account: the run in the keys of ``summary.json``.
-            error: name and message of what ended it, None if nothing did.
-            limit_s: until when all of them are to have done it.
+            account: the run under the keys of ``summary.json``.
+            error: name and message of the error that ended the run, if any.
+            limit_s: the deadline of all trackers together.
         """
         if not self._ending.acquire(blocking=False):
             return
@@ -180,19 +180,19 @@ class Trackers:
                     limit_s,
                 )
 
-    # On the tracker's thread.
+    # Run on the tracker's thread.
 
     def _set_up(self, name: str) -> Tracking:
         kept = _rows_kept(_file_of(self._project, self._experiment), self._resumed_step) if name == "file" else b""
         if name == "wandb":
-            # By itself it would write its file every 15 s, and what it has not written is lost with the process.
+            # By default W&B writes its file every 15 s, and the rest is lost with the process.
             os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
         tracking = Tracking(self._project, self._experiment, [name], self._config)
         if name == "file":
             tracking.logger[name].fp.write(kept)
         elif name == "tensorboard":
             writer = tracking.logger[name].writer
-            # Another folder than the run's may have other runs beside it.
+            # A folder outside of the run's may have other runs in it.
             if self._resumed_step > 0 or self._folder.resolve() in Path(writer.log_dir).resolve().parents:
                 _leave_out(writer, self._resumed_step + 1 if self._resumed_step > 0 else 0)
         elif name == "mlflow" and name in tracking.logger:
@@ -202,7 +202,7 @@ class Trackers:
     def _write(self, row: dict[str, Any], step: int, tracking: Tracking) -> None:
         tracking.log(row, step)
         if (tensorboard := tracking.logger.get("tensorboard")) is not None:
-            # It would keep rows for two minutes, and they would be lost with the process.
+            # TensorBoard would keep rows for two minutes, and they would be lost with the process.
             tensorboard.writer.flush()
 
     def _write_samples(self, name: str, samples: Sequence[Any], step: int, tracking: Tracking) -> None:
@@ -224,12 +224,12 @@ class Trackers:
         finally:
             tracking.finish(exit_code=int(has_failed))
             if name == "wandb":
-                # Its own process writes the last rows after that, and would be killed with this one.
+                # W&B's own process writes the last rows after that, and would be killed with this one.
                 backend.teardown()
 
 
 def begin_tracking(config: Any, step: int, startup_s: float) -> Trackers:
-    """The trackers of a run with this configuration; for the rest see `Trackers`."""
+    """Set up the trackers of a run with this configuration. `Trackers` explains the other arguments."""
     trainer = config.trainer
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
     names = str(trainer.project_name), str(trainer.experiment_name)
@@ -238,12 +238,12 @@ def begin_tracking(config: Any, step: int, startup_s: float) -> Trackers:
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:
     found = [names] if isinstance(names, str) else names or ()
-    # verl's old name of it.
+    # "tracking" is verl's old name of "wandb".
     return list(dict.fromkeys("wandb" if name == "tracking" else name for name in found))
 
 
 def _said(account: Mapping[str, Any], error: Mapping[str, str] | None) -> dict[str, Any]:
-    """What trackers are told of a run's end: numbers and words."""
+    """Return the numbers and words that trackers are given at a run's end."""
     alarms = account.get("alarms") or {}
     validation = account.get("validation") or {}
     said = {
@@ -260,13 +260,13 @@ def _said(account: Mapping[str, Any], error: Mapping[str, str] | None) -> dict[s
 
 
 def _file_of(project: str, experiment: str) -> Path:
-    """Where verl's ``FileLogger`` writes."""
+    """Return the file that verl's ``FileLogger`` writes."""
     root = os.path.expanduser(os.getenv("VERL_FILE_LOGGER_ROOT", "."))
     return Path(os.getenv("VERL_FILE_LOGGER_PATH") or Path(root, project, f"{experiment}.jsonl"))
 
 
 def _rows_kept(file: Path, step: int) -> bytes:
-    """Of an earlier start's rows those up to ``step``, which verl would write over."""
+    """Return the rows of an earlier start up to ``step``, which verl would overwrite."""
     if step == 0 or not file.is_file():
         return b""
     return b"".join(line + b"\n" for line in file.read_bytes().splitlines() if _is_row(line, step))
@@ -276,12 +276,12 @@ def _is_row(line: bytes, last: int) -> bool:
     try:
         row = json.loads(line)
         return row["step"] <= last and ENDED not in row["data"]
-    except (ValueError, TypeError, KeyError):  # it was cut off
+    except (ValueError, TypeError, KeyError):  # the line was cut off
         return False
 
 
 def _leave_out(writer: Any, step: int) -> None:
-    """Have TensorBoard leave out what earlier starts wrote from ``step`` on, as its ``purge_step`` does."""
+    """Make TensorBoard drop what earlier starts wrote from ``step`` on, as its ``purge_step`` does."""
     from torch.utils.tensorboard.writer import Event, SessionLog
 
     writer.file_writer.add_event(Event(file_version="brain.Event:2"), step)
@@ -289,7 +289,7 @@ def _leave_out(writer: Any, step: int) -> None:
 
 
 def _end_killed_run(mlflow: Any, file: Path) -> None:
-    """Give the MLflow run of an earlier start that was killed its status, and note the one that has begun."""
+    """Give the MLflow run of an earlier, killed start its status, and write down the present run's id."""
     active = mlflow.active_run()
     assert active is not None
     run = active.info.run_id
@@ -297,7 +297,7 @@ def _end_killed_run(mlflow: Any, file: Path) -> None:
         if file.is_file() and (before := json.loads(file.read_text())["run_id"]) != run:
             mlflow.MlflowClient().set_terminated(before, "KILLED")
         durable.write(file, json.dumps({"run_id": run}) + "\n")
-    except Exception as error:  # the file is damaged, or of another tracking server
+    except Exception as error:  # the file may be damaged, or of another tracking server
         logger.warning("an MLflow run of an earlier start keeps the status that it has: %r", error)
 
 

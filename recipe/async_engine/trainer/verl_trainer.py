@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's trainer, as the loop's `Stages`: the only file that subclasses it, and that touches its private members.
+"""verl's trainer as the loop's `Stages`. Only this file subclasses it and uses its private members.
 
-Contract: each stage is verl's own, under verl's names of metrics. verl calls its groups of workers by methods of its
-own; each is overridden here to call verl's within the loop's context, so that the record knows when accelerators
-compute. Shown by tests/integration/test_finite_stage.py, test_trainer_group.py and the end-to-end runs.
+Contract: each stage is verl's own, with verl's names of metrics. verl calls its worker groups in methods of its own.
+Each of these is overridden here to run verl's method within the loop's context, so that the record knows when
+accelerators compute. Shown by tests/integration/test_finite_stage.py, test_trainer_group.py and the end-to-end runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,32 +29,34 @@ from recipe.async_engine.trainer.record_stage import COMPUTE, UPDATE
 
 
 class TrainerGroup(RayWorkerGroup):
-    """verl's group of training workers, which send weights beside training, see `ActorWorker`."""
+    """verl's group of training workers, which send weights beside training (`ActorWorker`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         worker = kwargs.get("ray_cls_with_init")
         if worker is not None:
-            # Ray takes concurrency groups where it makes an actor class, which verl does.
+            # verl makes the actor class, and Ray takes concurrency groups only there.
             group = ray.remote(concurrency_groups={BESIDE_TRAINING: len(BESIDE_METHODS)})
             worker.cls = group(worker.cls.__ray_actor_class__)
         super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        # Of several roles in one actor each has its name before its methods.
+        # If one actor has several roles, the role's name stands before the method's.
         if method_name.endswith(BESIDE_METHODS):
             return getattr(worker, method_name).options(concurrency_group=BESIDE_TRAINING).remote(*args, **kwargs)
         return super()._execute_remote_single_worker(worker, method_name, *args, **kwargs)
 
 
 class VerlTrainer(SeparateRayPPOTrainer):
-    """See the module's contract.
+    """verl's trainer as the loop's stages.
 
     Args:
         config: the whole configuration.
+        tokenizer, processor: those of the run.
         data: the data sets of training and validation.
-        actor_worker: the class of the workers that train the policy, and ``actor_role`` what they do, in verl's words.
-        phase: a context for a call of workers, by the name of the timeline's phase that it is.
-        updated: gets the name of a model ("actor", "critic") that has been updated, and what its ranks report.
+        actor_worker: the class of the workers that train the policy.
+        actor_role: what these workers do, in verl's words.
+        phase: returns a context for a call of workers, given the name of its phase in the timeline.
+        updated: is called with the name of a model ("actor", "critic") that was updated, and what its ranks report.
     """
 
     config: Any
@@ -92,7 +94,8 @@ class VerlTrainer(SeparateRayPPOTrainer):
             collate_fn=partial(collate, defaults=defaults(config)),
             train_sampler=create_rl_sampler(config.data, data[0]),
         )
-        # verl would have one on the trainer's accelerators; here it is the reward workers', on its own.
+        # verl would have a reward model on the trainer's accelerators, but here the reward workers have it on their
+        # own.
         self.use_rm = False
         self.prompts = self.train_dataloader
         self.train_dataloader = LoaderInUse(len(self.train_dataloader))
@@ -106,7 +109,9 @@ class VerlTrainer(SeparateRayPPOTrainer):
     # Processes.
 
     def start(self, reservations: Reservations) -> None:
-        """Start the training workers on what is reserved: verl would ask for less than all of it to be free."""
+        """Start the training workers on the reserved accelerators. verl would require less than all of them to be
+        free.
+        """
         manager = self.resource_pool_manager
         manager.resource_pool_dict = {name: reservations.pool(name) for name in manager.resource_pool_spec}
         self.resource_pool_to_cls: dict[Any, Any] = {pool: {} for pool in manager.resource_pool_dict.values()}
@@ -114,11 +119,11 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._init_worker_groups()
         self._init_models()
         if self.ref_in_actor:
-            # As verl's first trainer, whose profiling asks for it (ray_trainer.py:907, 1134).
+            # verl's profiling needs this name, which its first trainer sets too (ray_trainer.py:907, 1134).
             self.ref_policy_wg = self.actor_rollout_wg
 
     def use_rollout(self, agents: Any, servers: Any, rewards: Any, publisher: Any) -> None:
-        """Give the rollout side the names that verl's own methods ask for."""
+        """Store the rollout side under the names that verl's own methods use."""
         self.async_rollout_manager, self.llm_server_manager = agents, servers
         self.reward_loop_manager, self.checkpoint_manager = rewards, publisher
 
@@ -129,7 +134,9 @@ class VerlTrainer(SeparateRayPPOTrainer):
         )
 
     def _create_critic_class(self) -> None:
-        """Make the critic as `RayPPOTrainer` does (ray_trainer.py:797); `SeparateRayPPOTrainer` knows FSDP1 alone."""
+        """Make the critic as `RayPPOTrainer` does (ray_trainer.py:797), since `SeparateRayPPOTrainer` only supports
+        FSDP1.
+        """
         if not self.use_critic:
             return
         critic = omega_conf_to_dataclass(self.config.critic)
@@ -175,7 +182,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._fit_collect_metrics(batch)
         self._fit_experimental(batch)
 
-    # verl's calls of its worker groups.
+    # verl's calls of its worker groups, each in its phase.
 
     def _compute_values(self, batch: DataProto) -> DataProto:
         with self._phase(COMPUTE):

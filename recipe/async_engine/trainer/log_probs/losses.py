@@ -42,15 +42,17 @@ from recipe.async_engine.core.versions import NOT_SAMPLED
 
 BYPASS, LOGLINEAR = "recipe_bypass", "recipe_loglinear"
 CHOSEN = "loss_mode"
-"""Beside verl's own keys in the ``rollout_correction`` that workers are given: the loss that was chosen."""
+"""The key of the chosen loss, beside verl's own keys in the ``rollout_correction`` that workers are given."""
 SAFETY_BOUND = 20.0
-"""verl's: log ratios are clamped to it before they are exponentiated."""
+"""verl clamps log ratios to this before exponentiating them."""
 
 Loss = tuple[torch.Tensor, dict[str, Any]]
 
 
 def shares(token_versions: torch.Tensor, version: int) -> torch.Tensor:
-    """d / (d + 1) of each token, float32, 0 where nothing was sampled; ``token_versions`` is int64, any shape."""
+    """Return d / (d + 1) of each token, float32, and 0 if nothing was sampled, for int64 ``token_versions`` of any
+    shape.
+    """
     age = (version - token_versions).float()
     return torch.where(token_versions == NOT_SAMPLED, 0.0, age / (age + 1))
 
@@ -65,7 +67,7 @@ def bypass_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> Loss:
-    """verl's signature of a policy loss, tensors (rows, R)."""
+    """The policy loss for `BYPASS`, with verl's signature and tensors (rows, R)."""
 
     def anchors(sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sampled, log_prob.detach()
@@ -86,7 +88,10 @@ def loglinear_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> Loss:
-    """verl's signature of a policy loss, tensors (rows, R); ``rollout_is_weights`` has the shares, see the module."""
+    """The policy loss for `LOGLINEAR`, with verl's signature and tensors (rows, R).
+
+    ``rollout_is_weights`` has the shares, as the module's docstring explains.
+    """
     assert rollout_is_weights is not None
 
     def anchors(sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

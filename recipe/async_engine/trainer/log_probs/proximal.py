@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage of a step that gives a batch its proximal log-probs, from one of four sources.
+"""Gives a batch its proximal log-probs, from one of four sources.
 
-Contract: after `ProximalLogProbs.fill` a batch has ``old_log_probs``, whatever happened to servers: a row is taken from
-them only if every one of its sampled tokens was computed by a version that will do; the others are computed by the
-trainer, with a warning and a metric, and the next batch is the servers' again. Every step has, under verl's names,
+Contract: after `ProximalLogProbs.fill` a batch has ``old_log_probs``, whatever happened to servers. A row is taken from
+the servers only if an acceptable version computed each of its sampled tokens. The trainer computes the other rows, with
+a warning and a metric, and the servers are asked again for the next batch. Every step reports, under verl's names,
 ``timing_s/old_log_prob`` (the trainer's own forward pass, 0 without one) and ``rollout_corr/*``.
 
 Shown by tests/integration/test_log_prob_columns.py, tests/e2e/test_model_engine.py and, for later batches of a version,
@@ -46,13 +46,13 @@ Timing = dict[str, float]
 
 
 class ProximalLogProbs:
-    """See the module's contract.
+    """The source of the module's contract.
 
     Args:
         config: the whole configuration.
-        plan: of the run.
-        by_published_weights: the trainer's forward pass by the weights that were published last: a batch with
-            ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
+        plan: the plan of the run.
+        by_published_weights: the trainer's forward pass by the weights that were published last. It returns a batch
+            with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
     """
 
     def __init__(
@@ -62,12 +62,14 @@ class ProximalLogProbs:
         self._actor = config.actor_rollout_ref.actor
 
     def fill(self, batch: DataProto, version: int, metrics: Metrics, timing: Timing) -> None:
-        """Give a batch, trained at ``version``, the column; ``metrics`` and ``timing`` are the step's."""
-        # Present in every run: seconds of log-prob work that training waited for.
+        """Add ``old_log_probs`` to a batch that is trained at ``version``. ``metrics`` and ``timing`` are the
+        step's.
+        """
+        # Every run reports the seconds of log-prob work for which training waited.
         timing.setdefault("old_log_prob", 0.0)
         began = time.monotonic()
         if self._source in (Proximal.BYPASS, Proximal.LOGLINEAR):
-            # The policy that sampled; the loss interpolates, and reports the mismatch by the current policy.
+            # These are the sampling policy's. The loss interpolates, and reports the mismatch by the current policy.
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
             if self._source is Proximal.LOGLINEAR:
                 batch.batch["rollout_is_weights"] = shares(batch.batch[TOKEN_VERSIONS], version)
@@ -83,14 +85,14 @@ class ProximalLogProbs:
         metrics["log_probs/critical_path_seconds"] = time.monotonic() - began
 
     def recompute(self, batch: DataProto, metrics: Metrics, timing: Timing) -> tuple[torch.Tensor, torch.Tensor]:
-        """Have the trainer compute log-probs of the newest published version, and entropies: float32 (rows, R) each."""
+        """Have the trainer compute log-probs by the newest published version, and entropies, float32 (rows, R) each."""
         with marked_timer("old_log_prob", timing, color="blue"):
             computed, mfu = self._compute(batch)
         metrics["perf/mfu/actor_infer"] = mfu
         log_probs, entropy = computed.batch.pop("old_log_probs"), computed.batch.pop("entropys")
         replay = OmegaConf.select(self._actor, "megatron.router_replay.mode")
         for name, column in computed.batch.items():
-            # What experts the trainer chose is wanted only where verl replays the trainer's choice.
+            # The trainer's choice of experts is only needed if verl replays it.
             if name != "routed_experts" or name not in batch.batch or replay == "R2":
                 batch.batch[name] = column
         return log_probs, entropy
@@ -98,7 +100,9 @@ class ProximalLogProbs:
     def _by_servers(
         self, batch: DataProto, version: int, metrics: Metrics, timing: Timing
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take what log-prob servers computed while samples were generated, or waited; adds the column `SCORED_BY`."""
+        """Return what log-prob servers computed while samples were generated or waited, and add the column
+        `SCORED_BY`.
+        """
         rows = _resolved(batch.non_tensor_batch.pop(SCORES, [None] * len(batch)), self._servers.timeout)
         sampled_by = batch.batch[TOKEN_VERSIONS]
         columns = server_columns(rows, sampled_by, self._servers, version)
@@ -123,13 +127,13 @@ class ProximalLogProbs:
         return log_probs, entropy
 
     def report_entropy(self, batch: DataProto, entropy: torch.Tensor, metrics: Metrics) -> None:
-        """Report entropies, (rows, R), as verl does where it has computed them."""
+        """Report entropies, (rows, R), as verl does for those that it computed."""
         metrics.update(entropy_metric(entropy, batch.batch["response_mask"], self._actor))
         metrics.update(calculate_debug_metrics(batch))
 
 
 def fill_reference(batch: DataProto, metrics: Metrics, compute: Callable[[DataProto], DataProto]) -> DataProto:
-    """Give a batch the log-probs of the reference policy that its servers computed; ``compute`` has all the others."""
+    """Add the reference policy's log-probs from its servers to a batch. ``compute`` adds those of all rows."""
     rows = batch.non_tensor_batch.pop(REFERENCE, [None] * len(batch))
     column = torch.zeros(batch.batch["responses"].shape)
     missing = torch.tensor([row is None for row in rows])
@@ -146,16 +150,16 @@ def fill_reference(batch: DataProto, metrics: Metrics, compute: Callable[[DataPr
 
 
 def rename_loss_metrics(metrics: Metrics) -> None:
-    """Take away the "actor/" that verl puts before the mismatch that a loss reports."""
+    """Remove the "actor/" that verl puts before the mismatch metrics of a loss."""
     for name in [name for name in metrics if name.startswith(IN_LOSS)]:
         metrics[name.removeprefix("actor/")] = metrics.pop(name)
 
 
 def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: Any) -> dict[str, float]:
-    """``actor/entropy`` of a batch, aggregated as the loss is (verl/experimental/separation/ray_trainer.py:522).
+    """Return ``actor/entropy`` of a batch, aggregated as the loss is (verl/experimental/separation/ray_trainer.py:522).
 
     Args:
-        entropy: of each token's distribution, (rows, R).
+        entropy: the entropy of each token's distribution, (rows, R).
         response_mask: 1 for the tokens that are trained, (rows, R).
         actor: verl's section ``actor_rollout_ref.actor``.
     """
@@ -170,15 +174,17 @@ def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: An
 
 @dataclass(frozen=True)
 class ServerColumns:
-    """Of a batch of rows with responses padded to R tokens; 0, and version -1, where nothing was sampled."""
+    """The scores of a batch whose responses are padded to R tokens, with 0 and version -1 for tokens that nobody
+    sampled.
+    """
 
     log_probs: torch.Tensor  # float32 (rows, R)
     entropy: torch.Tensor  # float32 (rows, R)
     versions: torch.Tensor  # int64 (rows, R), the version that computed each token's
     missing: torch.Tensor  # bool (rows,), rows that have none
-    wrong: int  # of these, rows whose scores were computed by a version that will not do
-    late_tokens: int  # tokens that another version computed than the one wanted
-    queued_s: float  # longest time that a request of the batch waited at a server
+    wrong: int  # the missing rows whose scores an unacceptable version computed
+    late_tokens: int  # tokens whose scores another version than the wanted one computed
+    queued_s: float  # the longest time that a request of the batch waited at a server
 
 
 def server_columns(
@@ -187,9 +193,9 @@ def server_columns(
     """Join the scores of a batch's rows.
 
     Args:
-        rows: of each row, of any length up to R; None where there are none.
-        token_versions: int64 (rows, R), the version that sampled each token, -1 where none did.
-        servers, newest: say which version should have computed a token's log-prob, see `_will_do`.
+        rows: the scores of each row, of any length up to R, or None.
+        token_versions: int64 (rows, R), the version that sampled each token, or -1.
+        servers, newest: say which version should have computed a token's log-prob (`_will_do`).
     """
     log_probs = torch.zeros(token_versions.shape, dtype=torch.float32)
     entropy, versions = torch.zeros_like(log_probs), torch.full_like(token_versions, NOT_SAMPLED)
@@ -218,16 +224,19 @@ def server_columns(
 def _will_do(
     servers: LogProbServers, newest: int, scored_by: torch.Tensor, sampled_by: torch.Tensor, late_tokens: int
 ) -> bool:
-    """Whether a row will do, by the versions of its sampled tokens, int64 (tokens,) each; ``newest``: published."""
+    """Return whether acceptable versions scored a row, given int64 (tokens,) of its sampled tokens.
+
+    ``newest`` is the newest published version.
+    """
     if servers.anchor == Anchor.LATEST:
         return bool((scored_by == newest).all())
-    # What came late to a server was scored by a later version, which the server said.
+    # A late request is scored by a later version, and the server says so.
     expected = (scored_by == sampled_by) | ((scored_by > sampled_by) & bool(late_tokens))
     return bool(expected.all())
 
 
 def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | None]:
-    """What object references stand for; what is lost or late is None."""
+    """Return the scores for object references, with None for scores that are lost or late."""
     deadline = time.monotonic() + timeout_s
     rows: list[ResponseScores | None] = []
     for item in scores:
@@ -242,7 +251,7 @@ def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | 
 
 
 def scores_column(scores: Sequence[Any]) -> np.ndarray:
-    """Scores, or object references of them, as a column of a batch."""
+    """Return scores, or object references of them, as a column of a batch."""
     column = np.empty(len(scores), dtype=object)
     column[:] = scores
     return column
