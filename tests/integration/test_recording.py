@@ -170,7 +170,7 @@ def test_record_is_on_disk_while_the_run_goes_on(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a kill would leave it."""
-    monkeypatch.setattr("recipe.async_engine.trainer.recording.WRITE_S", 0.1)
+    monkeypatch.setattr("recipe.async_engine.trainer.recording.RECORD_WRITE_S", 0.1)
     recording = Recording(str(tmp_path), DEVICES, {}, dict)
     recording.follow(TRAINER, Lane(time.monotonic, "wait"))
     now = time.monotonic()

@@ -9,11 +9,12 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 
+from recipe.async_engine.core.deadlines import DRIVER_S
+
 logger = logging.getLogger(__name__)
 
 MIB, GIB = 1 << 20, 1 << 30
 
-PROGRAM_S = 15.0
 QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 RAY_TYPE = "accelerator_type:"
 # Of the types that Ray names (ray.util.accelerators); of those that exist with several sizes, the name has it or the
@@ -42,7 +43,7 @@ def memory_here() -> int | None:
     if shutil.which(QUERY[0]) is None:
         return None
     try:
-        answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=PROGRAM_S, check=True).stdout
+        answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=DRIVER_S, check=True).stdout
         sizes = [int(line) * MIB for line in answer.split()]
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         logger.warning("the accelerators' memory is not known, so it is not checked: %s", error)

@@ -34,6 +34,7 @@ from recipe.async_engine.config.problems import ConfigError, Problem, lookup
 from recipe.async_engine.config.rules.names import unusual
 from recipe.async_engine.config.validation import Findings, Judge, judge, warnings_of
 from recipe.async_engine.config.verl_types import well_formed
+from recipe.async_engine.core.deadlines import HUB_S
 from recipe.async_engine.inspection.accelerators import memory_here
 from recipe.async_engine.inspection.code_files import code_facts
 from recipe.async_engine.inspection.data_files import data_facts
@@ -43,7 +44,6 @@ from recipe.async_engine.record.contents import without_weights
 
 logger = logging.getLogger(__name__)
 
-HUB_TIMEOUT_S = 10.0
 REWARD_FUNCTION = "reward.custom_reward_function"
 
 
@@ -256,8 +256,8 @@ def _on_hub(name: str) -> tuple[Path | None, str | None]:
         if constants.HF_HUB_OFFLINE:
             return None, f"{absent} is offline (HF_HUB_OFFLINE)"
     try:
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)  # which is asked once
-        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S)), None
+        HfApi().model_info(name, timeout=HUB_S)  # which is asked once
+        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_S)), None
     except HfHubHTTPError as error:
         return None, f"does not exist as a directory, and the hub refuses it ({type(error).__name__})"
     except (OSError, httpx.HTTPError) as error:

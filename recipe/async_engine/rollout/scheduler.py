@@ -31,6 +31,7 @@ from typing import Any
 
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.core.alarms import AlarmLimit
+from recipe.async_engine.core.deadlines import HANDED_OVER_S, SCHEDULER_S
 from recipe.async_engine.core.errors import CannotGoOn, RecipeError
 from recipe.async_engine.core.groups import (
     NON_FINITE_REASON,
@@ -61,9 +62,6 @@ from recipe.async_engine.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-LOOP_S = 60.0
-# A payload that its worker has handed over is here in less, or lost.
-LAST_WORDS_S = 5.0
 PORTION, PAUSE_S = 1_024, 0.001
 """How many trajectories begin before whoever waits for the scheduler has its turn, and for how long."""
 TRAINED_FIRST = attrgetter("start", "id")
@@ -238,7 +236,7 @@ class RolloutScheduler:
 
     def version_announced(self) -> int:
         """Every live replica has committed the sealed version. Returns it."""
-        return self._ask(self._announced(), LOOP_S)
+        return self._ask(self._announced(), SCHEDULER_S)
 
     def pause_until_drained(self, timeout_s: float, fill: bool = False) -> None:
         """Wait until no trajectory of a stream generates, and issue nothing from then on, until :meth:`open_turn`.
@@ -554,7 +552,7 @@ class RolloutScheduler:
         # Payloads that their workers had handed over already.
         last_words = [self._ends[key] for key in told.over if key in self._ends]
         if last_words:
-            await asyncio.wait(last_words, timeout=LAST_WORDS_S)
+            await asyncio.wait(last_words, timeout=HANDED_OVER_S)
         async with self._prompts.standstill() as position:
             with self._changed:
                 kept = {
@@ -608,7 +606,7 @@ class RolloutScheduler:
             self.manager.drain()
         flow = await self._pool.close_books(timeout_s)
         if self._ends:
-            await asyncio.wait(list(self._ends.values()), timeout=LAST_WORDS_S)
+            await asyncio.wait(list(self._ends.values()), timeout=HANDED_OVER_S)
         return flow
 
     async def _stop(self) -> None:

@@ -28,10 +28,11 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker, DictConfigWrap, ToolListWrap
 from verl.utils.rollout_trace import rollout_trace_attr
 
-from recipe.async_engine.actors.control import Early, was_restarted
+from recipe.async_engine.actors.control import EarlyCancellations, was_restarted
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.actors.worker_set import WorkerRestarted
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
+from recipe.async_engine.core.deadlines import CANCELLED_S
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import NOT_SAMPLED, Part, align
@@ -71,8 +72,6 @@ from recipe.async_engine.rollout.users_loop import (
 logger = logging.getLogger(__name__)
 
 REWARD_AT_ONCE_S = 0.03
-# For a trajectory that was cancelled to end; an agent loop may catch the cancellation and go on.
-LAST_MOMENT_S = 10.0
 
 CANCELLED = (
     "its agent loop was cancelled, and nobody here had asked for that: the loop or one of its tools did it, or another "
@@ -101,7 +100,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(limits.trajectory)
         self._running: dict[str, TrajectoryRecorder] = {}
-        self._unwanted = Early()
+        self._unwanted = EarlyCancellations()
         self._answers = AnswerBook()
         self._scoring: ScoringClient | None = None
         self._score_parts = False
@@ -321,7 +320,7 @@ class TrajectoryWorker(AgentLoopWorker):
         """End the named trajectories; each one's caller sees the cancellation as its error."""
         for key in keys:
             if key not in self._running:
-                self._unwanted.say(key)
+                self._unwanted.add(key)
             elif not self._running[key].told.done():
                 self._running[key].told.set_result(None)
 
@@ -336,7 +335,7 @@ class TrajectoryWorker(AgentLoopWorker):
         under_way = [asyncio.create_task(running.over.wait()) for running in self._running.values()]
         await self.cancel(list(self._running))
         if under_way:
-            await asyncio.wait(under_way, timeout=LAST_MOMENT_S)
+            await asyncio.wait(under_way, timeout=CANCELLED_S)
         return self._answers.flow()
 
     async def hold(self) -> TokenAccount:
@@ -503,7 +502,7 @@ class TrajectoryWorker(AgentLoopWorker):
 async def _cancel(task: asyncio.Task[Any], key: str) -> None:
     """End a trajectory's agent loop; one that does not end is left behind."""
     task.cancel()
-    await asyncio.wait({task}, timeout=LAST_MOMENT_S)
+    await asyncio.wait({task}, timeout=CANCELLED_S)
     if not task.done():
         logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
         # Whatever it ends with some day, nobody asks.

@@ -25,6 +25,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from recipe.async_engine.core.deadlines import AGENTS_TOLD_S, RECORD_WRITE_S, TOLD_S
 from recipe.async_engine.core.errors import EngineDied
 from recipe.async_engine.record.event_file import EventFile
 from recipe.async_engine.record.events import (
@@ -53,8 +54,7 @@ logger = logging.getLogger(__name__)
 ASK_S, LONGEST_ASK_S = 1.0, 30.0
 # One question for each 2,000th part of the run so far.
 ASKED_IN_ALL = 2_000
-ANSWER_S, AGENTS_ANSWER_S = 2.0, 0.3
-WRITE_S, MANY = 5.0, 5_000
+MANY = 5_000
 GROUPS_IN_FULL = 10_000
 
 
@@ -148,10 +148,10 @@ class Recording:
     def close(self, until: float, tokens: TokenBooks | None) -> Recorded:
         """Ask once more and write what there is; the record covers the run up to ``until``, by this process's clock.
 
-        Where a write has not returned for `WRITE_S`, it is left to what the file has.
+        Where a write has not returned for `RECORD_WRITE_S`, it is left to what the file has.
         """
         self._over.set()
-        self._thread.join(2 * ANSWER_S)
+        self._thread.join(2 * TOLD_S)
         with self._locked_soon() as locked:
             if locked:
                 self._ask_all()
@@ -180,10 +180,12 @@ class Recording:
 
     @contextmanager
     def _locked_soon(self) -> Iterator[bool]:
-        """Have the lock unless the thread keeps it for `WRITE_S`; says whether it was had."""
-        locked = self._lock.acquire(timeout=WRITE_S)
+        """Have the lock unless the thread keeps it for `RECORD_WRITE_S`; says whether it was had."""
+        locked = self._lock.acquire(timeout=RECORD_WRITE_S)
         if not locked:
-            logger.error("the record lacks its end: a write to %s has not returned for %g s", self._file.path, WRITE_S)
+            logger.error(
+                "the record lacks its end: a write to %s has not returned for %g s", self._file.path, RECORD_WRITE_S
+            )
         try:
             yield locked
         finally:
@@ -197,7 +199,7 @@ class Recording:
             try:
                 with self._lock:
                     self._ask_all()
-                    if self._now - self._last_write > WRITE_S or len(self._told) > MANY:
+                    if self._now - self._last_write > RECORD_WRITE_S or len(self._told) > MANY:
                         self._write()
             except Exception:  # a run does not end for its record
                 logger.exception("the record of events misses something")
@@ -238,7 +240,7 @@ class Recording:
         began, waiting = self._clock(), list(asked)
         while waiting:
             # An agent loop may keep its worker from answering; nothing else waits for that.
-            limit = ANSWER_S if any(asked[reference].is_counted for reference in waiting) else AGENTS_ANSWER_S
+            limit = TOLD_S if any(asked[reference].is_counted for reference in waiting) else AGENTS_TOLD_S
             if (left := began + limit - self._clock()) <= 0:
                 break
             answered, waiting = ray.wait(waiting, timeout=left)

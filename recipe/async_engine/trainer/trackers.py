@@ -32,6 +32,7 @@ from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 from recipe.async_engine.config.secrets import without_secrets
 from recipe.async_engine.core.alarms import how_it_ended
+from recipe.async_engine.core.deadlines import REFUSED_S
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.record import durable
 
@@ -41,8 +42,6 @@ Call = Callable[[Tracking], Any]
 
 BACKLOG = 4096
 """Rows that a tracker may be behind; a longer one hangs."""
-REFUSED_S = 60.0
-"""For the others where one cannot be set up."""
 LONGEST = 1000
 """Characters of an error that trackers are told; MLflow refuses tags of more than a few thousand."""
 ENDED = "run/ended"
