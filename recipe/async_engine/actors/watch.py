@@ -46,34 +46,30 @@ LOOK_S = 1.0
 STATUS = 70
 
 
-class Question:
-    """A remote call that is made again and again, and whose answers nobody waits for.
+class Questions:
+    """Remote calls that are made again and again, and whose answers nobody waits for.
 
     Args:
-        ask: makes the call.
-        every_s: how long after an answer it is made again.
+        calls: make the calls, by the name of the part that is asked.
+        every_s: how long after an answer a part is asked again.
     """
 
-    def __init__(self, ask: Callable[[], ray.ObjectRef], every_s: float) -> None:
-        self._ask = ask
+    def __init__(self, calls: Mapping[str, Callable[[], ray.ObjectRef]], every_s: float) -> None:
+        self._calls = calls
         self._every_s = every_s
-        self._asked: ray.ObjectRef | None = None
-        self._ask_at = 0.0
+        self._ask_at = dict.fromkeys(calls, 0.0)
+        self._asked: dict[ray.ObjectRef, str] = {}
 
-    def answers(self) -> list[Any]:
-        """Return the answer that has come since the last call, in a list, or an empty list.
-
-        Raises:
-            RayError: the call failed; it is made again later.
-        """
-        if self._asked is None:
-            if time.monotonic() >= self._ask_at:
-                self._asked = self._ask()
-            return []
-        if not ray.wait([self._asked], timeout=0)[0]:
-            return []
-        asked, self._asked, self._ask_at = self._asked, None, time.monotonic() + self._every_s
-        return [ray.get(asked, timeout=REPORT_ANSWER_S)]
+    def answered(self) -> list[tuple[str, ray.ObjectRef]]:
+        """Ask the parts whose time has come, and return the answers that came since the last call, by part."""
+        now = time.monotonic()
+        for name in [name for name, at in self._ask_at.items() if now >= at]:
+            del self._ask_at[name]
+            self._asked[self._calls[name]()] = name
+        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        answers = [(self._asked.pop(answer), answer) for answer in done]
+        self._ask_at |= {name: now + self._every_s for name, _ in answers}
+        return answers
 
 
 class RunWatch:
@@ -95,7 +91,7 @@ class RunWatch:
         self._error: CannotGoOn | None = None
         self._stage: Silence | None = None
         self._held: dict[str, Any] = {}
-        self._questions: dict[str, Question] = {}
+        self._questions = Questions({}, HELD_AGAIN_S)
         self._over, self._heard = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="run-watch", daemon=True)
 
@@ -136,7 +132,7 @@ class RunWatch:
     def hold(self, actors: Mapping[str, Any]) -> None:
         """End the run from now on if one of these actors dies; none of them may be one that Ray starts again."""
         self._held = dict(actors)
-        self._questions = {name: Question(_ask(actor), HELD_AGAIN_S) for name, actor in actors.items()}
+        self._questions = Questions({name: _ask(actor) for name, actor in actors.items()}, HELD_AGAIN_S)
 
     def cause_of(self, error: Exception) -> Exception:
         """Return what caused a trainer's error: the death of a held actor if there was one, else the error itself.
@@ -203,9 +199,9 @@ class RunWatch:
             stalled = f"{self._stall.part} for {silent_s:.0f} s (async_training.timeouts.stall)"
             return CannotGoOn(f"{stalled}: {self._report()}")
         # An actor answers when its present work is done; Ray reports its death at once.
-        for name, question in self._questions.items():
+        for name, answer in self._questions.answered():
             try:
-                question.answers()
+                ray.get(answer, timeout=REPORT_ANSWER_S)
             except ActorUnavailableError:
                 continue
             except RayActorError as error:

@@ -103,7 +103,7 @@ TOLD_S = 2.0
 AGENTS_TOLD_S = 0.3
 """Agent-loop workers have only this long: what they tell of tools is a detail of the record."""
 RECORD_WRITE_S = 5.0
-"""The record is written this often. At the end of a run a write that takes longer is given up, and the end is missing."""
+"""The record is written this often; at the end of a run a write that takes longer is given up."""
 BOOKS_S = 20.0
 """At the end of a run agent-loop workers have this long to end their trajectories and count their tokens."""
 BOOKS_OF_A_FAILED_RUN_S = 4.0

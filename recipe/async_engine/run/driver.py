@@ -26,7 +26,7 @@ from omegaconf.errors import MissingMandatoryValue
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from recipe.async_engine.actors.watch import Question
+from recipe.async_engine.actors.watch import Questions
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.config.secrets import without_secrets
 from recipe.async_engine.config.validation import Judge
@@ -253,7 +253,7 @@ class _Run:
         events = runner.run.options(num_returns="streaming").remote(
             OmegaConf.to_container(self.config, resolve=True), trainer_class, self._timeouts
         )
-        live = Question(runner.live.options(concurrency_group="live").remote, 0.0)
+        live = Questions({"figures": runner.live.options(concurrency_group="live").remote}, 0.0)
         self.signals.ask(stop, self._timeouts.stop)
         with control_probe(self._timeouts.heartbeat) as control:
             for event in listen(events, beat, control, self._timeouts, lambda: self._alive(live, display)):
@@ -261,7 +261,7 @@ class _Run:
         if self.record.summary["error"] is not None and (lost := self._started.lost()) is not None:
             raise lost
 
-    def _alive(self, live: Question, display: Display) -> None:
+    def _alive(self, live: Questions, display: Display) -> None:
         self._last_resort.allow(
             "taking in a step, or writing it to trainer.default_local_dir (async_training.timeouts.heartbeat)",
             2 * self._timeouts.heartbeat,
@@ -272,8 +272,8 @@ class _Run:
             self._started.measure()
             self._look_at = time.monotonic() + LOOK_S
         with suppress(RayError):  # the run's own errors come with its events
-            for figures in live.answers():
-                display.live(figures)
+            for _, figures in live.answered():
+                display.live(ray.get(figures, timeout=0))
 
     def _end(self) -> BaseException | None:
         """End everything, then write and show the summary; return the first error."""

@@ -22,7 +22,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from recipe.async_engine.actors.watch import Question
+from recipe.async_engine.actors.watch import Questions
 from recipe.async_engine.config.sections import Timeouts
 from recipe.async_engine.core.deadlines import BEAT_S, CLOSE_S, CONTROL_S, FORCE_S, LEAVE_S, Silence
 from recipe.async_engine.core.errors import CannotGoOn
@@ -82,13 +82,13 @@ def listen(
     trainer, missing = Silence("the trainer's process has given no sign of life", timeouts.startup), NOT_STARTED
     closing: Silence | None = None
     last_words: dict[str, str] | None = None
-    question = Question(beat, BEAT_S / 2)
+    questions = Questions({"trainer": beat}, BEAT_S / 2)
     while closing is None or not closing.too_long():
         alive()
         ready, _ = ray.wait([events], timeout=BEAT_S)
         with suppress(RayActorError):  # the events end with it
-            for words in question.answers():
-                last_words = words or last_words
+            for _, answer in questions.answered():
+                last_words = ray.get(answer, timeout=timeouts.heartbeat) or last_words
                 trainer.heard()
                 trainer.limit_s, missing = timeouts.heartbeat, SILENT
         if last_words is not None:
