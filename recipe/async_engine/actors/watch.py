@@ -61,14 +61,14 @@ class Questions:
         self._asked: dict[ray.ObjectRef, str] = {}
 
     def answered(self) -> list[tuple[str, ray.ObjectRef]]:
-        """Ask the parts whose time has come, and return the answers that came since the last call, by part."""
+        """Return the answers that came since the last call, by part, and ask the parts whose time has come."""
         now = time.monotonic()
-        for name in [name for name, at in self._ask_at.items() if now >= at]:
-            del self._ask_at[name]
-            self._asked[self._calls[name]()] = name
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         answers = [(self._asked.pop(answer), answer) for answer in done]
         self._ask_at |= {name: now + self._every_s for name, _ in answers}
+        for name in [name for name, at in self._ask_at.items() if now >= at]:
+            del self._ask_at[name]
+            self._asked[self._calls[name]()] = name
         return answers
 
 
