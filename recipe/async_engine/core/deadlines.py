@@ -20,8 +20,8 @@ Settings are named as in ``async_training.timeouts``. Capitals name the constant
 Three parts have no such question, because the call itself tells: a process that scores rewards closes its socket when
 it dies, a log-prob server's death fails the request, and an answer that no longer grows ends by ``generation``.
 
-How often a loop looks again is written beside the loop: it decides nothing. Limits are here, so that they can be
-compared.
+How often a loop looks again is written beside the loop, since it decides nothing. Limits are here, so that they can be
+compared, but for one in `inspection/node_probe.py`, which is sent to nodes that may not have this package.
 """
 
 from __future__ import annotations
