@@ -4,7 +4,7 @@
 from omegaconf import DictConfig
 
 from recipe.async_engine.run import driver
-from recipe.async_engine.run.parts import Parts
+from recipe.async_engine.run.driver import Parts
 from recipe.laptop import local
 from recipe.mains.plan_only import JUDGES
 from recipe.report.account import settled

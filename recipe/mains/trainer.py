@@ -24,7 +24,6 @@ from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.outside import MODES
 from recipe.async_engine.record.run_record import RunRecord
 from recipe.async_engine.run.display import Display
-from recipe.async_engine.run.rehearsing import only_rehearse
 from recipe.async_engine.run.runner import TaskRunner
 from recipe.async_engine.shadowing import check_not_shadowed
 from recipe.mains.arguments import PREFIX, refused, take_arguments
@@ -58,6 +57,8 @@ class FlaggedTrainer(PPOTrainer):
     def __init__(self, config: DictConfig) -> None:
         # verl's own constructor is not called, since it would build a replay buffer that nothing uses.
         self.config = config
+        from recipe.async_engine.run.driver import only_rehearse
+
         check_not_shadowed()
         take_arguments(config, self.mode)
         only_rehearse(config)

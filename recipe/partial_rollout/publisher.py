@@ -22,8 +22,9 @@ from collections.abc import Callable
 
 from verl.workers.rollout.replica import RolloutReplica
 
+from recipe.async_engine.core.deadlines import PING_S
 from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, StagedVersion, WeightPublisher
-from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, Action, ReplicaRecord
+from recipe.async_engine.weights.replica_set import Action, ReplicaRecord
 from recipe.async_engine.weights.transfer_group import ChecksumMismatch
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class TurnPublisher(WeightPublisher):
 
     def find_dead(self) -> str:
         """Check each replica and its engine; return the errors of those that are not alive."""
-        self._each("answer", self._check_engine, PING_TIMEOUT_S)
+        self._each("answer", self._check_engine, PING_S)
         asyncio.run(self._unroute_dead())
         return self.known.errors
 

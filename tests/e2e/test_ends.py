@@ -13,7 +13,7 @@ from drilled_run import KILL, drilled
 from main_runs import FULLY_ASYNC, small
 from ray_nodes import Loopback, closing
 
-from recipe.async_engine.run.heartbeat import CONTROL_S
+from recipe.async_engine.core.deadlines import CONTROL_S
 from recipe.laptop.task import TaskPaths
 
 logger = logging.getLogger(__name__)

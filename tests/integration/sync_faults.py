@@ -566,7 +566,7 @@ class FaultyFleet:
 
     def __init__(self, engine: Engine) -> None:
         engine.load()
-        publisher_module.PING_TIMEOUT_S = PING_S
+        publisher_module.PING_S = PING_S
         self.engine = engine
         self.folder = tempfile.TemporaryDirectory(prefix="zmq", dir="/tmp")
         self.processes: dict[Any, Process] = {}

@@ -43,7 +43,7 @@ def wait_for(condition: Any) -> None:
 
 
 def agent_class() -> type:
-    from recipe.async_engine.actors.control import Early
+    from recipe.async_engine.actors.control import EarlyCancellations
     from recipe.async_engine.record.activity import AwayActivity
     from recipe.async_engine.rollout.client import TurnGate
     from recipe.async_engine.rollout.kept_answers import AnswerBook
@@ -57,7 +57,7 @@ def agent_class() -> type:
             self._scoring = self._reference = None
             self._is_prepared, self._score_parts = True, False
             self._answers, self._running = AnswerBook(), {}
-            self._unwanted, self._away = Early(), AwayActivity(time.monotonic)
+            self._unwanted, self._away = EarlyCancellations(), AwayActivity(time.monotonic)
             self._trajectory_timeout_s = HELD_S
 
             class NoClient:
@@ -104,7 +104,7 @@ def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_h
 
 
 def server_class() -> type:
-    from recipe.async_engine.actors.control import Early
+    from recipe.async_engine.actors.control import EarlyCancellations
     from recipe.async_engine.engines.vllm.server import GatedVLLMHttpServer
     from recipe.async_engine.engines.vllm.weights_gate import WeightsGate
     from recipe.async_engine.record.activity import EngineActivity
@@ -114,7 +114,7 @@ def server_class() -> type:
 
         def __init__(self) -> None:
             self._gate, self._tasks, self._dropped, self._recomputed = WeightsGate(opened=False), {}, set(), {}
-            self._unwanted, self._activity = Early(), EngineActivity(time.monotonic, LIMIT)
+            self._unwanted, self._activity = EarlyCancellations(), EngineActivity(time.monotonic, LIMIT)
             self._versions = type("NoVersions", (), {"forget": lambda self, request: None})()
             self._first_weights_timeout_s, self.node_rank, self.global_steps = HELD_S, 1, None
             self._checksum, self._submission_paused, self._admitting = None, False, 0

@@ -36,10 +36,10 @@ def test_a_cluster_is_joined_where_the_setting_or_rays_variable_names_one(
 
 def test_what_describes_a_ray_of_its_own_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(driver.logger, "warning", lambda text, *arguments: warned.append(text % arguments))
+    monkeypatch.setattr(ray_start.logger, "warning", lambda text, *arguments: warned.append(text % arguments))
     ray_init = OmegaConf.create({"num_cpus": 40, "num_gpus": 4, "object_store_memory": 10**9, "log_to_driver": False})
     ray_init["address"] = "auto"
-    driver._leave_out_resources(ray_init, "RAY_ADDRESS=10.0.0.1:6379")
+    ray_start.leave_out_resources(ray_init, "RAY_ADDRESS=10.0.0.1:6379")
     assert OmegaConf.to_container(ray_init) == {"log_to_driver": False, "address": "auto"}
     assert len(warned) == 1 and "num_cpus, num_gpus, object_store_memory" in warned[0]
 
@@ -65,11 +65,11 @@ def test_variables_are_taken_out_of_the_configuration_and_written_nowhere(
     driver._write_settings(config)
     written = (tmp_path / driver.SETTINGS_FILE).read_text()
     assert "KEY: (hidden)" in written and "hunter2" not in written
-    assert driver._take_environment(config) == {"KEY": "hunter2", "COUNT": "3"}
+    assert ray_start.take_environment(config) == {"KEY": "hunter2", "COUNT": "3"}
 
 
 @pytest.mark.parametrize("loggers", ["rl_insight", ["console", "rl_insight"]])
 def test_rl_insight_is_enabled_in_every_process_as_by_verls_main(loggers: Any) -> None:
     config = OmegaConf.create({"trainer": {"logger": loggers}, "ray_kwargs": {"ray_init": {"runtime_env": None}}})
-    assert driver._take_environment(config) == {RLInsightLogger.ENABLE_ENV: "1"}
+    assert ray_start.take_environment(config) == {RLInsightLogger.ENABLE_ENV: "1"}
     assert "hunter2" not in repr(OmegaConf.to_container(config, resolve=True))

@@ -181,7 +181,7 @@ def test_replica_that_dies_before_it_joins_costs_the_others_the_deadline_of_join
 def test_replica_that_stands_still_costs_the_others_the_deadline_of_a_sync(
     fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(publisher, "PING_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(publisher, "PING_S", 2.0)
     fleet = fleet_of(replace(OURS, settings={"timeout_s": 5.0}), timeout_s=8.0)
     first, second = fleet.replicas
     stopped = second.ask("pid")
@@ -215,7 +215,7 @@ def test_replica_that_dies_under_verls_own_class_ends_the_run_by_name(
     """Its sender waits on the device for ever, so that its process answers nothing."""
     fleet = fleet_of(replace(VERLS, settings={"group_name": "lost"}))
     publish(fleet, 1)
-    monkeypatch.setattr(publisher, "PING_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(publisher, "PING_S", 3.0)
     fleet.publisher.known.timeout_s = 3.0
     fleet.replicas[1].ask("meet", "die")
     with pytest.raises(PublishFailed, match="could not send version 2: no answer within 6 s"):

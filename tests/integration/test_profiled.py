@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.async_engine.run import profiled
-from recipe.async_engine.run.profiled import under_nsight, write_timeline
+from recipe.async_engine.run import ray_start
+from recipe.async_engine.run.ray_start import under_nsight, write_timeline
 
 OPTIONS = {"trace": "cuda,nvtx", "cuda-graph-trace": "graph"}
 
@@ -49,7 +49,7 @@ def test_timeline_is_written_where_it_is_asked_for_and_costs_no_run(
             written.append(filename)
             raise OSError("no space left on device")
 
-    monkeypatch.setattr(profiled, "ray", Ray)
+    monkeypatch.setattr(ray_start, "ray", Ray)
     write_timeline(OmegaConf.create({"ray_kwargs": {"timeline_json_file": None}}))
     assert written == []
     write_timeline(OmegaConf.create({"ray_kwargs": {"timeline_json_file": str(tmp_path / "timeline.json")}}))

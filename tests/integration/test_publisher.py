@@ -199,7 +199,7 @@ class Fleet:
 def seam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RayWorkerGroup", WorkerGroup)
     monkeypatch.setattr(WorkerGroup, "told", [])
-    monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(module, "PING_S", 0.2)
 
 
 def in_order(fleet: Fleet, *events: str) -> bool:
@@ -573,7 +573,7 @@ def test_a_replica_that_differs_from_the_trainer_leaves_routing() -> None:
 def test_dead_log_prob_server_takes_no_part_and_a_silent_one_none_until_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "PING_S", 0.05)
     fleet, server = with_server(())
     server.answers = False
     fleet.publish(0)

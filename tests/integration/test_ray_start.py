@@ -20,7 +20,8 @@ from omegaconf import OmegaConf
 from ray._private import services
 
 from recipe.async_engine.actors import sockets
-from recipe.async_engine.actors.sockets import LONGEST_PATH, UnusableFolder, short
+from recipe.async_engine.actors.sockets import LONGEST_PATH, short
+from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.run.ray_start import FOLDERS, patience, shorten_folders, start_own
 
 CHECKOUT = Path(__file__).parents[2]
@@ -128,13 +129,13 @@ def test_sockets_fit_into_a_folder_of_any_length(deep: Path) -> None:
 def test_link_of_somebody_else_is_not_used(deep: Path, links: Path, tmp_path: Path) -> None:
     (links / str(os.getuid())).mkdir(mode=0o777)
     (links / str(os.getuid())).chmod(0o777)
-    with pytest.raises(UnusableFolder, match=r"set TMPDIR, or ray_kwargs\.ray_init\._temp_dir"):
+    with pytest.raises(RecipeError, match=r"set TMPDIR, or ray_kwargs\.ray_init\._temp_dir"):
         short(str(deep))
     (links / str(os.getuid())).chmod(0o700)
     link = Path(short(str(deep)))
     link.unlink()
     link.symlink_to(tmp_path)
-    with pytest.raises(UnusableFolder):
+    with pytest.raises(RecipeError):
         short(str(deep))
 
 
@@ -163,9 +164,9 @@ def test_a_temporary_folder_that_cannot_be_used_is_refused_by_name(
         shorten_folders(ray_init)
         return str(os.environ.get(named) if named in FOLDERS else ray_init._temp_dir)
 
-    with pytest.raises(UnusableFolder, match=re.escape(f"{named}=file")):
+    with pytest.raises(RecipeError, match=re.escape(f"{named}=file")):
         shortened("file")
-    with pytest.raises(UnusableFolder, match=re.escape(f"{named}=/proc/1/x")):
+    with pytest.raises(RecipeError, match=re.escape(f"{named}=/proc/1/x")):
         shortened("/proc/1/x")
     # Processes of a run have other working directories.
     assert os.path.isabs(shortened("relative")) and Path(shortened("relative")).samefile(tmp_path / "relative")

@@ -170,7 +170,7 @@ def test_record_is_on_disk_while_the_run_goes_on(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a kill would leave it."""
-    monkeypatch.setattr("recipe.async_engine.trainer.recording.WRITE_S", 0.1)
+    monkeypatch.setattr("recipe.async_engine.trainer.recording.RECORD_WRITE_S", 0.1)
     recording = Recording(str(tmp_path), DEVICES, {}, dict)
     recording.follow(TRAINER, Lane(time.monotonic, "wait"))
     now = time.monotonic()
@@ -220,7 +220,7 @@ def test_a_write_that_does_not_return_keeps_no_run_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a network disk that has gone; the account is of what was written before."""
-    for name, seconds in (("WRITE_S", 0.1), ("ASK_S", 0.01), ("ANSWER_S", 0.05)):
+    for name, seconds in (("RECORD_WRITE_S", 0.1), ("ASK_S", 0.01), ("TOLD_S", 0.05)):
         monkeypatch.setattr(f"recipe.async_engine.trainer.recording.{name}", seconds)
     recording = Recording(str(tmp_path), DEVICES, {}, dict)
     now = time.monotonic()

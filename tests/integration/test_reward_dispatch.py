@@ -238,7 +238,7 @@ async def test_worker_whose_call_is_given_up_is_asked_again_once_it_answers() ->
 
 
 async def test_stopped_worker_is_set_aside_and_started_again(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch_module, "ANSWER_S", 2.0)
+    monkeypatch.setattr(dispatch_module, "REWARD_WORKER_S", 2.0)
 
     class Scoring:  # see above
         async def compute_score(self, data: Any) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def test_start_waits_for_the_trainer_of_an_earlier_one_and_then_is_refused(
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "has it\n"
-        monkeypatch.setattr(checkpoints, "ENDING_S", 0.3)
+        monkeypatch.setattr(checkpoints, "EARLIER_RUN_S", 0.3)
         with pytest.raises(FolderTaken, match="the trainer of an earlier start has not ended yet"):
             run_state(tmp_path).find()
     finally:

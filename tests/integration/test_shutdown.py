@@ -89,8 +89,9 @@ def test_deadline_ends_it_like_a_second_signal() -> None:
 
 BESIDE = """
 import os, signal, sys, time
-from recipe.async_engine.run import shutdown
-from recipe.async_engine.run.shutdown import EndAtOnce, EndingOnSignal, LastResort, end_in_order
+from recipe.async_engine.run import supervisor
+from recipe.async_engine.run.shutdown import EndAtOnce, EndingOnSignal, end_in_order
+from recipe.async_engine.run.supervisor import LastResort
 """
 
 
@@ -184,7 +185,7 @@ def test_run_whose_summary_cannot_be_written_has_failed(tmp_path: Path) -> None:
 def test_main_that_is_stuck_is_ended_by_force_even_if_that_cannot_be_reported() -> None:
     process = ended(
         """
-shutdown.LOOK_S, shutdown.FORCE_S = 0.05, 0.5
+supervisor.LOOK_S, supervisor.FORCE_S = 0.05, 0.5
 def end(why):
     print(why, flush=True)
     time.sleep(60)
@@ -224,14 +225,14 @@ def test_error_is_blamed_on_a_needed_process_that_does_not_run_any_more(number: 
         needed = StartedProcesses()
         needed.look_for_needed()
         error = ConnectionError("socket closed")
-        assert needed.blamed(error) is error
+        assert needed.cause_of(error) is error
         os.kill(server.pid, number)
         process = psutil.Process(server.pid)
         while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
             time.sleep(0.01)
-        assert str(needed.blamed(error)) == f"Ray's raylet (process {server.pid}) {state}"
+        assert str(needed.cause_of(error)) == f"Ray's raylet (process {server.pid}) {state}"
         # A signal ends the run whatever else has ended by it.
-        assert isinstance(needed.blamed(KeyboardInterrupt()), KeyboardInterrupt)
+        assert isinstance(needed.cause_of(KeyboardInterrupt()), KeyboardInterrupt)
         # Leaving Ray would wait for one that is stopped.
         needed.end_stopped()
         assert server.wait(10) == -signal.SIGKILL

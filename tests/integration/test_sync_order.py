@@ -45,7 +45,7 @@ def modules() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def short_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (publisher, replica_set, transfer_group):
-        monkeypatch.setattr(module, "PING_TIMEOUT_S", PING_S)
+        monkeypatch.setattr(module, "PING_S", PING_S)
 
 
 @contextmanager

@@ -620,7 +620,7 @@ async def test_cancelled_trajectory_ends_at_once_and_others_go_on(make_worker: A
 async def test_agent_loop_that_does_not_end_fails_by_its_deadline_which_is_named(
     make_worker: Any, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trajectory_worker, "LAST_MOMENT_S", 0.05)
+    monkeypatch.setattr(trajectory_worker, "CANCELLED_S", 0.05)
     server = ScriptedServer(part([10], 7), part([10], 7))
     worker = make_worker(server, Reward(), trajectory_s=0.1)
     with pytest.raises(AgentLoopError, match=r"not done within 0\.1 s.*async_training\.timeouts\.trajectory"):
@@ -633,7 +633,7 @@ async def test_agent_loop_that_does_not_end_fails_by_its_deadline_which_is_named
 async def test_agent_loop_that_goes_on_after_its_end_is_given_up_and_asks_for_nothing_more(
     make_worker: Any, deadline: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trajectory_worker, "LAST_MOMENT_S", 0.05)
+    monkeypatch.setattr(trajectory_worker, "CANCELLED_S", 0.05)
     monkeypatch.setattr(StubbornLoop, "ends", [])
     server = ScriptedServer(part([10], 7))
     worker = make_worker(server, Reward(), trajectory_s=0.1 if deadline else SOON)

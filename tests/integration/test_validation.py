@@ -63,7 +63,6 @@ class Dying:
 @pytest.fixture
 def validation(make_worker: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
     """Makes a manager over workers, each with a server and a reward of its own."""
-    monkeypatch.setattr("recipe.async_engine.actors.worker_set.ANSWER_S", SOON)
     monkeypatch.setattr("recipe.async_engine.actors.control.ASK_AGAIN_S", 0.01)
 
     def make(*scripts: list[Any], answers: Any = None, deaths: int = 0, retries: int = 0, **settings: Any) -> Any:

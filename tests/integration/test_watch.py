@@ -176,16 +176,16 @@ def test_trainers_error_of_a_broken_connection_names_the_actor_behind_it(watched
     held, other = (ActorID(bytes([number] * 16)) for number in (1, 2))
     watched.watch.hold({"training worker 1 (actor)": SimpleNamespace(_actor_id=held)})
     error = ActorUnavailableError("connection reset by peer", held.binary())
-    lost = watched.watch.blamed(error)
+    lost = watched.watch.cause_of(error)
     assert isinstance(lost, CannotGoOn) and lost.__cause__ is error
     assert str(lost).startswith("training worker 1 (actor) is out of reach")
     assert "connection reset by peer" in str(lost)
     wrapped = RuntimeError("the rollout ended")
     wrapped.__cause__ = error
-    assert str(watched.watch.blamed(wrapped)) == str(lost)
+    assert str(watched.watch.cause_of(wrapped)) == str(lost)
     # Nor can this actor be asked, which costs no error its place.
     for another in (ActorUnavailableError("connection reset by peer", other.binary()), ValueError()):
-        assert watched.watch.blamed(another) is another
+        assert watched.watch.cause_of(another) is another
 
 
 def test_stack_of_a_waiting_thread_names_its_frames() -> None:

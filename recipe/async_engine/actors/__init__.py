@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens when a part stops: it is noticed, what is left of it is ended, and another one takes its place."""
+"""Notices that a part of a run has stopped, ends what is left of it, and starts another one in its place."""

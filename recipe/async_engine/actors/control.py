@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actors that answer control calls however many calls they hold open, and that Ray starts again after they died.
+"""Actors that answer control calls while many other calls are open, and that Ray starts again when they die.
 
-Contract: a Ray actor runs so many calls at once, 1,000 where nobody says otherwise, and keeps the others waiting in
-their order. Methods that hold a call open, a trajectory, an answer or a score, share that number; all others (an abort,
-a cancellation, weights, a sign of life) are in a concurrency group of their own and wait for none of them. Ray gives
-each group an event loop on a thread of its own. A control call hops to the actor's own loop from there, so that all
-that an actor does is done on one thread, as if there were no groups. Actors without coroutines get a lock instead.
-Shown by tests/integration/test_control.py, with real actors at small limits, and test_restarts.py.
+Contract: a Ray actor runs a limited number of calls at once, 1,000 by default, and the others wait in their order.
+Methods that keep a call open for long (a trajectory, an answer, a score) share that number. All other methods (an
+abort, a cancellation, weights, a sign of life) are in a concurrency group of their own and never wait for those. Ray
+runs each group on an event loop and thread of its own; a control call is passed from there to the actor's main loop, so
+that all of an actor's code still runs on one thread. Actors without coroutines get a lock instead. Shown by
+tests/integration/test_control.py, with real actors at small limits, and test_restarts.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
@@ -25,58 +24,61 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 CONTROL = "control"
 CALLS = 256
-"""Control calls at once; one that waits long for something else (weights, a drain) is among them."""
+"""How many control calls an actor runs at once, including those that wait long, for weights or for a drain."""
 
 
 def with_control(
     actor_class: type, held: Collection[str], plain: Collection[str] = (), **options: Any
 ) -> ray.actor.ActorClass[Any]:
-    """The remote class of an actor that is controlled beside its calls; see the module's contract.
+    """Return the remote class of an actor with a concurrency group for control calls, as the module's contract says.
 
     Args:
-        held: its methods that keep calls open.
-        plain: of its methods that are no coroutines, those that control it, and that it does not call itself. Where it
-            has no coroutines at all, every method that is not ``held`` does.
-        options: of ``ray.remote``.
+        held: names of the methods that keep calls open.
+        plain: names of further control methods that are no coroutines, and that the actor does not call itself. In a
+            class without any coroutine every method that is not ``held`` is a control method.
+        options: are passed to ``ray.remote``.
     """
     methods = {name: method for name, method in inspect.getmembers(actor_class, inspect.isfunction) if name[0] != "_"}
     assert methods.keys() >= {*held, *plain}, f"{actor_class.__name__} has no { ({*held, *plain} - methods.keys()) }"
     is_async = any(_is_coroutine(method) for method in methods.values())
     control = {n: m for n, m in methods.items() if n not in held and (not is_async or _is_coroutine(m) or n in plain)}
-    base = _OnItsLoop if is_async else _UnderItsLock
-    members: dict[str, Any] = {name: base.beside(method) for name, method in control.items()}
-    members["is_there"] = base.beside(base.is_there)
+    base = _OnMainLoop if is_async else _Locked
+    members: dict[str, Any] = {name: base.as_control(method) for name, method in control.items()}
+    members["is_there"] = base.as_control(base.is_there)
     if not is_async:
-        members |= {name: _UnderItsLock.held(methods[name]) for name in held}
+        members |= {name: _Locked.held(methods[name]) for name in held}
     names = {name: getattr(actor_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     controlled = type(actor_class.__name__, (base, actor_class), {**names, **members})
     return ray.remote(concurrency_groups={CONTROL: CALLS if is_async else 1}, **options)(controlled)
 
 
 def sign_of_life(actor: Any) -> Any:
-    """The method of an actor that answers when its event loop does, or its process if it is none of `with_control`."""
+    """Return the method that an actor answers if its event loop works, or its process if it has no control group."""
     return getattr(actor, "is_there", None) or actor.__ray_ready__
 
 
-class Early:
-    """What was said of calls that have not begun: a control call may overtake the call that it is about.
+class EarlyCancellations:
+    """Remembers cancelled calls that have not begun yet, since a cancellation may overtake its call.
 
-    The oldest is forgotten after ``limit`` others: it was about a call that had ended.
+    Only the newest `LIMIT` are kept: an older one is about a call that had already ended.
     """
 
-    def __init__(self, limit: int = 20_000) -> None:
-        self._said: OrderedDict[str, Any] = OrderedDict()
-        self._limit = limit
+    LIMIT = 20_000
 
-    def say(self, key: str, what: Any = True) -> None:
-        """To be known when the call of this key begins."""
-        self._said[key] = what
-        if len(self._said) > self._limit:
-            self._said.popitem(last=False)
+    def __init__(self) -> None:
+        self._keys: dict[str, None] = {}
 
-    def take(self, key: str) -> Any:
-        """The call of this key begins: what was said of it last, None if nothing was."""
-        return self._said.pop(key, None)
+    def add(self, key: str) -> None:
+        """Remember that the call of this key is cancelled."""
+        self._keys[key] = None
+        if len(self._keys) > self.LIMIT:
+            del self._keys[next(iter(self._keys))]
+
+    def take(self, key: str) -> bool:
+        """Return whether the call of this key, which begins now, was cancelled, and forget it."""
+        was_cancelled = key in self._keys
+        self._keys.pop(key, None)
+        return was_cancelled
 
 
 def _is_coroutine(method: Callable[..., Any]) -> bool:
@@ -84,7 +86,7 @@ def _is_coroutine(method: Callable[..., Any]) -> bool:
 
 
 def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """As functools.wraps, but Ray, which looks through what that has wrapped, finds the group of the call."""
+    """Do what functools.wraps does, but without ``__wrapped__``: Ray would look there for the concurrency group."""
 
     def named(call: Callable[..., Any]) -> Callable[..., Any]:
         call = functools.wraps(method)(call)
@@ -94,20 +96,20 @@ def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
     return named
 
 
-class _OnItsLoop:
+class _OnMainLoop:
     """Base of actors with coroutines."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Ray constructs such an actor on the loop of the calls that are in no group.
+        # Ray constructs such an actor on the loop of calls without a concurrency group.
         self._home = asyncio.get_running_loop()
         super().__init__(*args, **kwargs)
 
     async def is_there(self) -> None:
-        """A sign of life of the actor's own loop."""
+        """Give a sign of life of the actor's main loop."""
 
     @staticmethod
-    def beside(method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method in the control group; the actor itself calls it as it is."""
+    def as_control(method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method in the control group; calls from the actor's own loop run it directly."""
 
         @_named_as(method)
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +124,7 @@ class _OnItsLoop:
         return ray.method(concurrency_group=CONTROL)(call)
 
 
-class _UnderItsLock:
+class _Locked:
     """Base of actors without coroutines."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -130,11 +132,11 @@ class _UnderItsLock:
         super().__init__(*args, **kwargs)
 
     def is_there(self) -> None:
-        """A sign of life of the actor's process."""
+        """Give a sign of life of the actor's process."""
 
     @staticmethod
     def held(method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, which the others wait for."""
+        """Return the method under the actor's lock, so that one call runs at a time."""
 
         @_named_as(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,8 +146,8 @@ class _UnderItsLock:
         return call
 
     @classmethod
-    def beside(cls, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method in the control group."""
+    def as_control(cls, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method in the control group, under the actor's lock."""
         return ray.method(concurrency_group=CONTROL)(cls.held(method))
 
 
@@ -153,7 +155,7 @@ ASK_AGAIN_S, LOOK_S = 1.0, 0.05
 
 
 async def has_ended(actor: Any) -> None:
-    """Wait until an actor that is being killed does not answer any more."""
+    """Wait until an actor that is being killed no longer answers."""
     while True:
         try:
             await sign_of_life(actor).remote()
@@ -165,7 +167,7 @@ async def has_ended(actor: Any) -> None:
 
 
 async def is_up_again(actor: Any) -> bool:
-    """Wait until a dead actor answers; False once Ray says that it is not started any more."""
+    """Wait until a dead actor answers again; return False if Ray will not start it again."""
     while True:
         try:
             await sign_of_life(actor).remote()
@@ -178,7 +180,7 @@ async def is_up_again(actor: Any) -> bool:
 
 
 def was_restarted() -> bool:
-    """Whether this process is an actor that Ray has started again."""
+    """Return whether this process is an actor that Ray has started again."""
     if not ray.is_initialized():
         return False
     context = ray.get_runtime_context()
@@ -186,21 +188,22 @@ def was_restarted() -> bool:
 
 
 class Restartable:
-    """Stands in for a remote class whose actors Ray starts again, ``restarts`` times each.
+    """Replaces a remote class whose actors Ray starts again, ``restarts`` times each.
 
-    ``held``: their methods that keep calls open, see `recipe.async_engine.actors.control`.
+    The arguments of the actors are kept in the object store, each of them once for all actors. Otherwise Ray would
+    delete large arguments when the actors are up, and could not start them again (ray-project/ray#53727).
 
-    What they were made with is held in the object store: Ray deletes large arguments once the actors are up, and cannot
-    start them again then (ray-project/ray#53727). Each argument is stored once, however many actors have it.
+    Args:
+        held: names of the methods that keep calls open (`with_control`).
     """
 
     def __init__(self, actor_class: type, restarts: int, held: Collection[str] = (), **options: Any) -> None:
         self._remote_class = with_control(actor_class, held, max_restarts=restarts, **options)
-        # With the values themselves, whose ids they are.
+        # By the id of the value, which is kept too, so that no other value can get its id.
         self._held: dict[int, tuple[Any, ray.ObjectRef]] = {}
 
     def options(self, **options: Any) -> SimpleNamespace:
-        """As of a remote class: its ``remote`` makes an actor."""
+        """Return an object whose ``remote`` makes an actor, as a remote class's ``options`` does."""
         remote_class = self._remote_class.options(**options)
         return SimpleNamespace(remote=lambda *arguments: remote_class.remote(*map(self._hold, arguments)))
 

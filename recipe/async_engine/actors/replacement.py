@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a new replica for each one that a run has lost, beside the run, once what is left of that one is ended.
+"""Starts a new replica for each one that a run has lost, while the run continues.
 
-Contract: nobody waits for it. On a thread of its own the lost one is cleared away, its processes and its resources, and
-another one started; `Replacements.take` hands it out when it is up. Each attempt, whether it succeeds or not, counts
-against the budget, unless it found no free accelerators: that one is made again, at every `take`, until there are some.
-Past the budget, what is lost stays lost, which the log says. An attempt longer than the deadline is given up, and what
-it starts after all is cleared away. What clears away returns when Ray says that resources, or names, are free again,
-which it does a while after the processes' end.
+Contract: nobody waits for it. A thread ends the processes of the lost replica, frees its resources and starts another
+one; `Replacements.take` returns that when it is up. Each attempt counts against the budget, whether it succeeds or not.
+Only an attempt that found no free accelerators does not count, and is repeated at every `take` until there are some.
+When the budget is spent, the log says so and the replica is not replaced. An attempt that passes its deadline is given
+up, and what it starts afterwards is ended again. Functions that end a replica return when Ray reports its resources, or
+its names, as free, which is a while after the processes have ended.
 
 Shown by tests/integration/test_replacement.py and, with real replicas, tests/e2e/test_replacement.py,
 test_lost_replica.py and test_nodes.py.
@@ -27,6 +27,7 @@ import ray
 from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
+from recipe.async_engine.core.deadlines import CLEARED_S
 from recipe.async_engine.core.errors import NothingFree
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Attempt:
-    """To fill one place; ``lost``: what is left of the one before, None when that is cleared away."""
+    """One attempt to replace a replica; ``lost`` is what is left of that, None if nothing is."""
 
     what: str
     start: Callable[[], Any]
@@ -44,19 +45,20 @@ class _Attempt:
     result: Future[Any] = field(default_factory=Future)
 
     def again(self, waited: bool) -> _Attempt:
-        """Another one for the same place."""
+        """Return another attempt to replace the same replica."""
         return _Attempt(self.what, self.start, waited=waited)
 
 
 class Replacements:
-    """See the module's contract.
+    """Replaces lost replicas as the module's contract says.
 
     Args:
-        budget, timeout_s: attempts in all, and the longest time for one.
+        budget: how many attempts there may be in all.
+        timeout_s: how long one attempt may take.
         clear: removes what is left of a lost replica.
 
     Attributes:
-        begun: attempts so far, without those that found no free accelerators.
+        begun: how many attempts there were, without those that found no free accelerators.
     """
 
     def __init__(self, budget: int, timeout_s: float, clear: Callable[[Any], None]) -> None:
@@ -65,23 +67,23 @@ class Replacements:
         self._timeout_s = timeout_s
         self._clear = clear
         self._attempts: list[_Attempt] = []
-        # Wait for an attempt under way to find nothing free, which makes room in the budget.
+        # These wait until an attempt under way finds no free accelerators, and so does not count after all.
         self._waiting: list[_Attempt] = []
 
     @property
     def under_way(self) -> int:
-        """Replicas that are being started, or are up and wait for the next weight sync."""
+        """Return how many replicas are being started, or are up and wait for the next weight sync."""
         return len(self._attempts)
 
     def begin(self, what: str, lost: Any, start: Callable[[], Any]) -> None:
-        """Have ``start`` make another replica in the place of ``lost``; ``what`` names it in the log.
+        """Replace ``lost`` by what ``start`` returns; ``what`` names the replica in the log.
 
-        A ``start`` that raises NothingFree is asked again later.
+        If ``start`` raises NothingFree it is called again later.
         """
         self._fill(_Attempt(what, start, lost))
 
     def take(self) -> list[Any]:
-        """Replicas that came up since the last call; they hold no weights yet."""
+        """Return the replicas that came up since the last call; they hold no weights yet."""
         attempts, self._attempts, ready = self._attempts, [], []
         again, self._waiting = self._waiting, []
         for attempt in attempts:
@@ -122,7 +124,7 @@ class Replacements:
         threading.Thread(target=self._clear_away, args=[attempt.lost], name="clear a lost replica", daemon=True).start()
 
     def _work(self, attempt: _Attempt) -> None:
-        # The future is cancelled when `take` has given the attempt up.
+        # `take` cancels the future of an attempt that it gives up.
         try:
             self._clear_away(attempt.lost)
             started = attempt.start()
@@ -137,19 +139,18 @@ class Replacements:
             self._clear(started)
 
     def _clear_away(self, lost: Any) -> None:
-        """Clear it away unless nothing is left of it, since another attempt was made in its place."""
+        """Remove what is left of a lost replica, unless an earlier attempt has done so."""
         if lost is not None:
             self._clear(lost)
 
 
-CLEARED_S = 60.0
 POLL_S = 0.05
 
 
 def clear_replica(replica: Any, timeout_s: float = CLEARED_S) -> None:
-    """End a replica with resources of its own, and give those back; TimeoutError if Ray does not count them as free.
+    """End a replica and free its resources; raise TimeoutError if Ray does not count them as free in time.
 
-    verl starts nothing where it finds too few accelerators, and does not wait for them
+    Waiting is necessary because verl refuses to start a replica when it finds too few free accelerators
     (single_controller/ray/base.py:239).
     """
     _kill([*replica.servers, *replica.workers])
@@ -162,20 +163,20 @@ def clear_replica(replica: Any, timeout_s: float = CLEARED_S) -> None:
 
 @contextmanager
 def cleared_on_failure(replicas: Sequence[Any]) -> Iterator[None]:
-    """Clear away replicas whose start fails: the resources that one has by then are needed by the next attempt."""
+    """End replicas whose start fails within this context, because the next attempt needs their resources."""
     try:
         yield
     except BaseException:
         for replica in replicas:
             try:
                 clear_replica(replica)
-            except Exception:  # the failure of the start is the one to report
-                logger.exception("what is left of number %s was not cleared away", replica.replica_rank)
+            except Exception:  # the caller gets the error of the start
+                logger.exception("replica %s, which failed to start, could not be ended", replica.replica_rank)
         raise
 
 
 def end_servers(replica: Any, timeout_s: float) -> None:
-    """End the server actors of a replica; returns when their names are free, or raises TimeoutError."""
+    """End a replica's server actors and return when their names are free; raise TimeoutError if they stay taken."""
     prefix = replica._get_server_name_prefix()
     names = [f"{prefix}server_{replica.replica_rank}_{node}" for node in range(replica.nnodes)]
     _kill(replica.servers)
@@ -184,12 +185,12 @@ def end_servers(replica: Any, timeout_s: float) -> None:
 
 def _kill(actors: Sequence[Any]) -> None:
     for actor in actors:
-        with suppress(Exception):  # it is dead already, in one way or another
+        with suppress(Exception):  # the actor is already dead
             ray.kill(actor)
 
 
 def _wait_until_none(left: Callable[[], Sequence[str]], what: str, timeout_s: float) -> None:
-    """``what``: names those that are left, at its braces, when the time is over."""
+    """Wait until ``left`` returns nothing; after ``timeout_s`` raise TimeoutError, which names the rest in ``what``."""
     deadline = time.monotonic() + timeout_s
     while names := left():
         if time.monotonic() > deadline:
@@ -198,7 +199,7 @@ def _wait_until_none(left: Callable[[], Sequence[str]], what: str, timeout_s: fl
 
 
 def _holding_resources(groups: Sequence[PlacementGroup]) -> list[str]:
-    """A group's resources have names with its id in them, and the node's own are less by as much."""
+    """Return the ids of placement groups that still hold resources, whose names contain the group's id."""
     resources = list(ray.available_resources()) if groups else []
     ids = [group.id.hex() for group in groups]
     return [group for group in ids if any(group in name for name in resources)]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's processes meet: sockets in folders whose paths Linux takes, and ports that nobody else is given.
+"""Sockets and ports through which a run's processes connect: short enough paths, and ports that stay free.
 
-Contract: a folder of any length can hold sockets by way of `short`, a link to it that stays and is used again; what is
-written there lies in the folder itself. Ray ends processes without a last word, so that what they would remove stays.
-With Ray's sockets it stays beside Ray's logs of the run, and goes with them.
+Contract: a folder with a path of any length can hold sockets, because `short` returns a link to it. The link stays and
+is used again; the files lie in the folder itself. Ray kills processes, so they cannot remove their sockets: sockets in
+Ray's own folder are removed together with Ray's logs of the run.
 
 verl asks the system for a free port and binds it seconds later (verl/single_controller/ray/base.py:91-110). By then one
-of Ray's connections may have it, unless it is below the ports that systems give to connections (`rendezvous_ports`).
+of Ray's connections may use it, unless the port is below those that systems give to connections (`rendezvous_ports`).
 
 Shown by tests/integration/test_ray_start.py, test_trainer_group.py and tests/e2e/test_one_step_off.py.
 """
@@ -25,25 +25,24 @@ import ray
 from recipe.async_engine.core.errors import RecipeError
 
 LONGEST_PATH = 107
-"""Bytes of a socket's path that Linux takes (unix(7))."""
+"""Linux accepts this many bytes in a socket's path (unix(7))."""
 LONGEST_NAME = 40
-"""Bytes of what vLLM (a UUID) and multiprocessing (a folder and a file) put there."""
+"""vLLM (a UUID) and multiprocessing (a folder and a file) add at most this many bytes to the folder's path."""
 LONGEST_OF_RAY = 72
-"""Bytes of what Ray puts into a temporary folder: ``ray``, its session's name, ``sockets`` and a file."""
+"""Ray adds at most this many bytes to its temporary folder: ``ray``, its session's name, ``sockets`` and a file."""
 LINKS = "/tmp/recipe-{user}"
 ORDINARY = re.compile(r"[\w./+@%:=,-]+", re.ASCII)
-"""Of a folder's path: Ray starts its workers by command lines, which it splits at spaces."""
-
-
-class UnusableFolder(RecipeError):
-    """A folder for temporary files cannot be made or written to, or has too long a path for sockets, and no link."""
+"""Matches paths that Ray can use in its workers' command lines, which it splits at spaces."""
 
 
 def usable(folder: str, named: str) -> str:
-    """The whole path of a folder for temporary files, which is made; ``named``: by which setting or variable.
+    """Make a folder for temporary files and return its absolute path.
+
+    Args:
+        named: the setting or variable that names the folder.
 
     Raises:
-        UnusableFolder: nothing can be put there.
+        RecipeError: no file can be written there.
     """
     path = os.path.abspath(folder)
     try:
@@ -51,14 +50,14 @@ def usable(folder: str, named: str) -> str:
         with tempfile.TemporaryFile(dir=path):
             return path
     except OSError as error:
-        raise UnusableFolder(f"{named}={folder}: no temporary files can be put there ({error}); correct it") from error
+        raise RecipeError(f"{named}={folder}: no temporary files can be put there ({error}); correct it") from error
 
 
 def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
-    """The folder, or a link to it where paths of ``room`` more bytes in it would be too long, or have spaces.
+    """Return the folder, or a link to it if its path has spaces or is too long for ``room`` more bytes.
 
     Raises:
-        UnusableFolder: the links' folder is not this user's alone.
+        RecipeError: others may write to the folder of links.
     """
     if len(folder.encode()) + 1 + room <= LONGEST_PATH and ORDINARY.fullmatch(folder):
         return folder
@@ -76,16 +75,15 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
             if os.readlink(link) != os.path.abspath(folder):
                 raise
     except OSError as error:
-        raise UnusableFolder(
-            f"{folder} is too long for sockets, whose paths have {LONGEST_PATH} bytes at most, or has spaces, and no "
-            f"link to it can be made ({error}): set TMPDIR, or ray_kwargs.ray_init._temp_dir for Ray's, to a shorter "
-            "one"
+        raise RecipeError(
+            f"{folder} has spaces or is too long for sockets ({LONGEST_PATH} bytes in a path), and no link to it can "
+            f"be made ({error}): set TMPDIR, or ray_kwargs.ray_init._temp_dir for Ray, to a shorter path"
         ) from error
     return link
 
 
 def sockets_folder() -> str:
-    """Ray's on this node; where Ray is not running, or paths in it would be too long, the system's temporary one."""
+    """Return Ray's folder of sockets; without Ray, or if its paths are too long, the system's temporary folder."""
     node = ray._private.worker._global_node
     folder = None if node is None else str(node.get_sockets_dir_path())
     fits = folder is not None and len(folder.encode()) + 1 + LONGEST_NAME <= LONGEST_PATH
@@ -93,8 +91,8 @@ def sockets_folder() -> str:
 
 
 def rendezvous_ports() -> list[int]:
-    """First and last of those that verl's ``RayWorkerGroup`` may try, its ``master_port_range``.
+    """Return the first and last port that verl's ``RayWorkerGroup`` may try, its ``master_port_range``.
 
-    At random, so that groups that start beside each other look in different places.
+    The first one is random, so that groups which start at the same time try different ports.
     """
     return [random.randrange(16_000, 31_000), 32_000]

@@ -1,19 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where threads and coroutines of this process wait."""
+"""Where the threads and coroutines of this process wait, and what other parts answer when they are asked for that."""
 
 import asyncio
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import CoroutineType, FrameType
 from typing import Any
 
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from recipe.async_engine.core.deadlines import REPORT_ANSWER_S
+
 MOST = 12
 
 
+def answers(asked: Mapping[str, ray.ObjectRef]) -> dict[str, Any]:
+    """Return what each part answers, or a text that says that it failed or gave no answer in time."""
+    said: dict[str, Any] = {}
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=REPORT_ANSWER_S) if asked else None
+    for name, reference in asked.items():
+        try:
+            said[name] = ray.get(reference, timeout=0)
+        except GetTimeoutError:
+            said[name] = f"DOES NOT ANSWER within {REPORT_ANSWER_S:g} s"
+        except RayError as error:
+            said[name] = f"IS DEAD or failed: {type(error).__name__}"
+    return said
+
+
 def thread_stack(ident: int) -> list[str]:
-    """Of a thread, outermost first, one line a frame."""
+    """Return the frames of a thread, one line each, the outermost first."""
     frame = sys._current_frames().get(ident)
     if frame is None:
         return ["it has ended"]
@@ -21,7 +41,10 @@ def thread_stack(ident: int) -> list[str]:
 
 
 def waits(loop: asyncio.AbstractEventLoop | None = None) -> list[str]:
-    """Where the tasks of an event loop, by default the running one, wait: innermost frames, the most common first."""
+    """Return where an event loop's tasks wait, with how many wait there, the most common place first.
+
+    Without ``loop`` it is the running one.
+    """
     tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
     counted = Counter(_innermost(task.get_coro()) for task in tasks)
     lines = [f"{count} in {place}" for place, count in counted.most_common(MOST)]
@@ -29,7 +52,7 @@ def waits(loop: asyncio.AbstractEventLoop | None = None) -> list[str]:
 
 
 def _innermost(coroutine: Any) -> str:
-    """The frame that awaits something that is no coroutine, and the two around it."""
+    """Return the frame that awaits something other than a coroutine, and the two frames around it."""
     frames: list[FrameType] = []
     while isinstance(coroutine, CoroutineType) and coroutine.cr_frame is not None:
         frames.append(coroutine.cr_frame)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends a run that cannot go on while its trainer waits for something else, and says why.
 
-Contract: a thread of the trainer's process, from the first moment of a run to its end, start-up and resume included. It
-ends the run when one of these happens:
+Contract: a thread of the trainer's process watches the run from its first moment to its end, start-up and resume
+included. It ends the run when one of these happens:
 
 - nothing has begun or ended for ``async_training.timeouts.stall`` seconds;
 - a stage that has a deadline of its own instead (`RunWatch.within`) is late;
 - an actor that the run cannot do without (`RunWatch.hold`) has died.
 
-Ending comes first: the trainer's wait for a batch fails with the error, and where the trainer does not end by it, since
-it waits for something else, its process is ended. Reporting comes beside that and cannot keep it from happening. The
-main gets the error by the next heartbeat (`RunWatch.last_words`), so it needs no file.
+The run is ended first: the trainer's wait for a batch fails with the error, and a trainer that waits for something else
+has its process ended. The report is written beside that and cannot prevent it. The main gets the error with the next
+heartbeat (`RunWatch.last_words`), so it needs no file. `core/deadlines.py` lists who else is watched, and the limits.
 
 Shown by tests/integration/test_watch.py, tests/e2e/test_stalls.py and test_ends.py.
 """
@@ -25,77 +25,73 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from recipe.async_engine.core.deadlines import (
+    BLAME_S,
+    GRACE_S,
+    HELD_AGAIN_S,
+    LEAVING_S,
+    REPORT_ANSWER_S,
+    REPORT_S,
+    Silence,
+)
 from recipe.async_engine.core.errors import CannotGoOn
 from recipe.async_engine.record import durable
 
 logger = logging.getLogger(__name__)
 
 STALL_FILE = "stall_report.txt"
-ANSWER_S = 3.0
-REPORT_S = 15.0
-GRACE_S = 5.0
 LOOK_S = 1.0
-ASK_AGAIN_S = 15.0
-BLAME_S = 5.0
-LEAVING_S = 5.0
 STATUS = 70
 
 
-MOST_S = 5.0
-"""A longer gap between two looks is the listener's own; only this much of it counts."""
-
-
-class Silence:
-    """Time since the last sign of life, counted in time in which this process could have heard it.
-
-    Seconds in which the listening process was itself stopped (SIGSTOP, a suspended machine) do not count, since nothing
-    could be heard then.
+class Questions:
+    """Remote calls that are made again and again, and whose answers nobody waits for.
 
     Args:
-        limit_s: how long silence may last.
-        now: of a clock that never runs backwards, in seconds; as in `look`.
+        calls: make the calls, by the name of the part that is asked.
+        every_s: how long after an answer a part is asked again.
     """
 
-    def __init__(self, limit_s: float, now: float) -> None:
-        self.limit_s = limit_s
-        self.seconds = 0.0
-        self._looked = now
+    def __init__(self, calls: Mapping[str, Callable[[], ray.ObjectRef]], every_s: float) -> None:
+        self._calls = calls
+        self._every_s = every_s
+        self._ask_at = dict.fromkeys(calls, 0.0)
+        self._asked: dict[ray.ObjectRef, str] = {}
 
-    def heard(self) -> None:
-        """A sign of life."""
-        self.seconds = 0.0
-
-    def look(self, now: float) -> bool:
-        """Count the time since the last look; returns whether silence has lasted too long."""
-        self.seconds += min(now - self._looked, MOST_S)
-        self._looked = now
-        return self.seconds > self.limit_s
+    def answered(self) -> list[tuple[str, ray.ObjectRef]]:
+        """Return the answers that came since the last call, by part, and ask the parts whose time has come."""
+        now = time.monotonic()
+        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        answers = [(self._asked.pop(answer), answer) for answer in done]
+        self._ask_at |= {name: now + self._every_s for name, _ in answers}
+        for name in [name for name, at in self._ask_at.items() if now >= at]:
+            del self._ask_at[name]
+            self._asked[self._calls[name]()] = name
+        return answers
 
 
 class RunWatch:
-    """See the module's contract.
+    """Watches a run as the module's contract says.
 
     Args:
-        limit_s: how long nothing may happen.
-        folder: of the run; gets the report.
+        limit_s: how long nothing may begin or end.
+        folder: the run's folder, which gets the report.
         leave: ends this process.
     """
 
     def __init__(self, limit_s: float, folder: str | os.PathLike[str], leave: Callable[[int], Any] = os._exit) -> None:
-        self._limit_s = limit_s
+        self._stall = Silence("nothing has begun or ended", limit_s)
         self._file = Path(folder) / STALL_FILE
         self._leave = leave
         self._file.unlink(missing_ok=True)
         began = time.monotonic()
         self.follow(lambda: time.monotonic() - began, lambda: "the run is starting", lambda error: None)
         self._error: CannotGoOn | None = None
-        self._stage: tuple[str, Silence] | None = None
-        self._staged_until = 0.0
+        self._stage: Silence | None = None
         self._held: dict[str, Any] = {}
-        self._asked: dict[Any, str] = {}
-        self._ask_at: dict[str, float] = {}
+        self._questions = Questions({}, HELD_AGAIN_S)
         self._over, self._heard = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="run-watch", daemon=True)
 
@@ -104,7 +100,7 @@ class RunWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """The run has ended, however it did."""
+        """Stop watching, since the run has ended."""
         self._over.set()
 
     def follow(
@@ -114,30 +110,35 @@ class RunWatch:
         fail: Callable[[BaseException], None],
         leaving: Callable[[dict[str, str]], Any] = lambda error: None,
     ) -> None:
-        """There is a trainer from now on: for how long nothing has begun or ended in it, who waits for whom, what makes
-        its wait for a batch fail with an error, and what is to be done, in `LEAVING_S`, before its process is ended.
+        """Watch a trainer from now on.
+
+        Args:
+            silent_s: for how many seconds nothing has begun or ended in it.
+            describe: reports who waits for whom.
+            fail: makes the trainer's wait for a batch fail with an error.
+            leaving: is called before the trainer's process is ended, and has `LEAVING_S` seconds.
         """
         self._silent_s, self._describe, self._fail, self._leaving = silent_s, describe, fail, leaving
 
     @contextmanager
     def within(self, setting: str, limit_s: float, what: str) -> Iterator[None]:
-        """A stage with a deadline, ``async_training.timeouts.<setting>``; stages are not nested."""
-        said = f"{what} takes longer than {limit_s:g} s (async_training.timeouts.{setting})"
-        self._stage = said, Silence(limit_s, time.monotonic())
+        """Give a stage a deadline, ``async_training.timeouts.<setting>``; stages are not nested."""
+        self._stage = Silence(f"{what} takes longer than {limit_s:g} s (async_training.timeouts.{setting})", limit_s)
         try:
             yield
         finally:
-            self._staged_until, self._stage = time.monotonic(), None
+            self._stage = None
 
     def hold(self, actors: Mapping[str, Any]) -> None:
-        """From now on the run ends if one of these dies; none of them may be one that Ray starts again."""
-        self._ask_at, self._held = dict.fromkeys(actors, 0.0), dict(actors)
+        """End the run from now on if one of these actors dies; none of them may be one that Ray starts again."""
+        self._held = dict(actors)
+        self._questions = Questions({name: _ask(actor) for name, actor in actors.items()}, HELD_AGAIN_S)
 
-    def blamed(self, error: Exception) -> Exception:
-        """What a trainer's error comes from: the held actor whose call failed with it, or that has died; else itself.
+    def cause_of(self, error: Exception) -> Exception:
+        """Return what caused a trainer's error: the death of a held actor if there was one, else the error itself.
 
-        Ray does not say which actor it was where a connection broke and it does not know yet that the node is gone.
-        And where one rank dies, it may be another one's collective that fails first.
+        Ray does not name the actor if a connection broke and it does not know yet that the node is gone. And when one
+        rank dies, the collective of another rank may fail first.
         """
         cause: BaseException | None = error
         while cause is not None:
@@ -148,16 +149,16 @@ class RunWatch:
         try:
             lost = self._found_dead()
         except Exception:  # without Ray nobody can be asked, and the run's own error is what is known
-            logger.exception("whether a part of the run is gone cannot be asked")
+            logger.exception("the run's parts could not be asked whether one of them has died")
             return error
         if lost is None:
             return error
-        logger.error("%s came of it: %s", type(error).__name__, error)
+        logger.error("this caused %s: %s", type(error).__name__, error)
         return lost
 
     def _found_dead(self) -> CannotGoOn | None:
-        """The held actor that has died, if one has; one that is busy is waited for, as long as `BLAME_S`."""
-        asked = {actor.__ray_call__.remote(_nothing): name for name, actor in self._held.items()}
+        """Return the error of the held actor that has died, if one has; wait up to `BLAME_S` for busy ones."""
+        asked = {_ask(actor)(): name for name, actor in self._held.items()}
         until = time.monotonic() + BLAME_S
         waiting = list(asked)
         while waiting:
@@ -165,7 +166,7 @@ class RunWatch:
             if not done:
                 return None
             try:
-                ray.get(done[0], timeout=ANSWER_S)
+                ray.get(done[0], timeout=REPORT_ANSWER_S)
             except RayActorError as error:
                 return _lost_part(asked[done[0]], error)
             except RayError:
@@ -173,14 +174,14 @@ class RunWatch:
         return None
 
     def last_words(self) -> dict[str, str] | None:
-        """Why the watch ends the run: an error's name and message, None if it does not."""
+        """Return name and message of the error that the watch ends the run with, or None while it does not."""
         if self._error is None:
             return None
         self._heard.set()
-        return {"name": type(self._error).__name__, "message": str(self._error)}
+        return _words(self._error)
 
     def _watch(self) -> None:
-        while not self._over.wait(min(LOOK_S, self._limit_s / 10)):
+        while not self._over.wait(min(LOOK_S, self._stall.limit_s / 10)):
             try:
                 error = self._fault()
             except Exception:  # a fault of the watch must not end it
@@ -191,35 +192,26 @@ class RunWatch:
                 return
 
     def _fault(self) -> CannotGoOn | None:
-        stage, now = self._stage, time.monotonic()
-        silent_s = min(self._silent_s(), now - self._staged_until)
-        if stage is not None and stage[1].look(now):
-            return CannotGoOn(f"{stage[0]}: {self._report()}")
-        if stage is None and silent_s > self._limit_s:
-            return CannotGoOn(
-                f"nothing has begun or ended for {silent_s:.0f} s (async_training.timeouts.stall): {self._report()}"
-            )
-        return self._lost()
-
-    def _lost(self) -> CannotGoOn | None:
-        """Ask each held actor for a sign of life; it comes when the actor's present work is done, its death at once."""
-        now = time.monotonic()
-        for name in [name for name, at in self._ask_at.items() if now >= at]:
-            del self._ask_at[name]
-            self._asked[self._held[name].__ray_call__.remote(_nothing)] = name
-        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
-        for answer in done:
-            name = self._asked.pop(answer)
-            self._ask_at[name] = now + ASK_AGAIN_S
+        stage, silent_s = self._stage, self._silent_s()
+        if stage is not None and stage.too_long():
+            return CannotGoOn(f"{stage.part}: {self._report()}")
+        if self._stall.too_long(silent_s if stage is None else 0.0):
+            stalled = f"{self._stall.part} for {silent_s:.0f} s (async_training.timeouts.stall)"
+            return CannotGoOn(f"{stalled}: {self._report()}")
+        # An actor answers when its present work is done; Ray reports its death at once.
+        for name, answer in self._questions.answered():
             try:
-                ray.get(answer, timeout=ANSWER_S)
-            except RayError as error:
-                if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
-                    return _lost_part(name, error)
+                ray.get(answer, timeout=REPORT_ANSWER_S)
+            except ActorUnavailableError:
+                continue
+            except RayActorError as error:
+                return _lost_part(name, error)
+            except RayError:
+                continue
         return None
 
     def _report(self) -> str:
-        """Who waits for whom; bounded, since what it asks may be what is stuck."""
+        """Return who waits for whom; it takes `REPORT_S` at most, since it may ask the part that is stuck."""
         said = [f"the report was not done within {REPORT_S:g} s"]
 
         def describe() -> None:
@@ -239,8 +231,7 @@ class RunWatch:
         for step in (self._fail, self._write):
             threading.Thread(target=step, args=(error,), daemon=True).start()
         if not self._over.wait(GRACE_S):
-            words = {"name": type(error).__name__, "message": str(error)}
-            leaving = threading.Thread(target=self._leaving, args=(words,), daemon=True)
+            leaving = threading.Thread(target=self._leaving, args=(_words(error),), daemon=True)
             leaving.start()
             self._heard.wait(GRACE_S)
             leaving.join(LEAVING_S)
@@ -254,26 +245,17 @@ class RunWatch:
             logger.error("the report could not be written: %s", failure)
 
 
+def _ask(actor: Any) -> Callable[[], ray.ObjectRef]:
+    """Return a call that asks an actor of any class for a sign of life."""
+    return lambda: actor.__ray_call__.remote(lambda actor: None)
+
+
+def _words(error: BaseException) -> dict[str, str]:
+    return {"name": type(error).__name__, "message": str(error)}
+
+
 def _lost_part(name: str, error: RayActorError) -> CannotGoOn:
     state = "is out of reach" if isinstance(error, ActorUnavailableError) else "died"
     lost = CannotGoOn(f"{name} {state}, and the run cannot go on without it: {error}")
     lost.__cause__ = error
     return lost
-
-
-def _nothing(actor: Any) -> None:
-    """What a held actor is asked to do."""
-
-
-def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What parts say, by name: object references of their answers; an exception's text, or that none came."""
-    said: dict[str, Any] = {}
-    ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) if asked else None
-    for name, reference in asked.items():
-        try:
-            said[name] = ray.get(reference, timeout=0)
-        except GetTimeoutError:
-            said[name] = f"DOES NOT ANSWER within {ANSWER_S:g} s"
-        except RayError as error:
-            said[name] = f"IS DEAD or failed: {type(error).__name__}"
-    return said

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that Ray starts again when they die: which of them can have work, and which one has least.
+"""Workers that Ray starts again when they die: which of them may get work, and which one has least.
 
-Contract: a worker that died has no work until Ray has started it again and it was prepared; while there is no other,
-calls wait for that. One that was asked and has not answered for half of ``answer_s`` has none if there is another, and
-is ended, and so started again, after the whole: its process was stopped, or its event loop hangs. One whose process is
-spoilt, which it says itself or answers every question with an error, is ended at once. One event loop calls it.
+Contract: a worker that died gets no work until Ray has started it again and it was prepared; if there is no other,
+calls wait for that. A worker that has not answered for half of ``answer_s`` gets no work if there is another one. After
+the whole of it the worker is killed, and so started again: its process was stopped, or its event loop hangs. A worker
+whose process is spoilt is killed at once; it says so itself, or answers every question with an error. All methods are
+called on one event loop.
 
 Shown by tests/integration/test_worker_pool.py and test_reward_dispatch.py.
 """
@@ -21,19 +22,20 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from recipe.async_engine.actors.control import has_ended, is_up_again, sign_of_life
+from recipe.async_engine.core.deadlines import Silence
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import told
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 180.0
-# Of ``answer_s``: the pause between two questions.
 ASK_EVERY = 0.1
+"""The pause between two questions, as a share of ``answer_s``."""
+LOOK_S = 1.0
 PASSED_OVER_AT_MOST = 64
 
 
 class WorkerDied(RecipeError):
-    """A worker died under a call, or before it."""
+    """A worker died during a call, or before it."""
 
 
 class WorkerRestarted(RecipeError):
@@ -41,34 +43,32 @@ class WorkerRestarted(RecipeError):
 
 
 class WorkerSpoilt(RecipeError):
-    """Raised by a worker whose process does not do any more what every call needs."""
+    """Raised by a worker whose process can no longer do what every call needs."""
 
 
 def as_handle(method: str, call: Callable[..., Awaitable[Any]]) -> SimpleNamespace:
-    """As an actor handle of which this one method is called."""
+    """Return an object that can be called like an actor handle with this one method."""
     return SimpleNamespace(**{method: SimpleNamespace(remote=call)})
 
 
 class WorkerSet:
-    """See the module's contract.
+    """Chooses workers and replaces those that fail, as the module's contract says.
 
     Args:
-        kind: of workers, for the log.
-        actors: Ray may start them again.
-        answer_s: how long one may not answer.
-        startup_s: how long one may take to be up again, after which it is given up; None: any time.
+        kind: names the kind of workers in the log.
+        actors: the workers, which Ray may start again.
+        answer_s: how long a worker may not answer before it is killed.
+        startup_s: how long a worker may take to be up again before it is given up; None allows any time.
 
     Attributes:
-        actors: those that are alive, by name.
+        actors: workers that are alive, by name.
         silent: names of those among them that do not answer.
-        lives: how often each was started again.
-        load: its calls under way.
-        reserved: the one that has no further work where there is another, be it one that is being started again.
+        lives: how often each worker was started again.
+        load: how many calls each worker has.
+        reserved: a worker that gets no further work if there is another one, even one that is being started again.
     """
 
-    def __init__(
-        self, kind: str, actors: Sequence[Any], answer_s: float = ANSWER_S, startup_s: float | None = None
-    ) -> None:
+    def __init__(self, kind: str, actors: Sequence[Any], answer_s: float, startup_s: float | None = None) -> None:
         self.actors = {f"worker-{n}": actor for n, actor in enumerate(actors)}
         self.silent: set[str] = set()
         self.lives: Counter[str] = Counter()
@@ -84,29 +84,29 @@ class WorkerSet:
 
     @property
     def lost(self) -> bool:
-        """Whether none is alive or being started again."""
+        """Return whether no worker is alive or being started again."""
         return not self.actors and not self._returning
 
     def choose(self, but: str | None = None) -> str | None:
-        """The one with the fewest calls, other than ``but`` if there is another; None if all are lost.
+        """Return the worker with the fewest calls, if possible not ``but``; None if all are lost.
 
-        One whose calls fail (:meth:`note`) is passed over the longer, the more of them have in a row.
+        The more calls of a worker have failed in a row (:meth:`note`), the more often it is passed over.
         """
         candidates = [name for name in self.actors if name not in self.silent and name not in (but, self.reserved)]
-        # Beside a reserved one, calls wait for those that are being started again.
+        # If the only worker alive is reserved, calls wait for those that are being started again.
         others = [name for name in self._returning if self.reserved not in (None, name)]
         anyone = candidates or others or self.actors or self._returning
         passed_over, self._passed_over = self._passed_over, +(self._passed_over - Counter(self._passed_over.keys()))
         return min(anyone, key=lambda n: (passed_over[n] > 0, self.load[n], self._calls[n]), default=None)
 
     def note(self, name: str, failed: bool) -> None:
-        """How a call of this worker ended."""
+        """Note how a call of this worker ended."""
         self._failed[name] = self._failed[name] + 1 if failed else 0
         self._passed_over[name] = min(2 ** self._failed[name], PASSED_OVER_AT_MOST) if failed else 0
 
     @asynccontextmanager
     async def one(self, name: str) -> AsyncIterator[Any]:
-        """A worker, once it is up, for one call; raises WorkerDied if it dies meanwhile, or is not started again."""
+        """Yield a worker for one call once it is up; raise WorkerDied if it dies meanwhile, or is not started again."""
         self.load[name] += 1
         self._calls[name] += 1
         life = 0
@@ -118,7 +118,7 @@ class WorkerSet:
             life = self.lives[name]
             yield self.actors[name]
         except RayTaskError as error:
-            # First of all: Ray's error is also an instance of its cause's class, which may be the one below.
+            # This comes first, since Ray's error is also an instance of its cause's class, which may be the one below.
             said = isinstance(error.cause, WorkerRestarted | WorkerSpoilt)
             ended = error.cause if said else await self._spoilt(name, life, error)
             if ended is None:
@@ -132,9 +132,9 @@ class WorkerSet:
             self.load[name] -= 1
 
     def died(self, name: str, life: int, error: BaseException) -> None:
-        """The first to say so has a dead worker taken back once it is up again; others may say so after its return.
+        """Take back a dead worker once it is up again; only the first report of a death counts.
 
-        ``life``: ``lives`` of the worker when the call began.
+        ``life`` is the worker's count of `lives` when the call began, so that later reports are told apart.
         """
         if name in self.actors and life == self.lives[name]:
             logger.error("%s %s died: %s", self._kind, name, error)
@@ -144,8 +144,8 @@ class WorkerSet:
                 self._noticed_death(name)
 
     async def _spoilt(self, name: str, life: int, error: RayTaskError) -> WorkerSpoilt | None:
-        """What its worker says of itself in another error, or shows; None if the error is one of the call alone."""
-        # Where a process is spoilt, Ray may come to send what it says as an error of Ray's own.
+        """Return why a worker is spoilt, None if the error concerns its call alone."""
+        # Ray may send the worker's own WorkerSpoilt as an error of another class, which only quotes it.
         for line in str(error).splitlines():
             _, named, words = line.partition(f"{WorkerSpoilt.__name__}: ")
             if named:
@@ -161,19 +161,19 @@ class WorkerSet:
         return None
 
     def _noticed_death(self, name: str) -> None:
-        """Once for each death that was noticed as such."""
+        """Called once for each death of a worker."""
 
     async def _prepare(self, actor: Any) -> None:
-        """Tell a worker that was started again what it has to know before it has work."""
+        """Tell a worker that was started again what it has to know before it gets work."""
 
     def watch(self) -> None:
-        """Ask every worker from now on whether it answers, all the time, those too that are started again."""
+        """Ask every worker again and again from now on whether it answers, including those that are started again."""
         self._watched = True
         for name in self.actors:
             self._question(name, for_ever=True)
 
     def doubt(self, name: str | None) -> None:
-        """A call was given up: whether it is the call alone or the worker, only asking can tell."""
+        """Ask a worker whether it answers, because one of its calls was given up."""
         if name in self.actors:
             self.silent.add(name)
             self._question(name, for_ever=False)
@@ -183,19 +183,19 @@ class WorkerSet:
             del self._questions[name]
             self.silent.discard(name)
             if self._watched and not question.cancelled() and question.exception() is None:
-                # It was of the life before.
+                # The question was about the worker's earlier life.
                 self.watch()
 
         if name not in self._questions:
             self._questions[name] = asyncio.create_task(self._keep_asking(name, for_ever))
             self._questions[name].add_done_callback(end)
 
-    async def news(self) -> None:
-        """Wait until one that was asked has answered, or has died."""
+    async def any_answer(self) -> None:
+        """Wait until a worker that was asked has answered or died."""
         await asyncio.wait(self._questions.values(), return_when=asyncio.FIRST_COMPLETED)
 
     def stop(self) -> None:
-        """Wait for no worker any more, and ask none."""
+        """Stop asking workers, and stop waiting for those that are being started again."""
         self._watched = False
         for task in (*self._returning.values(), *self._questions.values()):
             task.cancel()
@@ -205,14 +205,15 @@ class WorkerSet:
         try:
             while self.lives[name] == life and name in self.actors:
                 answer = asyncio.ensure_future(sign_of_life(actor).remote())
-                await asyncio.wait({answer}, timeout=self._answer_s / 2)
-                if not answer.done():
-                    self.silent.add(name)
-                    logger.warning("%s %s has not answered for %g s", self._kind, name, self._answer_s / 2)
-                    await asyncio.wait({answer}, timeout=self._answer_s / 2)
-                if not answer.done():
-                    logger.error("%s %s has not answered for %g s: it is ended", self._kind, name, self._answer_s)
-                    ray.kill(actor, no_restart=False)
+                silence = Silence(f"{self._kind} {name}", self._answer_s)
+                while not (await asyncio.wait({answer}, timeout=min(LOOK_S, self._answer_s / 100)))[0]:
+                    if silence.too_long():
+                        logger.error("%s has not answered for %g s: it is ended", silence.part, self._answer_s)
+                        ray.kill(actor, no_restart=False)
+                        break
+                    if silence.seconds > self._answer_s / 2 and name not in self.silent:
+                        self.silent.add(name)
+                        logger.warning("%s has not answered for %g s", silence.part, self._answer_s / 2)
                 await answer
                 if not for_ever:
                     return

@@ -15,40 +15,42 @@ from recipe.async_engine.config.fields import STRICT, read_section, seconds, set
 from recipe.async_engine.config.legacy import of_stock
 from recipe.async_engine.config.log_prob_servers import LogProbServers
 from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.core.deadlines import TRACKERS_S
 from recipe.async_engine.core.scoring import Anchor
 
 SHARED: Final = "shared"
-LONGEST_END_S = 120.0
-"""The most that the trackers get of `Timeouts.stop`; otherwise they get a third of it."""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Timeouts:
-    """Deadlines. A wait that passes its deadline ends with an error that names the deadline's setting."""
+    """Deadlines of a run; whatever passes its deadline ends with an error that names the setting.
 
-    startup: float = seconds(1800.0, "Until all workers, servers and models are up.")
+    `recipe.async_engine.core.deadlines` lists who watches what, and the deadlines that are not settings.
+    """
+
+    startup: float = seconds(1800.0, "The start of a run, until all workers, servers and models are up.")
     first_weights: float = seconds(
         1800.0, "How long a request to a rollout server waits for the first committed version before it fails."
     )
     weight_sync: float = seconds(
-        600.0, "One weight sync, from its beginning to the last replica's commit, and each part of it."
+        600.0, "One weight sync, from its start until the last replica has the new weights, and each part of it."
     )
     generation: float = seconds(
-        1800.0, "One generation request to a rollout replica; a group that fails by it is retried."
+        1800.0, "One generation request to a rollout replica; a request that takes longer is retried."
     )
     prompt: float = seconds(600.0, "How long the training data's loader may take for one prompt before the run ends.")
     trajectory: float = seconds(
         2400.0,
-        "One trajectory to its last token, all requests and tools of its agent loop included; one that fails by it is"
+        "One trajectory to its last token, with all requests and tools of its agent loop; one that takes longer is"
         " retried. Time between generation turns does not count. A weight sync that drains waits as long for running"
-        " answers. With its retries it should end within `batch_wait`.",
+        " answers. A trajectory with all of its retries should end within `batch_wait`.",
     )
     agent_worker: float = seconds(
         180.0,
-        "How long an agent-loop worker may not answer, because its process stopped or a tool blocks its event loop,"
-        " before it is ended and started again.",
+        "How long an agent-loop worker may not answer, because its process was stopped or a tool blocks its event loop,"
+        " before it is killed and started again.",
     )
-    reward: float = seconds(300.0, "The reward of one trajectory; a group that fails by it is retried.")
+    reward: float = seconds(300.0, "The reward of one trajectory; one that takes longer is computed again.")
     batch_wait: float = seconds(
         3600.0,
         "How long the trainer waits for the next batch, or for a validation pass over all prompts, before the run ends"
@@ -56,33 +58,33 @@ class Timeouts:
     )
     rehearsal: float = seconds(
         120.0,
-        "The transfer of the weights in the rehearsal (`rehearsal`), and each of its other steps. A sync has its own,"
-        " longer deadline, so a transfer that is slow here falls back and can still be right there.",
+        "Each step of the rehearsal (`rehearsal`), such as the transfer of the weights. A weight sync has its own,"
+        " longer deadline, so a transfer that is too slow for the rehearsal may still work in a sync.",
     )
     checkpoint: float = seconds(1800.0, "Writing or reading one checkpoint.")
     stall: float = seconds(
         5400.0,
-        "Longest time in which nothing at all begins or ends: no answer, no reward, no stage of the trainer. Then the"
-        " run ends and says who waits for whom. Longer than the longest stage, and than the deadlines that name a"
-        " cause themselves.",
+        "The longest time in which nothing at all begins or ends: no answer, no reward, no stage of the trainer. Then"
+        " the run ends and reports who waits for whom. It should exceed the longest stage, and all deadlines that name"
+        " their own cause.",
     )
     heartbeat: float = seconds(
         300.0,
         "How long the main waits for a sign of life of the trainer's process, which a thread there gives every second,"
-        " before it ends the run. It is missed by a process that is stopped, or in which one call keeps Python's lock;"
-        " longer than the longest such call (unpickling a large batch, say).",
+        " before it ends the run. There is none while the process is stopped, or while one call keeps Python's lock, so"
+        " it should exceed the longest such call (unpickling a large batch, for example).",
     )
     stop: float = seconds(
         900.0,
-        "From SIGTERM or Ctrl-C to the end of the run: the step under way and a checkpoint. Then it is cut off. A third"
-        " of it, and two minutes at most, is for the trackers (`trainer.logger`) to take their last rows, the summary"
-        " and the status at any end; one that takes longer is left behind.",
+        "From SIGTERM or Ctrl-C to the end of the run, for the current step and a checkpoint; then the run is killed."
+        " At any end, the trackers (`trainer.logger`) have a third of it, and two minutes at most, to store their last"
+        " rows, the summary and the status; the run does not wait longer for them.",
     )
 
     @property
     def trackers(self) -> float:
         """How long all trackers together have at a run's end."""
-        return min(LONGEST_END_S, self.stop / 3)
+        return min(TRACKERS_S, self.stop / 3)
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

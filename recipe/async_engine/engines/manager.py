@@ -19,11 +19,10 @@ from verl.workers.rollout.router import get_router_handle
 
 from recipe.async_engine.actors.control import with_control
 from recipe.async_engine.actors.replacement import cleared_on_failure, end_servers
+from recipe.async_engine.core.deadlines import SERVERS_END_S
 from recipe.async_engine.engines.load_balancer import HELD, CountingBalancer
 from recipe.async_engine.engines.protocol import engine_class
 from recipe.async_engine.engines.reservation import Reservations
-
-END_S = 30.0
 
 
 class ReplicaManager(LLMServerManager):
@@ -66,7 +65,7 @@ class ReplicaManager(LLMServerManager):
 
         Returns when its server is up, without weights. Raises TimeoutError if it is late, or if ``lost`` does not end.
         """
-        end_servers(lost, END_S)
+        end_servers(lost, SERVERS_END_S)
         replica = self._new_replica(lost.replica_rank)
 
         async def start() -> None:

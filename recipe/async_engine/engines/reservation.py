@@ -27,10 +27,10 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from recipe.async_engine.actors.sockets import rendezvous_ports
 from recipe.async_engine.config.placement import REPLICA_CPUS, Wanted
+from recipe.async_engine.core.deadlines import FREE_S
 from recipe.async_engine.core.errors import NothingFree
 
-FREE_S, POLL_S = 3.0, 0.05
-"""How long a replica that starts during a run looks for accelerators, and how often: Ray frees them with some delay."""
+POLL_S = 0.05
 
 
 class Reservations:

@@ -35,6 +35,7 @@ from recipe.async_engine.config.problems import ConfigError, Problem, lookup
 from recipe.async_engine.config.rules.names import unusual
 from recipe.async_engine.config.validation import Findings, Judge, judge, warnings_of
 from recipe.async_engine.config.verl_types import well_formed
+from recipe.async_engine.core.deadlines import DRIVER_S, HUB_S
 from recipe.async_engine.inspection.code_files import code_facts
 from recipe.async_engine.inspection.data_files import data_facts, is_hub_name
 from recipe.async_engine.inspection.node_probe import absent
@@ -42,8 +43,7 @@ from recipe.async_engine.record.contents import without_weights
 
 logger = logging.getLogger(__name__)
 
-HUB_TIMEOUT_S = 10.0
-QUERY, QUERY_S = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"), 15.0
+QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 REWARD_FUNCTION = "reward.custom_reward_function"
 
 
@@ -186,7 +186,7 @@ def _memory_here() -> int | None:
     if shutil.which(QUERY[0]) is None:
         return None
     try:
-        answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_S, check=True).stdout
+        answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=DRIVER_S, check=True).stdout
         sizes = [int(line) << 20 for line in answer.split()]
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         logger.warning("the accelerators' memory is not known, so it is not checked: %s", error)
@@ -270,8 +270,8 @@ def _on_hub(name: str) -> tuple[Path | None, str | None]:
         if constants.HF_HUB_OFFLINE:
             return None, f"{absent} is offline (HF_HUB_OFFLINE)"
     try:
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)  # It is not tried again.
-        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S)), None
+        HfApi().model_info(name, timeout=HUB_S)  # It is not tried again.
+        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_S)), None
     except HfHubHTTPError as error:
         return None, f"does not exist as a directory, and the hub refuses it ({type(error).__name__})"
     except (OSError, httpx.HTTPError) as error:

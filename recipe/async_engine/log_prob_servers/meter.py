@@ -12,7 +12,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-ANSWER_S = 2.0
+from recipe.async_engine.core.deadlines import TOLD_S
+
 PREFIX = "model_engine_server/"
 SUMMED = ("batches", "sequences", "tokens", "answered_tokens", "late", "queued_s", "busy_s", "fill")
 
@@ -32,7 +33,7 @@ class ServerMeter:
         started.
         """
         asked = {name: server.account.remote() for name, server in servers.items()}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=TOLD_S)
         now = {}
         for name, answer in asked.items():
             try:

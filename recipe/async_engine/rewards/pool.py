@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from recipe.async_engine.core.deadlines import REWARD_PROCESS_S
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import MOST, NotPlain, plain, told, traced
 
@@ -58,8 +59,6 @@ ATTEMPTS = 4
 """Attempts to start a process."""
 SPOILT = 2
 """After this many failed calls in a row a process is replaced, since its state may be broken."""
-LAST_WORD_S = 1.0
-"""Time to wait for a process to end after its socket has closed, or for an answer after the process has ended."""
 
 
 class _Process:
@@ -76,7 +75,7 @@ class _Process:
         self._loop.remove_reader(self._process.sentinel)
         self._ended.set()
         # A child of the process may hold the socket open.
-        self._loop.call_later(LAST_WORD_S, self._reader.feed_eof)
+        self._loop.call_later(REWARD_PROCESS_S, self._reader.feed_eof)
 
     @property
     def is_alive(self) -> bool:
@@ -93,7 +92,7 @@ class _Process:
             said = answer[FULL]
         except (asyncio.IncompleteReadError, OSError):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORD_S):
+                async with asyncio.timeout(REWARD_PROCESS_S):
                     await self._ended.wait()
             raise RewardProcessDied(self._why()) from None
         except (LookupError, TypeError, ValueError, asyncio.LimitOverrunError):
@@ -265,7 +264,7 @@ def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.sock
                 ours.close()
                 if not left:
                     raise
-                time.sleep(LAST_WORD_S / ATTEMPTS)
+                time.sleep(REWARD_PROCESS_S / ATTEMPTS)
     return process, ours
 
 

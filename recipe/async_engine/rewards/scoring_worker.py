@@ -29,6 +29,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from recipe.async_engine.actors.control import Restartable
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.actors.worker_set import WorkerDied, WorkerSet, as_handle
+from recipe.async_engine.core.deadlines import REWARD_WORKER_S
 from recipe.async_engine.core.plain import NotPlain, plain, told, traced
 from recipe.async_engine.engines.protocol import engine_class
 from recipe.async_engine.engines.reservation import Reservations
@@ -37,9 +38,6 @@ from recipe.async_engine.rewards.pool import COUNTS, RewardFailed, RewardProcess
 
 HELD = ("compute_score", "compute_score_batch", "compute_score_disrm")
 """Methods of a reward worker whose calls stay open for long."""
-ANSWER_S = 30.0
-"""How long a worker may take to give a sign of life. A random addition of up to half of it ensures that of several
-callers that ask the worker only one kills it."""
 # Location of verl's own rules, which depend on the row's data source.
 DEFAULT_RULES = "pkg://verl.utils.reward_score", "default_compute_score"
 
@@ -245,13 +243,13 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
     for being idle. When a call is given up, its worker is asked for a sign of life. If no worker is available, a call
     waits for one; the caller has the deadline. To be used on one event loop.
     """
-    workers = WorkerSet("reward", actors, ANSWER_S * random.uniform(1.0, 1.5))
+    workers = WorkerSet("reward", actors, REWARD_WORKER_S * random.uniform(1.0, 1.5))
     last: list[WorkerDied] = []
 
     async def score(data: Any) -> dict[str, Any]:
         """Call verl's ``compute_score``; raise WorkerDied if the worker died, RewardFailed if all have."""
         while (name := workers.choose()) in workers.silent:
-            await workers.news()
+            await workers.any_answer()
         try:
             if name is not None:
                 async with workers.one(name) as worker:

@@ -47,6 +47,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.cuts import refused
+from recipe.async_engine.core.deadlines import FETCH_S, ROUTING_S
 from recipe.async_engine.core.errors import EngineDied, GenerationError, RequestFailed
 from recipe.async_engine.engines.answers import (
     ABORTED,
@@ -66,15 +67,12 @@ logger = logging.getLogger(__name__)
 
 # verl's names for what a request may have beside tokens.
 MODALITIES = ("image_data", "video_data", "audio_data")
-FETCH_S = 10.0
 ASK_AGAIN_S = 0.02
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 MOST_FAILURES = 3
 """An engine may fail a request so often in a row. Without this limit a request that always fails would be repeated
 until the deadline.
 """
-# The load balancer only counts, so it answers at once unless it is gone.
-ROUTING_S = 60.0
 
 
 @dataclass

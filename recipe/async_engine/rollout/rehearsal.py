@@ -21,6 +21,7 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.actors.worker_set import WorkerRestarted, WorkerSpoilt
+from recipe.async_engine.core.deadlines import REHEARSED_S
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.engines.answers import COMPLETED
@@ -34,7 +35,6 @@ MADE_UP = {"raw_prompt": [{"role": "user", "content": "1 + 1"}]}
 DEEP = 400
 """The depth of nested calls. Python allows 1,000."""
 SOCKETS = 4
-LIMIT_S = 10.0
 WHY = "look for what an agent loop or tool changes in its process"
 
 
@@ -69,9 +69,9 @@ class Rehearsal:
         """
         if self._first is None:
             self._first = asyncio.create_task(self._attempt())
-        if not self._first.done() and not (await asyncio.wait({self._first}, timeout=LIMIT_S))[0]:
+        if not self._first.done() and not (await asyncio.wait({self._first}, timeout=REHEARSED_S))[0]:
             self._first.cancel()
-            await asyncio.wait({self._first}, timeout=LIMIT_S)
+            await asyncio.wait({self._first}, timeout=REHEARSED_S)
             logger.debug("this worker cannot rehearse: %s", self._first)
 
     async def now(self) -> None:
@@ -106,7 +106,7 @@ class Rehearsal:
         if first is None or not first.done() or first.cancelled() or first.exception() is not None:
             return None
         try:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(REHEARSED_S):
                 now = await self._attempt()
         except TimeoutError:  # the process is busy; others watch whether it answers at all
             return None

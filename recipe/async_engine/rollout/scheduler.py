@@ -32,6 +32,7 @@ from typing import Any
 
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.core.alarms import AlarmLimit
+from recipe.async_engine.core.deadlines import HANDED_OVER_S, SCHEDULER_S
 from recipe.async_engine.core.errors import CannotGoOn, RecipeError
 from recipe.async_engine.core.groups import (
     NON_FINITE_REASON,
@@ -63,9 +64,6 @@ from recipe.async_engine.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-LOOP_S = 60.0
-# A payload that its worker has sent arrives within this time, or is lost.
-LAST_WORDS_S = 5.0
 PORTION, PAUSE_S = 1_024, 0.001
 """So many trajectories begin at once. Then the scheduler pauses, so that others get the lock."""
 TRAINED_FIRST = attrgetter("start", "id")
@@ -254,7 +252,7 @@ class RolloutScheduler:
 
     def version_announced(self) -> int:
         """Note that every live replica has the sealed version, and return its number."""
-        return self._ask(self._announced(), LOOP_S)
+        return self._ask(self._announced(), SCHEDULER_S)
 
     def pause_until_drained(self, timeout_s: float, fill: bool = False) -> None:
         """Wait until no trajectory of a stream generates, and issue nothing afterwards until :meth:`open_turn`.
@@ -574,7 +572,7 @@ class RolloutScheduler:
         # Wait for payloads that the workers have sent already.
         last_words = [self._ends[key] for key in over if key in self._ends]
         if last_words:
-            await asyncio.wait(last_words, timeout=LAST_WORDS_S)
+            await asyncio.wait(last_words, timeout=HANDED_OVER_S)
         async with self._prompts.standstill() as position:
             with self._changed:
                 kept = {
@@ -627,7 +625,7 @@ class RolloutScheduler:
             self.manager.drain()
         flow = await self._pool.close_books(timeout_s)
         if self._ends:
-            await asyncio.wait(list(self._ends.values()), timeout=LAST_WORDS_S)
+            await asyncio.wait(list(self._ends.values()), timeout=HANDED_OVER_S)
         return flow
 
     async def _stop(self) -> None:

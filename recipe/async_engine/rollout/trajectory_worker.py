@@ -29,10 +29,11 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker, DictConfigWrap, ToolListWrap
 from verl.utils.rollout_trace import rollout_trace_attr
 
-from recipe.async_engine.actors.control import Early, was_restarted
+from recipe.async_engine.actors.control import EarlyCancellations, was_restarted
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.actors.worker_set import WorkerRestarted
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
+from recipe.async_engine.core.deadlines import CANCELLED_S
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import NOT_SAMPLED, Part, align
@@ -78,8 +79,6 @@ from recipe.async_engine.rollout.users_loop import (
 logger = logging.getLogger(__name__)
 
 REWARD_AT_ONCE_S = 0.03
-# A cancelled trajectory has so long to end. Its agent loop may catch the cancellation and go on.
-LAST_MOMENT_S = 10.0
 
 CANCELLED = (
     "its agent loop was cancelled, and nobody here had asked for that (asyncio.CancelledError): the loop did it, or "
@@ -111,7 +110,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(limits.trajectory)
         self._running: dict[str, TrajectoryRecorder] = {}
-        self._unwanted = Early()
+        self._unwanted = EarlyCancellations()
         self._answers = AnswerBook()
         self._scoring: ScoringClient | None = None
         self._score_parts = False
@@ -339,7 +338,7 @@ class TrajectoryWorker(AgentLoopWorker):
         """End the named trajectories. The caller of each gets the cancellation as an error."""
         for key in keys:
             if key not in self._running:
-                self._unwanted.say(key)
+                self._unwanted.add(key)
             elif not self._running[key].told.done():
                 self._running[key].told.set_result(None)
 
@@ -354,7 +353,7 @@ class TrajectoryWorker(AgentLoopWorker):
         under_way = [asyncio.create_task(running.over.wait()) for running in self._running.values()]
         await self.cancel(list(self._running))
         if under_way:
-            await asyncio.wait(under_way, timeout=LAST_MOMENT_S)
+            await asyncio.wait(under_way, timeout=CANCELLED_S)
         return self._answers.account()
 
     async def hold(self) -> TokenAccount:
@@ -527,7 +526,7 @@ class TrajectoryWorker(AgentLoopWorker):
 async def _cancel(task: asyncio.Task[Any], key: str) -> None:
     """Cancel a trajectory's agent loop, and abandon it if it does not end."""
     task.cancel()
-    await asyncio.wait({task}, timeout=LAST_MOMENT_S)
+    await asyncio.wait({task}, timeout=CANCELLED_S)
     if not task.done():
         logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
         # Read the result when it ends, because asyncio warns about errors that nobody has read.

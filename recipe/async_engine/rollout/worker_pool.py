@@ -22,7 +22,8 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
-from recipe.async_engine.actors.worker_set import ANSWER_S, WorkerDied, WorkerSet
+from recipe.async_engine.actors.worker_set import WorkerDied, WorkerSet
+from recipe.async_engine.config.sections import Timeouts
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.rollout.group_run import (
     AgentLoopError,
@@ -38,7 +39,7 @@ from recipe.async_engine.rollout.prompts import sample_of
 
 logger = logging.getLogger(__name__)
 
-STARTUP_S = 600.0
+DEFAULTS = Timeouts()
 LARGE = 64 << 10
 """Ray also copies larger arguments into the object store, but once for each call."""
 VALIDATION = "validation-"
@@ -121,8 +122,8 @@ class WorkerPool(WorkerSet):
         self,
         actors: list[Any],
         prepare: Callable[[Any], Awaitable[None]] | None = None,
-        startup_s: float = STARTUP_S,
-        answer_s: float = ANSWER_S,
+        startup_s: float = DEFAULTS.startup,
+        answer_s: float = DEFAULTS.agent_worker,
         traced: TracedGroups | None = None,
         validates: bool = False,
     ) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from its main's first moment to its last: processes, signals, signs of life, and its record."""
+"""The main of a run: it starts and watches the run's processes, handles signals and writes the summary."""

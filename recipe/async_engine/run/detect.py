@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which machine a main stands on: its accelerators, a Ray cluster that it would join, and the platform of the run.
+"""Finds the accelerators of the main's machine, and the Ray cluster that a run would join.
 
-`inspect_machine` looks at the machine without importing torch or starting a process. Which platform a run takes there
-is chosen by whoever composes the main (`recipe.laptop.choice`): the plugin never guesses. What is chosen must be in the
-environment before torch, vLLM or verl is imported.
+`inspect_machine` looks at files only; it neither imports torch nor starts a process. The platform of a run is chosen
+outside the engine (`recipe.laptop.choice`), never guessed by the plugin. It has to be in the environment before torch,
+vLLM or verl is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/da
 ACCELERATOR_COMMANDS = ("nvidia-smi", "rocm-smi", "npu-smi")
 LOCAL_RAY_ADDRESS = "local"
 
-# A package that vLLM imports gives the root logger this level, ERROR without the variable: no warning would be seen.
+# A package that vLLM imports sets the root logger to this level, by default to ERROR, which would hide all warnings.
 LOG_LEVEL = {"SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING"}
 
 
@@ -31,7 +31,7 @@ class PlatformChoice:
     Attributes:
         name: "cpu", the user's VERL_PLATFORM, or None when verl detects the accelerator.
         environment: variables for the driver and, through Ray's ``runtime_env.env_vars``, for every worker. Values that
-            the user had set are kept.
+            the user has set are kept.
     """
 
     name: str | None
@@ -44,16 +44,22 @@ class PlatformChoice:
 
 @dataclass(frozen=True)
 class Machine:
-    """What `inspect_machine` found: what shows an accelerator, and the address of a Ray cluster that runs here."""
+    """The result of `inspect_machine`.
+
+    Attributes:
+        accelerator: a device file or program that shows that there is an accelerator, None if there is none.
+        cluster_address: the address of a Ray cluster that was started on this machine.
+    """
 
     accelerator: str | None = None
     cluster_address: str | None = None
 
 
 def cluster_to_join(environ: Mapping[str, str], machine: Machine, ray_address: str | None) -> str | None:
-    """What makes ray.init join a cluster, in its order: configuration, environment, a cluster started here; else None.
+    """Return what makes ray.init join a cluster, None if it starts one.
 
-    ``ray job submit`` sets RAY_ADDRESS for the command that it runs.
+    ray.init looks at the configuration, then at the environment, then for a cluster on this machine. ``ray job submit``
+    sets RAY_ADDRESS for the command that it runs.
     """
     if ray_address:
         return None if ray_address == LOCAL_RAY_ADDRESS else f"ray_kwargs.ray_init.address={ray_address}"
@@ -64,7 +70,7 @@ def cluster_to_join(environ: Mapping[str, str], machine: Machine, ray_address: s
 
 
 def inspect_machine(ray_temp_dir: str | None = None) -> Machine:
-    """Look for accelerators, and where Ray notes the cluster that was started on this machine, by files only."""
+    """Look for accelerators, and for the file in which Ray notes the cluster that was started on this machine."""
     return Machine(_find_accelerator(), _find_cluster(ray_temp_dir))
 
 
@@ -74,7 +80,7 @@ def _find_accelerator() -> str | None:
 
 
 def _find_cluster(ray_temp_dir: str | None) -> str | None:
-    # As Ray has it (ray/_common/utils.py:327).
+    # Ray chooses its folder in the same way (ray/_common/utils.py:327).
     temporary = next((os.environ[name] for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "/tmp")
     folder = ray_temp_dir or os.path.join(temporary, "ray")
     note = Path(folder, "ray_current_cluster")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person sees of a run: a progress bar, a line for each side of it, and a summary at its end.
+"""Shows a run on the terminal: a progress bar, one line each for training and generation, and a summary at the end.
 
-Contract: on a terminal with room, bar and lines are a panel that is written over in place. Elsewhere (no terminal,
-`TERM=dumb`, a narrow window) the bar is a line of its own, and the sides are plain lines, every `PLAIN_S` seconds. The
-cursor is never hidden, so a main that is killed leaves the terminal as it was. Where nothing can be written any more
-(the terminal was closed, the pipe's reader has ended) nothing is shown, and the run goes on. Shown by
+Contract: on a large enough terminal, bar and lines are a panel that is updated in place. Elsewhere (no terminal,
+`TERM=dumb`, a narrow window) the bar is a line of its own, and the other lines are printed every `PLAIN_S` seconds. The
+cursor is never hidden, so a main that is killed leaves the terminal as it was. If nothing can be written any more (the
+terminal was closed, the pipe's reader has ended) the run continues and shows nothing. Shown by
 tests/core/test_display.py.
 """
 
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 PLAIN_S = 30.0
 ENDED = {Ended.WELL: "well", Ended.WITH_ALARMS: "with alarms", Ended.FAILED: "with an error"}
 COLUMNS, LINES = 90, 12
-"""A window with fewer has no panel."""
+"""A smaller window gets no panel."""
 
 
 class Bar:
-    """The bar, and lines now and then, on any stream."""
+    """A progress bar on any stream, with lines from time to time."""
 
     def __init__(
         self, mode: str, total_steps: int, stream: TextIO, clock: Callable[[], float] = time.monotonic
@@ -64,14 +64,14 @@ class Bar:
 
 
 class _Console(Console):
-    """One that leaves the cursor visible: nothing would bring it back after a `kill -9`."""
+    """A console that leaves the cursor visible, because nothing would show it again after a `kill -9`."""
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
 
 
 class LivePanel:
-    """Bar and lines, written over in place; what other parts of the process print meanwhile stands above."""
+    """A panel with bar and lines that is updated in place, below what the process prints otherwise."""
 
     def __init__(self, mode: str, total_steps: int, stream: TextIO) -> None:
         self._progress = Progress(
@@ -89,7 +89,7 @@ class LivePanel:
             get_renderable=self._panel,
             console=self._console,
             refresh_per_second=2,
-            # What goes to a file is to get there.
+            # Output that is redirected to a file must still go there.
             redirect_stdout=sys.stdout.isatty(),
         )
         self._live.start()
@@ -108,8 +108,8 @@ class LivePanel:
         self._live.stop()
 
     def _panel(self) -> Panel:
-        # Of this terminal, whose window may have changed; by itself it would ask for that of standard input.
-        with suppress(OSError):  # the window was closed
+        # The window may have changed; rich itself would ask for the size of standard input's terminal.
+        with suppress(OSError):  # the terminal was closed
             self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
         table = Table.grid(padding=(0, 2))
         for name, text in self._lines:
@@ -118,7 +118,7 @@ class LivePanel:
 
 
 def has_room(stream: TextIO) -> bool:
-    """Whether this is a terminal that can write over what it shows, and is large enough."""
+    """Return whether the stream is a terminal that is large enough and can overwrite what it shows."""
     if not stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return False
     size = os.get_terminal_size(stream.fileno())
@@ -126,7 +126,7 @@ def has_room(stream: TextIO) -> bool:
 
 
 class Display:
-    """See the module's contract; on the driver's standard error, or ``stream``."""
+    """Shows a run on the driver's standard error, or on ``stream``, as the module's contract says."""
 
     def __init__(self, mode: str, total_steps: int, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -140,16 +140,16 @@ class Display:
             yield
         except OSError as error:
             if not self._is_lost:
-                logger.warning("the run is not shown any more, and goes on: %s", error)
+                logger.warning("the run continues, but can no longer be shown: %s", error)
             self._is_lost = True
 
     def resume(self, step: int) -> None:
-        """Go on after ``step``."""
+        """Set the bar to the step after which the run continues."""
         with self._while_it_can_be_written():
             self._shown.resume(step)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """A step is trained."""
+        """Show a step that was trained."""
         seconds = metrics.get("timing_s/step")
         samples = metrics.get("fully_async/trained_samples")
         shown = {
@@ -163,7 +163,7 @@ class Display:
             self._shown.step(int(metrics[STEP]), said)
 
     def live(self, figures: Mapping[str, Any]) -> None:
-        """What each side does now, with its figures (`recipe.async_engine.record.figures`)."""
+        """Show what training and generation do now (`recipe.async_engine.record.figures`)."""
         with self._while_it_can_be_written():
             self._shown.live(sides(figures))
 

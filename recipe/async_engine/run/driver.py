@@ -1,73 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every mode's main does: check, start Ray, run, record.
+"""The main of every mode: it checks the configuration, starts Ray and the trainer, and records the run.
 
 Contract: a configuration that cannot run is refused before any process starts. A run that fails ends with the error
-and its traceback on standard error, a non-zero exit status and a summary that names the error. This process imports
-neither torch nor verl on the CPU platform: start-up is bound by imports.
+and its traceback on standard error, a non-zero exit status and a summary that names the error. On the CPU platform this
+process imports neither torch nor verl, because imports take most of a start.
 """
+
+from __future__ import annotations
 
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from recipe.async_engine.actors.watch import Questions
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.config.secrets import without_secrets
+from recipe.async_engine.config.validation import Judge
+from recipe.async_engine.core.deadlines import ACCOUNT_S, END_S
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection.check import check, plain, unresolved
 from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.outside import MODES
 from recipe.async_engine.record import durable
+from recipe.async_engine.record.events import Recorded
 from recipe.async_engine.record.run_record import RunRecord, exit_status
-from recipe.async_engine.run.detect import PlatformChoice, cluster_to_join, inspect_machine
+from recipe.async_engine.run.detect import Machine, PlatformChoice, cluster_to_join, inspect_machine
 from recipe.async_engine.run.display import Display
-from recipe.async_engine.run.heartbeat import control_probe, listen
-from recipe.async_engine.run.live import LiveFigures
-from recipe.async_engine.run.memory import MemoryMeter
-from recipe.async_engine.run.parts import Forks, Parts
-from recipe.async_engine.run.profiled import under_nsight, write_timeline
-from recipe.async_engine.run.ray_start import shorten_folders, start_ray
-from recipe.async_engine.run.rehearsing import only_rehearse
-from recipe.async_engine.run.runner import Began, Ended, TaskRunner
-from recipe.async_engine.run.shutdown import (
-    EndAtOnce,
-    EndingOnSignal,
-    LastResort,
-    StartedProcesses,
-    end_in_order,
+from recipe.async_engine.run.ray_start import (
+    Forks,
+    leave_out_resources,
+    shorten_folders,
+    start_ray,
+    take_environment,
+    under_nsight,
+    write_timeline,
 )
+from recipe.async_engine.run.runner import Began, Ended, TaskRunner
+from recipe.async_engine.run.shutdown import EndAtOnce, EndingOnSignal, StartedProcesses, end_in_order
+from recipe.async_engine.run.supervisor import LastResort, control_probe, listen
 from recipe.async_engine.shadowing import check_not_shadowed
 
 logger = logging.getLogger(__name__)
 
-END_S, LOOK_S, ACCOUNT_S = 40.0, 5.0, 120.0
+LOOK_S = 3.0
 SETTINGS_FILE = "config.yaml"
-# Of ray.init, for a Ray that it starts.
-RESOURCES = (
-    "num_cpus",
-    "num_gpus",
-    "resources",
-    "labels",
-    "object_store_memory",
-    "_system_config",
-    "_enable_object_reconstruction",
-    "_node_name",
-)
+REHEARSAL_FOLDER = "rehearsal"
 
 
 class RunFailed(RecipeError):
     """The run ended with an error, which has been shown."""
+
+
+class Laptop(Protocol):
+    """What a run needs from outside the engine on a machine without an accelerator."""
+
+    def choose_platform(
+        self, environ: Mapping[str, str], machine: Machine, ray_address: str | None = None, device: str | None = None
+    ) -> PlatformChoice:
+        """Choose the platform of a run by the driver's environment, its machine, and two settings."""
+
+    def fill_builtin_task(self, config: DictConfig) -> None:
+        """Make the built-in task if it is configured, and set the paths that are null to its files."""
+
+    def forks(self, config: DictConfig, choice: PlatformChoice) -> Forks | None:
+        """Start the process from which this run's Ray forks its workers; return None if the run cannot use forks."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a main gives to a run and the engine must not import; `recipe.mains.run` has this package's own.
+
+    Attributes:
+        judges: judge the configuration in addition to the engine's rules.
+        account: makes the run's account from its record.
+    """
+
+    laptop: Laptop
+    judges: Sequence[Judge]
+    account: Callable[[Recorded], dict[str, Any]]
 
 
 def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None = None) -> None:
@@ -75,15 +99,14 @@ def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None 
 
     Args:
         mode: one of `MODES`.
-        parts: what the run has beside the engine.
-        trainer_class: the fully qualified name of a trainer in place of the mode's.
+        trainer_class: the fully qualified name of a trainer that replaces the mode's own.
     """
     if config.get("plan_only"):
-        # Hydra shows the plan before it comes here; this is for a configuration that was composed otherwise.
+        # Hydra's command line shows the plan and does not come here; other callers do.
         sys.stderr.write("plan_only=true: nothing is started; Hydra's command line shows the plan\n")
         sys.exit(1)
     try:
-        plain(config)  # as a whole, before single settings are asked for
+        plain(config)  # this checks the whole configuration before single settings are read
         trainer_class = trainer_class or MODES[mode].trainer
         summary = run(config, mode, parts, trainer_class, began=psutil.Process().create_time())
     except MissingMandatoryValue as error:
@@ -102,10 +125,10 @@ def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None 
 
 
 def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: float | None = None) -> dict[str, Any]:
-    """Run ``config``; returns the summary. Times count from ``began`` (seconds since the epoch), by default from now.
+    """Run ``config`` and return the summary, whose times count from ``began`` in epoch seconds, by default from now.
 
     Raises:
-        WrongInstallation: another package has the name of one of the modes.
+        WrongInstallation: another package hides one of the modes by its name.
         ConfigError: the configuration cannot run.
         RunFailed: the run ended with an error.
     """
@@ -119,7 +142,7 @@ def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: 
     cluster = None if ray.is_initialized() else cluster_to_join(*where)
     with open_dict(config):
         if cluster is not None:
-            _leave_out_resources(ray_init, cluster)
+            leave_out_resources(ray_init, cluster)
         config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
         if choice.is_cpu:
             config.trainer.device = "cpu"
@@ -137,34 +160,26 @@ def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: 
         return _Run(config, parts, choice, plan, record, signals, ray_of_its_own).run(mode, trainer_class)
 
 
-def _leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
-    """Leave out what describes a Ray that the run would start itself: Ray refuses it where a cluster is joined."""
-    left_out = [name for name in RESOURCES if ray_init.pop(name, None) is not None]
-    if left_out:
-        names = ", ".join(left_out)
-        logger.warning("%s: joining it, so ray_kwargs.ray_init leaves out %s; the cluster has its own", cluster, names)
+def only_rehearse(config: DictConfig) -> None:
+    """If ``rehearse_only`` is set, change ``config`` to a run that rehearses and ends, in a folder of its own.
+
+    It reads and writes no checkpoint, validates nothing and tells no tracker (`recipe.async_engine.trainer.rehearsal`).
+    """
+    if not config.get("rehearse_only"):
+        return
+    with open_dict(config):
+        config.async_training.rehearsal = True
+        trainer = config.trainer
+        trainer.default_local_dir = os.path.join(trainer.default_local_dir, REHEARSAL_FOLDER)
+        trainer.resume_mode, trainer.save_freq, trainer.logger = "disable", -1, []
+        trainer.val_only = trainer.val_before_train = False
 
 
 def _write_settings(config: DictConfig) -> None:
-    """Keep what the run was made with, in place of Hydra's copies, which have secrets in plain text."""
+    """Write the run's settings without secrets; Hydra's own copies, which have secrets in plain text, are off."""
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
     file = Path(config.trainer.default_local_dir, SETTINGS_FILE)
     durable.write(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
-
-
-def _take_environment(config: DictConfig) -> dict[str, str]:
-    """Take the variables for the run's processes out of the configuration, so that nothing that writes it has them."""
-    given = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True).get("runtime_env") or {}
-    variables = given.get("env_vars") or {}
-    if variables:
-        with open_dict(config):
-            config.ray_kwargs.ray_init.runtime_env.env_vars = {}
-    taken = {str(name): str(value) for name, value in variables.items() if value is not None}
-    loggers = OmegaConf.select(config, "trainer.logger")
-    if "rl_insight" in ([loggers] if isinstance(loggers, str) else loggers or ()):
-        # As verl's main does (verl/trainer/main_ppo.py:52); without it that tracker says nothing.
-        taken.setdefault("VERL_RL_INSIGHT_ENABLE", "1")
-    return taken
 
 
 @dataclass
@@ -181,9 +196,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self._timeouts = self.plan.settings.async_training.timeouts
-        self._meter = MemoryMeter()
-        self._peak: float | None = None
-        # Ray's own processes included, unless they are a cluster's or the caller's.
+        # Ray's own processes are among them, unless they belong to a cluster or to the caller.
         self._started = StartedProcesses(own=self.ray_of_its_own)
         self._look_at = 0.0
         self._forks: Forks | None = None
@@ -191,13 +204,13 @@ class _Run:
         self._last_resort = LastResort(self._end_by_force)
 
     def run(self, mode: str, trainer_class: str) -> dict[str, Any]:
-        """See the function of this name."""
+        """Carry out the run and return its summary."""
         try:
             self._start()
             self._display = Display(mode, self.plan.total_steps)
             self._follow(trainer_class, self._display)
         except BaseException as error:
-            failed = self._started.blamed(error)
+            failed = self._started.cause_of(error)
             self.record.fail(failed)
             if failed is not error:
                 raise failed from error
@@ -214,9 +227,9 @@ class _Run:
         what = "starting Ray, or joining its cluster (async_training.timeouts.startup)"
         self._last_resort.allow(what, self._timeouts.startup)
         _write_settings(self.config)
-        given = _take_environment(self.config)
+        given = take_environment(self.config)
         if self.ray_of_its_own:
-            # By inheritance: Ray writes the values that its runtime_env has to its own log.
+            # Workers inherit these variables; if they were in runtime_env, Ray would write their values to its log.
             os.environ.update(given)
             given = {}
             self._forks = self.parts.laptop.forks(self.config, self.choice)
@@ -232,7 +245,7 @@ class _Run:
 
     def _follow(self, trainer_class: str, display: Display) -> None:
         """Start the trainer's actor and take in what it yields until it ends."""
-        # Beside the main where that node has a CPU: the loss of either ends the run.
+        # On the main's node if that has a free CPU, because the loss of either node ends the run.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         actor = ray.remote(concurrency_groups={"beside": 2, "live": 1})(TaskRunner)
         runner = actor.options(num_cpus=1, scheduling_strategy=here, **under_nsight(self.config)).remote()
@@ -240,7 +253,7 @@ class _Run:
         events = runner.run.options(num_returns="streaming").remote(
             OmegaConf.to_container(self.config, resolve=True), trainer_class, self._timeouts
         )
-        live = LiveFigures(runner.live.options(concurrency_group="live").remote)
+        live = Questions({"figures": runner.live.options(concurrency_group="live").remote}, 0.0)
         self.signals.ask(stop, self._timeouts.stop)
         with control_probe(self._timeouts.heartbeat) as control:
             for event in listen(events, beat, control, self._timeouts, lambda: self._alive(live, display)):
@@ -248,20 +261,22 @@ class _Run:
         if self.record.summary["error"] is not None and (lost := self._started.lost()) is not None:
             raise lost
 
-    def _alive(self, live: LiveFigures, display: Display) -> None:
+    def _alive(self, live: Questions, display: Display) -> None:
         self._last_resort.allow(
             "taking in a step, or writing it to trainer.default_local_dir (async_training.timeouts.heartbeat)",
             2 * self._timeouts.heartbeat,
         )
         if time.monotonic() >= self._look_at:
-            # While their parents live: those of one that is killed later could not be found then.
+            # Descendants are found by their parents, so they are noted while those live.
             self._started.look()
+            self._started.measure()
             self._look_at = time.monotonic() + LOOK_S
-        if (figures := live.newest()) is not None:
-            display.live(figures)
+        with suppress(RayError):  # the run's own errors come with its events
+            for _, figures in live.answered():
+                display.live(ray.get(figures, timeout=0))
 
     def _end(self) -> BaseException | None:
-        """End everything, then report; returns the first error."""
+        """End everything, then write and show the summary; return the first error."""
         self._last_resort.allow("ending the run's processes and writing its summary", END_S)
         steps = {
             "ending stopped processes": self._started.end_stopped,
@@ -271,7 +286,7 @@ class _Run:
         }
         said: dict[str, Callable[[], Any]] = {
             "making the run's account": self._settle,
-            "writing summary.json": lambda: self.record.close(self._peak),
+            "writing summary.json": lambda: self.record.close(self._started.peak_gib),
         }
         if (display := self._display) is not None:
             said["showing the summary"] = lambda: display.end(self.record.summary)
@@ -289,7 +304,6 @@ class _Run:
         self.record.settle(self.parts.account)
 
     def _leave_ray(self) -> None:
-        self._peak = self._meter.stop()
         self._started.look()
         ray.shutdown()
 
@@ -300,7 +314,7 @@ class _Run:
             logger.warning("%d processes of the run did not end by themselves and were killed", len(killed))
 
     def _end_by_force(self, why: str) -> None:
-        """This main is stuck: end what it has started, then say so."""
+        """End what this main has started, then report that it is stuck."""
         lost = self._started.lost()
         self._started.look()
         self._started.end(grace_s=0)
@@ -308,7 +322,7 @@ class _Run:
             self.record.fail(lost or {"name": "MainStuck", "message": why})
         error = self.record.summary["error"]
         sys.stderr.write(f"\n{why}\n{error['name']}: {error['message']}\n")
-        self.record.close(self._peak)
+        self.record.close(self._started.peak_gib)
 
 
 def take_in(event: Any, record: RunRecord, display: Display) -> None:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a main starts Ray, or joins a cluster.
+"""How a main starts Ray, or joins a cluster, and which of its settings Ray gets.
 
-Contract: a Ray of the run's own has as long to start as the whole run has (``async_training.timeouts.startup``), and
-its sockets have paths that Linux takes, however long the folder is that they are to be in. Shown by
-tests/integration/test_ray_start.py.
+Contract: a Ray that the run starts has as long for that as the whole run has (``async_training.timeouts.startup``).
+Its sockets have paths short enough for Linux, however long the path of their folder is. Shown by
+tests/integration/test_ray_start.py, test_joining.py and test_profiled.py.
 """
+
+from __future__ import annotations
 
 import json
 import logging
@@ -12,36 +14,60 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import psutil
 import ray
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from ray._private import services
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from recipe.async_engine.actors.sockets import short, usable
+from recipe.async_engine.core.deadlines import RAY_PORT_S
 from recipe.async_engine.run.detect import LOG_LEVEL, PlatformChoice
-from recipe.async_engine.run.parts import Forks
+from recipe.async_engine.run.shutdown import StartedProcesses
 
 logger = logging.getLogger(__name__)
 
 FOLDERS = ("RAY_TMPDIR", "TMPDIR")
-"""Variables that say where Ray, vLLM, multiprocessing and this package put files, sockets among them."""
+"""Variables that name the folders in which Ray, vLLM, multiprocessing and this package put files and sockets."""
+RESOURCES = (
+    "num_cpus",
+    "num_gpus",
+    "resources",
+    "labels",
+    "object_store_memory",
+    "_system_config",
+    "_enable_object_reconstruction",
+    "_node_name",
+)
+"""Arguments of ray.init that describe a Ray which it starts."""
 ASK_AGAIN_S = 0.2
 GIVEN_UP = ("timed out during startup", "Timed out waiting for file")
-"""In Ray's messages (ray/_private/node.py:440, :1407), also where its node has ended: that gives its agents 30 s, by a
-number in its code, to write their ports to files, and then aborts."""
-LONGEST_S = 120
-"""Ray's control process has at most that for its port in one start; one that has died would be waited for as long."""
+"""Parts of Ray's messages when it gives up its own start (ray/_private/node.py:440, :1407). The second one also comes
+when its node has ended: a node gives its agents 30 s, a fixed number, to write their ports to files, and then ends."""
+
+
+class Forks(Protocol):
+    """Starts the processes of a local run as forks of one that has imported everything."""
+
+    @property
+    def runtime_env(self) -> dict[str, Any]:
+        """The part of Ray's ``runtime_env`` by which every worker of a job becomes one of these forks."""
+
+    def joined(self, job_id: str) -> None:
+        """Take note that Ray has accepted the run as this job."""
+
+    def stop(self) -> None:
+        """End the process that is forked, since the run has ended."""
 
 
 def shorten_folders(ray_init: DictConfig) -> None:
-    """Have the folders that sockets are put into, here and in processes that are started from now on, be short ones.
+    """Make this process, and those that it starts from now on, use short paths for the folders of sockets.
 
     Raises:
-        UnusableFolder: nothing can be put into one of them; Ray would end with an error that does not name it.
+        RecipeError: one of the folders cannot be written to; Ray's own error would not name it.
     """
     for name in FOLDERS:
         if given := os.environ.pop(name, None):
@@ -52,20 +78,65 @@ def shorten_folders(ray_init: DictConfig) -> None:
         ray_init._temp_dir = short(usable(str(ray_init._temp_dir), setting))
 
 
+def leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
+    """Remove the settings that describe a Ray which the run would start: Ray refuses them when it joins a cluster."""
+    left_out = [name for name in RESOURCES if ray_init.pop(name, None) is not None]
+    if left_out:
+        names = ", ".join(left_out)
+        logger.warning("%s: joining it, so ray_kwargs.ray_init leaves out %s; the cluster has its own", cluster, names)
+
+
+def take_environment(config: DictConfig) -> dict[str, str]:
+    """Move the variables for the run's processes out of the configuration, so that it can be written without them."""
+    given = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True).get("runtime_env") or {}
+    variables = given.get("env_vars") or {}
+    if variables:
+        with open_dict(config):
+            config.ray_kwargs.ray_init.runtime_env.env_vars = {}
+    taken = {str(name): str(value) for name, value in variables.items() if value is not None}
+    loggers = OmegaConf.select(config, "trainer.logger")
+    if "rl_insight" in ([loggers] if isinstance(loggers, str) else loggers or ()):
+        # verl's main does so too (verl/trainer/main_ppo.py:52); without it that tracker shows nothing.
+        taken.setdefault("VERL_RL_INSIGHT_ENABLE", "1")
+    return taken
+
+
+def under_nsight(config: DictConfig) -> dict[str, Any]:
+    """Return options by which Ray starts the trainer's actor under Nsight Systems, if the configuration asks for that.
+
+    Stock verl's main does the same (main_ppo.py:76).
+    """
+    profiler = config.global_profiler
+    if config.trainer.device != "cuda" or profiler.tool != "nsys" or not profiler.steps:
+        return {}
+    options = OmegaConf.to_container(profiler.global_tool_config.nsys.controller_nsight_options, resolve=True)
+    return {"runtime_env": {"nsight": options}}
+
+
+def write_timeline(config: DictConfig) -> None:
+    """Write the timeline of Ray's tasks to ``ray_kwargs.timeline_json_file``, if it is set, as stock verl does."""
+    file = config.ray_kwargs.get("timeline_json_file")
+    if file and ray.is_initialized():
+        try:
+            ray.timeline(filename=str(file))
+        except Exception as error:  # the run is over, and must not fail because of this
+            logger.warning("ray_kwargs.timeline_json_file=%s could not be written: %r", file, error)
+
+
 def start_ray(
     config: DictConfig, choice: PlatformChoice, forks: Forks | None, given: Mapping[str, str], own: bool
 ) -> None:
-    """Start Ray, or join a cluster; the platform travels to a cluster's workers by ``runtime_env``.
+    """Start Ray, or join a cluster, whose workers are told their platform in ``runtime_env``.
 
     Args:
-        given: environment variables for the workers, where they cannot inherit them.
+        given: environment variables for workers that cannot inherit them.
         own: whether Ray is started here, so that its processes inherit this one's environment.
     """
     if ray.is_initialized():
         return
     arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     if own and arguments.get("include_dashboard") is False:
-        # Events of tasks are for the dashboard; Ray's control process keeps them, 100 MiB for 1,000 small steps.
+        # Only the dashboard shows events of tasks; Ray's control process keeps 100 MiB of them for 1,000 small steps.
         arguments["_system_config"] = {"task_events_report_interval_ms": 0} | (arguments.get("_system_config") or {})
     if choice.is_cpu:
         defaults: dict[str, Any] = {"env_vars": {} if own else dict(choice.environment)}
@@ -74,7 +145,7 @@ def start_ray(
 
         defaults = get_ppo_ray_runtime_env(config)
         defaults["env_vars"] = LOG_LEVEL | dict(defaults.get("env_vars") or {})
-    # verl's configuration has a py_executable of null.
+    # verl's configuration sets py_executable to null.
     asked = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
     forked = {} if forks is None else forks.runtime_env
     variables = _not_the_jobs(defaults.get("env_vars", {}) | dict(given))
@@ -88,38 +159,29 @@ def start_ray(
 
 
 def start_own(arguments: Mapping[str, Any], startup_s: float) -> None:
-    """``ray.init`` with these arguments, again where Ray has given up the node that it starts, up to ``startup_s``."""
+    """Call ``ray.init``, and repeat it while Ray gives up the node that it starts, for up to ``startup_s`` seconds."""
     deadline = time.monotonic() + startup_s
-    before = set(psutil.Process().children())
     while True:
+        started = StartedProcesses()
         try:
             with patience(max(0.0, deadline - time.monotonic())):
                 ray.init(**arguments)
                 return
-        except Exception as error:  # Ray has no class for it
+        except Exception as error:  # Ray has no exception class for this
             if not any(words in str(error) for words in GIVEN_UP) or time.monotonic() >= deadline:
                 raise
         logger.warning("Ray has given up its own start: it is started once more")
-        begun = set(psutil.Process().children()) - before
-        for process in [child for parent in begun for child in (*_below(parent), parent)]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-def _below(parent: psutil.Process) -> list[psutil.Process]:
-    try:
-        return parent.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+        started.look()
+        started.end(grace_s=0)
 
 
 @contextmanager
 def patience(startup_s: float) -> Iterator[None]:
-    """A Ray that is started in it has so many seconds for that, where Ray's own limits are shorter.
+    """Give a Ray that is started within this context ``startup_s`` seconds, although its own limits are shorter.
 
-    Ray gives the node that it starts 30 s to be known, by a number in its code (ray/_private/node.py:428): each time
-    that it asks, the answer waits for the node, as long as there is still a process of it. Other limits are variables,
-    which its processes inherit.
+    Ray gives up a node that is not registered after 30 s, a fixed number (ray/_private/node.py:428). So its question
+    for the node is repeated here until the node is there, as long as a process of the node lives. Ray's other limits
+    are environment variables, which its processes inherit.
     """
     asked, deadline = services.get_node, time.monotonic() + startup_s
 
@@ -133,7 +195,7 @@ def patience(startup_s: float) -> Iterator[None]:
             time.sleep(ASK_AGAIN_S)
 
     if startup_s:
-        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(int(min(startup_s, LONGEST_S))))
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(int(min(startup_s, RAY_PORT_S))))
         os.environ.setdefault("RAY_agent_register_timeout_ms", str(int(1000 * startup_s)))
     services.get_node = get_node
     try:
@@ -148,6 +210,6 @@ def _raylet_lives() -> bool:
 
 
 def _not_the_jobs(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what ``ray job submit --runtime-env-json`` has set already, which Ray refuses to be told twice."""
+    """Leave out variables that ``ray job submit --runtime-env-json`` has set: Ray refuses to be told them twice."""
     job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env", {}).get("env_vars", {})
     return {name: value for name, value in environment.items() if name not in job}

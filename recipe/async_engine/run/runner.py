@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor that a run's trainer lives in.
+"""The Ray actor in which a run's trainer works.
 
 Contract: ``run`` yields ``Began``, then (account of the run, metrics) for every step, then ``Ended`` with the trainer's
-account of the run, also when the run failed: the error travels in it as text, because its class may not exist where it
-is read. A `RunWatch` is there from the first moment to the last.
+account, even if the run failed. An error is sent as text, because its class may not exist where it is read. A
+`RunWatch` watches the run from its first moment to its last.
 """
 
 import gc
@@ -17,9 +17,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipe.async_engine.actors.watch import LEAVING_S, RunWatch
+from recipe.async_engine.actors.watch import RunWatch
 from recipe.async_engine.config.legacy import migrated
 from recipe.async_engine.config.sections import Timeouts
+from recipe.async_engine.core.deadlines import LEAVING_S
 from recipe.async_engine.core.plain import origin
 from recipe.async_engine.record.events import Class
 from recipe.async_engine.record.figures import TRAINER_DOES
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Began:
-    """The processes are up, and a checkpoint, if any, is loaded: ``step`` is the last one that it has."""
+    """The processes are up and a checkpoint, if there is one, is loaded; ``step`` is the last step that it contains."""
 
     step: int
     state: dict[str, Any]
@@ -37,14 +38,14 @@ class Began:
 
 @dataclass(frozen=True)
 class Ended:
-    """The run is over. ``error``: name, message and traceback, or None."""
+    """The run is over; ``error`` has the name, message and traceback of what it failed with, or is None."""
 
     state: dict[str, Any]
     error: dict[str, str] | None
 
 
 class TaskRunner:
-    """Builds a mode's trainer and drives it; `stop`, `beat` and `live` are called on threads of their own meanwhile."""
+    """Builds a mode's trainer and runs it, while `stop`, `beat` and `live` are called on threads of their own."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
@@ -52,22 +53,26 @@ class TaskRunner:
         self._stopped_by: str | None = None
 
     def stop(self, why: str) -> None:
-        """Have the run end soon, by its own decision; see `AsyncPPOTrainer.request_stop`."""
+        """Ask the trainer to end the run after its present step (`AsyncPPOTrainer.request_stop`)."""
         self._stopped_by = why
         if self._trainer is not None:
             self._trainer.request_stop(why)
 
     def beat(self) -> dict[str, str] | None:
-        """A sign of life of this process: name and message of the error by which its watch ends the run, if it does."""
+        """Give a sign of life, with name and message of the error if the watch is ending the run."""
         return None if self._watch is None else self._watch.last_words()
 
     def live(self) -> dict[str, Any]:
-        """What each side does now and its figures (`recipe.async_engine.record.figures`)."""
+        """Return what training and generation do now, with figures (`recipe.async_engine.record.figures`)."""
         return {TRAINER_DOES: Class.START_UP} if self._trainer is None else self._trainer.live()
 
     def run(self, config: dict[str, Any], trainer_class: str, timeouts: Timeouts) -> Iterator[Any]:
-        """See the module's contract. ``trainer_class``: fully qualified name of an ``AsyncPPOTrainer``."""
-        # The main, which imports this module, can do without the trainer's imports.
+        """Run to the end and yield events as the module's contract says.
+
+        Args:
+            trainer_class: the fully qualified name of an ``AsyncPPOTrainer``.
+        """
+        # Imported here, because the main imports this module and does not need the trainer.
         from recipe.async_engine.trainer.diagnosis import describe
 
         trainer: Any = None
@@ -88,7 +93,7 @@ class TaskRunner:
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()
-            # Every thread waits in a full collection of garbage: half a second for what the imports have left alone.
+            # A full garbage collection stops every thread, half a second for imported modules alone, so exclude those.
             gc.collect()
             gc.freeze()
             watch.hold(trainer.irreplaceable_actors())
@@ -97,8 +102,8 @@ class TaskRunner:
             yield Began(trainer.global_steps, trainer.account())
             for metrics in steps:
                 yield trainer.account(), metrics
-        except (Exception, SystemExit) as raised:  # reported as the run's end, whatever it is
-            failure = watch.blamed(raised) if isinstance(raised, Exception) else raised
+        except (Exception, SystemExit) as raised:  # any error is reported as the end of the run
+            failure = watch.cause_of(raised) if isinstance(raised, Exception) else raised
             came_from = origin(failure) if trainer is None else ""
             error = {
                 "name": type(failure).__name__,
@@ -127,7 +132,7 @@ class TaskRunner:
         from recipe.async_engine.trainer.data_sets import tokenizer_and_processor
 
         conf = OmegaConf.create(migrated(config))
-        # A main on a CPU does without verl, so it has not asked verl's types.
+        # A main on a CPU does not import verl, so verl's types have not been checked yet.
         check_types(OmegaConf.to_container(conf, resolve=True))
         os.environ.setdefault("TENSORBOARD_DIR", os.path.join(conf.trainer.default_local_dir, "tensorboard"))
         return load_class_from_fqn(trainer_class, "trainer")(conf, *tokenizer_and_processor(conf))

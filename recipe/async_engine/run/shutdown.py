@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run ends: by a signal, in order, and at last by force.
+"""How a run ends: by a signal, or by itself, with all of its processes.
 
-Contract: the first signal asks the run to end after its present step, with a checkpoint if it saves any; the second
-one, or the deadline, ends it at once, as the first one does before there is a trainer. Of the processes that a run has
-started on its own machine none outlives it, also if it was stopped or hangs. Ending comes first and reporting last;
-a step that fails keeps none of the others from being made, and hides no earlier error; where the main itself is stuck,
-it is ended all the same. Shown by tests/integration/test_shutdown.py, tests/e2e/test_signals.py and test_stalls.py.
+Contract: the first signal asks the run to end after its present step, with a checkpoint if it saves any. A second
+signal, or the deadline, ends it at once, and so does the first one while there is no trainer yet. No process that a run
+has started on its own machine outlives it, even one that was stopped or hangs. Processes are ended first and the
+summary is written last; a step that fails prevents none of the others, and hides no earlier error. A main that is stuck
+is ended by `run/supervisor.py`. Shown by tests/integration/test_shutdown.py, tests/e2e/test_signals.py and
+test_stalls.py.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from typing import Any
 
 import psutil
 
-from recipe.async_engine.actors.watch import Silence
+from recipe.async_engine.core.deadlines import PROCESS_END_S
 from recipe.async_engine.core.errors import CannotGoOn
 from recipe.async_engine.outside import FORK_SERVER
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GRACE_S, POLL_S = 5.0, 0.05
-LOOK_S, FORCE_S = 1.0, 20.0
+POLL_S = 0.05
+NOTABLE_RISE = 1.02
 NEEDED = {
     "/raylet/raylet ": "Ray's raylet",
     "/gcs/gcs_server ": "Ray's control process",
     FORK_SERVER: "the process that workers are forked from",
 }
-"""By what their command lines have in them."""
+"""Processes that a run cannot do without, by a part of their command lines."""
 STOPPED = "is stopped"
 
 
 class EndAtOnce(KeyboardInterrupt):
-    """A second signal came, or the run did not end in time. ``status``: what the process is to exit with."""
+    """A second signal came, or the run did not end in time; ``status`` is the exit status of the process."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -47,10 +48,10 @@ class EndAtOnce(KeyboardInterrupt):
 
 
 class EndingOnSignal:
-    """A context manager of the main thread; see the module's contract.
+    """A context manager of the main thread that ends a run on signals, as the module's contract says.
 
     Attributes:
-        status: what the process is to exit with, None without a signal.
+        status: the exit status of the process, None if no signal came.
     """
 
     def __init__(self) -> None:
@@ -66,12 +67,14 @@ class EndingOnSignal:
         return self
 
     def ask(self, stop: Callable[[str], Any], deadline_s: float) -> None:
-        """From now on the first signal asks the run to end, by ``stop``, which gets its name and must not wait.
+        """Let the first signal from now on ask the run to end.
 
-        ``deadline_s``: from the first signal to the end of the run.
+        Args:
+            stop: asks the run to end; it gets the signal's name and must not wait.
+            deadline_s: how long the run may take from the first signal to its end.
         """
         self._stop, self._deadline_s = stop, deadline_s
-        for number in SIGNALS:  # Ray has taken them when it started
+        for number in SIGNALS:  # Ray has installed its own handlers when it started
             signal.signal(number, self._on_signal)
 
     def __exit__(
@@ -81,7 +84,7 @@ class EndingOnSignal:
             self._timer.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        # What is raised within one of Ray's calls comes out of it as another KeyboardInterrupt.
+        # One of Ray's calls turns what is raised within it into a plain KeyboardInterrupt.
         if self._at_once is not None and kind is KeyboardInterrupt:
             raise self._at_once
 
@@ -102,63 +105,56 @@ class EndingOnSignal:
 
 
 def end_in_order(steps: Mapping[str, Callable[[], Any]]) -> BaseException | None:
-    """Make every step, in order, whatever the others do; returns the first error. Keys say what a step does."""
+    """Take every step in order, even if others fail, and return the first error; keys say what a step does."""
     first: BaseException | None = None
     for what, step in steps.items():
         try:
             step()
-        except BaseException as error:  # a signal that ends a step, too
+        except BaseException as error:  # a signal may also end a step
             sys.stderr.write(f"\n{what} failed: {type(error).__name__}: {error}\n")
             first = first or error
     return first
 
 
-class LastResort:
-    """Ends this process where its main thread does not come to the end of what it does; a thread of its own.
+class StartedProcesses:
+    """The processes that this one starts from now on, with all that they start, and the memory that they take.
 
-    ``end``: what is to be done before; gets why. It may hang or fail.
+    Args:
+        own: whether they belong to the run; if not, none of them is noted or ended.
+
+    Attributes:
+        peak_gib: the most memory that this process and its descendants had when it was measured.
     """
 
-    def __init__(self, end: Callable[[str], Any]) -> None:
-        self._end = end
-        self._allowed: tuple[str, Silence] | None = None
-        threading.Thread(target=self._watch, name="last-resort", daemon=True).start()
-
-    def allow(self, what: str, limit_s: float) -> None:
-        """What the main thread does from now on, and how long until the next call of this."""
-        self._allowed = what, Silence(limit_s, time.monotonic())
-
-    def stop(self) -> None:
-        """Whatever comes may take its time."""
-        self._allowed = None
-
-    def _watch(self) -> None:
-        while (allowed := self._allowed) is None or not allowed[1].look(time.monotonic()):
-            time.sleep(LOOK_S)
-        why = f"{allowed[0]} took longer than {allowed[1].limit_s:g} s; the run is ended by force"
-        ending = threading.Thread(target=self._end, args=(why,), daemon=True)
-        ending.start()
-        ending.join(FORCE_S)
-        os._exit(1)
-
-
-class StartedProcesses:
-    """The processes that this one starts from now on, with all that they start; none of them if ``own`` is False."""
-
     def __init__(self, own: bool = True) -> None:
+        self.peak_gib = 0.0
+        self._highest_bound = 0.0
         self._own = own
         self._others = set(psutil.Process().children(recursive=True))
         self._found: set[psutil.Process] = set()
         self._needed: dict[psutil.Process, str] = {}
 
     def look(self) -> None:
-        """Take note of what is there now; its parents may be gone later."""
+        """Note which processes there are now, since their parents may be gone later."""
         if self._own:
             self._found = {process for process in self._found if _runs(process)}
             self._found.update(set(psutil.Process().children(recursive=True)) - self._others)
 
+    def measure(self) -> None:
+        """Measure the memory of this process and its descendants; short peaks between two calls are missed.
+
+        Each process counts with its proportional share (Linux's PSS): its own memory, and its part of what it shares
+        with others, for example with the process that it was forked from. Reading the share stops a process for
+        milliseconds, so it is read only when an upper bound that costs nothing has risen.
+        """
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        bound = sum(_bytes(process, exactly=False) for process in family)
+        if bound > NOTABLE_RISE * self._highest_bound:
+            self._highest_bound = bound
+            self.peak_gib = max(self.peak_gib, sum(_bytes(process, exactly=True) for process in family) / 2**30)
+
     def look_for_needed(self) -> None:
-        """Take note of those that nothing else in a run can do without."""
+        """Note the processes that the rest of a run cannot do without."""
         for child in psutil.Process().children() if self._own else ():
             with suppress(psutil.NoSuchProcess):
                 command = " ".join(child.cmdline())
@@ -166,24 +162,24 @@ class StartedProcesses:
                     self._needed[child] = name
 
     def lost(self) -> CannotGoOn | None:
-        """What is to be said of those that are needed and do not run any more."""
+        """Return an error that names the needed processes which do not run any more, or None if all of them run."""
         states = {f"{name} (process {process.pid})": _state(process) for process, name in self._needed.items()}
         said = [f"{name} {state}" for name, state in states.items() if state]
         return CannotGoOn(", ".join(said)) if said else None
 
     def end_stopped(self) -> None:
-        """Kill those that are needed and stopped: whoever leaves Ray would wait for their answer."""
+        """Kill needed processes that are stopped, because leaving Ray would wait for their answer."""
         for process in self._needed:
             if _state(process) == STOPPED:
                 process.kill()
 
-    def blamed(self, error: BaseException) -> BaseException:
-        """What an error comes from: a needed process if any is lost, else itself."""
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what caused an error: the loss of a needed process if one was lost, else the error itself."""
         lost = self.lost() if isinstance(error, Exception) else None
         return lost or error
 
-    def end(self, grace_s: float = GRACE_S) -> list[int]:
-        """Kill what was there at a look and does not end by itself. Returns the ids of what was killed."""
+    def end(self, grace_s: float = PROCESS_END_S) -> list[int]:
+        """Kill the noted processes that do not end by themselves in time; return the ids of those killed."""
         deadline = time.monotonic() + grace_s
         while (left := [process for process in self._found if _runs(process)]) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -193,15 +189,24 @@ class StartedProcesses:
         return [process.pid for process in left]
 
 
+def _bytes(process: psutil.Process, exactly: bool) -> int:
+    """Return a process's memory, 0 if it has ended: with ``exactly`` its proportional share, else all that it maps."""
+    try:
+        memory = process.memory_full_info() if exactly else process.memory_info()
+    except psutil.Error:
+        return 0
+    return getattr(memory, "pss", memory.uss) if exactly else memory.rss
+
+
 def _state(process: psutil.Process) -> str | None:
-    """What keeps it from working, if anything."""
+    """Return what keeps a process from working, or None if nothing does."""
     if not _runs(process):
         return "has ended"
     return STOPPED if process.status() == psutil.STATUS_STOPPED else None
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Not one that has ended and whose parent has not asked for its status."""
+    """Return whether a process has not ended; one whose parent has yet to read its exit status has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -33,6 +33,7 @@ from typing import Any
 from omegaconf import open_dict
 
 from recipe.async_engine.config.plan import RunPlan
+from recipe.async_engine.core.deadlines import EARLIER_RUN_S
 from recipe.async_engine.core.errors import CheckpointError, RecipeError, SnapshotError
 from recipe.async_engine.core.snapshots import changes
 from recipe.async_engine.record import durable
@@ -58,8 +59,6 @@ SMALL = 1 << 20
 """The marker has the digests of files with at most so many bytes."""
 FULL = 1 << 20
 """If the disk has fewer free bytes than this, it is taken as the cause of a failed save."""
-ENDING_S = 60.0
-"""How long the trainer of an earlier start may take to end after its main was killed."""
 
 
 def folder_of(root: str | Path, step: int) -> Path:
@@ -307,7 +306,7 @@ class RunState:
             FolderTaken: an earlier start still writes there.
         """
         Path(self._root).mkdir(parents=True, exist_ok=True)
-        self._owner = Owner(self._root, CHECKPOINTS, ENDING_S)
+        self._owner = Owner(self._root, CHECKPOINTS, EARLIER_RUN_S)
         clear(self._root)
         mode = self._trainer.resume_mode
         folder = None if mode == "disable" else self._named() if mode == "resume_path" else self._newest()

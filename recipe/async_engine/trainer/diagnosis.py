@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from recipe.async_engine.actors.stacks import thread_stack
-from recipe.async_engine.actors.watch import answers
+from recipe.async_engine.actors.stacks import answers, thread_stack
 from recipe.async_engine.weights.replica_set import generates
 
 DEEPEST = 14

@@ -19,6 +19,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.config.plan import RunPlan, replica_size
 from recipe.async_engine.config.sections import SHARED
+from recipe.async_engine.core.deadlines import BOOKS_OF_A_FAILED_RUN_S, BOOKS_S
 from recipe.async_engine.record.events import (
     AGENTS,
     LOG_PROBS,
@@ -41,7 +42,6 @@ from recipe.async_engine.weights.replica_set import generates
 logger = logging.getLogger(__name__)
 
 UPDATE, COMPUTE = "update", "log_probs"
-BOOKS_S, BOOKS_OF_A_FAILED_RUN_S = 20.0, 4.0
 
 
 class RecordStage:

@@ -26,6 +26,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from recipe.async_engine.core.deadlines import AGENTS_TOLD_S, RECORD_WRITE_S, TOLD_S
 from recipe.async_engine.core.errors import EngineDied
 from recipe.async_engine.record.event_file import EventFile
 from recipe.async_engine.record.events import (
@@ -54,8 +55,7 @@ logger = logging.getLogger(__name__)
 ASK_S, LONGEST_ASK_S = 1.0, 30.0
 # In a long run, the interval between questions is a 2,000th part of its time so far.
 ASKED_IN_ALL = 2_000
-ANSWER_S, AGENTS_ANSWER_S = 2.0, 0.3
-WRITE_S, MANY = 5.0, 5_000
+MANY = 5_000
 GROUPS_IN_FULL = 10_000
 
 
@@ -152,10 +152,11 @@ class Recording:
     def close(self, until: float, tokens: TokenBooks | None) -> Recorded:
         """Ask once more, write everything and return the record, which covers the run up to ``until``.
 
-        ``until`` is a time of this process's clock. If a write takes longer than `WRITE_S`, the file stays as it is.
+        ``until`` is a time of this process's clock. If a write takes longer than `RECORD_WRITE_S`, the file stays
+        as it is.
         """
         self._over.set()
-        self._thread.join(2 * ANSWER_S)
+        self._thread.join(2 * TOLD_S)
         with self._locked_soon() as locked:
             if locked:
                 self._ask_all()
@@ -184,10 +185,12 @@ class Recording:
 
     @contextmanager
     def _locked_soon(self) -> Iterator[bool]:
-        """Take the lock within `WRITE_S` and yield whether that worked."""
-        locked = self._lock.acquire(timeout=WRITE_S)
+        """Take the lock within `RECORD_WRITE_S` and yield whether that worked."""
+        locked = self._lock.acquire(timeout=RECORD_WRITE_S)
         if not locked:
-            logger.error("the record lacks its end: a write to %s has not returned for %g s", self._file.path, WRITE_S)
+            logger.error(
+                "the record lacks its end: a write to %s has not returned for %g s", self._file.path, RECORD_WRITE_S
+            )
         try:
             yield locked
         finally:
@@ -201,7 +204,7 @@ class Recording:
             try:
                 with self._lock:
                     self._ask_all()
-                    if self._now - self._last_write > WRITE_S or len(self._told) > MANY:
+                    if self._now - self._last_write > RECORD_WRITE_S or len(self._told) > MANY:
                         self._write()
             except Exception:  # a run does not end for its record
                 logger.exception("the record of events misses something")
@@ -242,7 +245,7 @@ class Recording:
         began, waiting = self._clock(), list(asked)
         while waiting:
             # An agent loop may keep its worker from answering, so agent-loop workers alone are not waited for as long.
-            limit = ANSWER_S if any(asked[reference].is_counted for reference in waiting) else AGENTS_ANSWER_S
+            limit = TOLD_S if any(asked[reference].is_counted for reference in waiting) else AGENTS_TOLD_S
             if (left := began + limit - self._clock()) <= 0:
                 break
             answered, waiting = ray.wait(waiting, timeout=left)

@@ -32,6 +32,7 @@ from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 from recipe.async_engine.config.secrets import without_secrets
 from recipe.async_engine.core.alarms import how_it_ended
+from recipe.async_engine.core.deadlines import REFUSED_S
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.record import durable
 
@@ -41,8 +42,6 @@ Call = Callable[[Tracking], Any]
 
 BACKLOG = 4096
 """Rows that a tracker may be behind before it counts as hanging."""
-REFUSED_S = 60.0
-"""Seconds that the other trackers get if one of them cannot be set up."""
 LONGEST = 1000
 """The most characters of an error that trackers get, because MLflow refuses tags of more than a few thousand."""
 ENDED = "run/ended"

@@ -41,9 +41,9 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.actors.replacement import Replacements
 from recipe.async_engine.config.sections import Weights
+from recipe.async_engine.core.deadlines import PING_S
 from recipe.async_engine.core.errors import RecipeError, WeightLoadError, WeightStreamError
 from recipe.async_engine.weights.replica_set import (
-    PING_TIMEOUT_S,
     ReplicaRecord,
     ReplicaSet,
     generates,
@@ -275,7 +275,7 @@ class WeightPublisher(CheckpointEngineManager):
         living = [record for record in self.known.records if not record.dead]
         servers = [record for record in living if not record.generates]
         await asyncio.gather(
-            self.known.each("answer", servers, ping, PING_TIMEOUT_S, or_absent=True),
+            self.known.each("answer", servers, ping, PING_S, or_absent=True),
             self.known.each("answer", [record for record in living if record.generates], ping),
         )
         committed = await self._load_with_retries(staged)
@@ -320,7 +320,7 @@ class WeightPublisher(CheckpointEngineManager):
                 logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self.known.errors)
             if all(record in committed for record in candidates if record.generates):
                 break
-            await self.known.each("answer", self.known.present, ping, PING_TIMEOUT_S)
+            await self.known.each("answer", self.known.present, ping, PING_S)
             if attempt > 1 and self.known.present and self._is_the_cause(trainer_error):
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
             # In a collective transfer one failing member fails it for all, so the next attempt leaves that member out.
@@ -384,7 +384,7 @@ class WeightPublisher(CheckpointEngineManager):
     @property
     def _answer_s(self) -> float:
         # Longer than the transfer's own deadline, so that the transfer's error is the one that is reported.
-        return self.known.timeout_s + PING_TIMEOUT_S
+        return self.known.timeout_s + PING_S
 
     async def outcomes(self, references: list[Any]) -> list[Any]:
         """Return each reference's value or exception; a late one gives TimeoutError."""

@@ -18,8 +18,6 @@ from recipe.async_engine.actors.control import sign_of_life
 
 logger = logging.getLogger(__name__)
 
-PING_TIMEOUT_S = 10.0
-
 
 def plain_cause(error: BaseException) -> BaseException:
     """Return the error inside Ray's wrapper, which adds the remote traceback; that is in the log anyway."""

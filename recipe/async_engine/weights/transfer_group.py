@@ -13,9 +13,10 @@ from typing import Any
 from ray.exceptions import RayActorError
 from verl.single_controller.ray import RayWorkerGroup
 
+from recipe.async_engine.core.deadlines import PING_S
 from recipe.async_engine.core.errors import RecipeError, WeightStreamError
 from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
-from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, ReplicaRecord, plain_cause
+from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class TransferGroup:
             count = group.world_size
             of_each = {name: [value] * count for name, value in arguments.items()}
             calls += group.execute_checkpoint_engine([method] * count, **of_each)
-        for outcome in await outcomes(calls, PING_TIMEOUT_S):
+        for outcome in await outcomes(calls, PING_S):
             if isinstance(outcome, Exception) and not isinstance(outcome, RayActorError):
                 logger.warning("%s of a checkpoint engine failed: %r", method, plain_cause(outcome))
 

@@ -34,7 +34,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.lora.request import LoRARequest
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from recipe.async_engine.actors.control import Early
+from recipe.async_engine.actors.control import EarlyCancellations
 from recipe.async_engine.actors.sockets import sockets_folder
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.core.cuts import engine_request
@@ -101,7 +101,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._recomputed: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._dropped: set[str] = set()
-        self._unwanted = Early()
+        self._unwanted = EarlyCancellations()
         self._activity = EngineActivity(
             time.monotonic, int(settings.get("places") or self.config.get("max_num_seqs", 1))
         )
@@ -193,7 +193,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         """End a request that nobody waits for any more, in any state, and free its place in the engine at once."""
         task = self._tasks.get(request_id)
         if task is None:
-            self._unwanted.say(request_id)
+            self._unwanted.add(request_id)
         else:
             self._dropped.add(request_id)
             # vLLM aborts a request when its caller is cancelled.

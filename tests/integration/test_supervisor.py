@@ -22,9 +22,9 @@ from recipe.async_engine.actors import watch as watch_of_run
 from recipe.async_engine.actors.watch import RunWatch
 from recipe.async_engine.config.sections import Timeouts
 from recipe.async_engine.core.errors import CannotGoOn
-from recipe.async_engine.run import heartbeat
-from recipe.async_engine.run.heartbeat import control_probe, listen
+from recipe.async_engine.run import supervisor
 from recipe.async_engine.run.runner import Ended
+from recipe.async_engine.run.supervisor import control_probe, listen
 
 LIMIT_S, SOON_S = 4.0, 60.0
 
@@ -177,7 +177,7 @@ def test_death_of_a_trainer_without_a_word_is_rays_error(runs: Callable[..., Run
 
 
 def test_run_that_is_over_is_not_waited_for(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "CLOSE_S", 1.0)
+    monkeypatch.setattr(supervisor, "CLOSE_S", 1.0)
     assert list(runs(1, "does not close").hear()) == [0, Ended({}, None)]
 
 
@@ -192,7 +192,7 @@ def test_control_process_that_answers_no_more_ends_the_run(runs: Callable[..., R
 def test_death_of_a_held_actor_ends_the_run_while_it_waits_for_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_of_run, "ASK_AGAIN_S", 2.0)
+    monkeypatch.setattr(watch_of_run, "HELD_AGAIN_S", 2.0)
     monkeypatch.setattr(watch_of_run, "BLAME_S", 2.0)
     remote = ray.remote(Trainer)
     held = {name: remote.options(num_cpus=0).remote() for name in ("training worker 0", "training worker 1")}
@@ -207,7 +207,7 @@ def test_death_of_a_held_actor_ends_the_run_while_it_waits_for_something_else(
     time.sleep(3.0)
     assert not failed
     error = RuntimeError("connection closed by peer")
-    assert watch.blamed(error) is error
+    assert watch.cause_of(error) is error
     ray.kill(held["training worker 1"])
     deadline = time.monotonic() + SOON_S
     while not failed:
@@ -216,5 +216,5 @@ def test_death_of_a_held_actor_ends_the_run_while_it_waits_for_something_else(
     watch.stop()
     assert isinstance(failed[0], CannotGoOn)
     assert str(failed[0]).startswith("training worker 1 died")
-    assert str(watch.blamed(error)).startswith("training worker 1 died"), "the other rank's collective may fail first"
+    assert str(watch.cause_of(error)).startswith("training worker 1 died"), "the other rank's collective may fail first"
     ray.kill(held["training worker 0"])

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the main of a run watches: the trainer's process, Ray's control process, and its own main thread.
+
+Contract: the main never waits without a deadline. While it waits for the trainer's events it asks the trainer's process
+for a sign of life every second, on a thread there that nothing else uses, and Ray's control process for its nodes. The
+run ends when the trainer has not answered for ``async_training.timeouts.heartbeat`` seconds (``startup`` before its
+first answer), or the control process for `CONTROL_S`: Ray would end the main after 60 s without a message. If the main
+itself is stuck, `LastResort` ends it. `core/deadlines.py` lists all limits.
+
+Shown by tests/integration/test_supervisor.py, test_shutdown.py and tests/e2e/test_ends.py.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from recipe.async_engine.actors.watch import Questions
+from recipe.async_engine.config.sections import Timeouts
+from recipe.async_engine.core.deadlines import BEAT_S, CLOSE_S, CONTROL_S, FORCE_S, LEAVE_S, Silence
+from recipe.async_engine.core.errors import CannotGoOn
+from recipe.async_engine.run.runner import Ended
+
+LOOK_S = 1.0
+NOT_STARTED = "(async_training.timeouts.startup): it has not started; the cluster may have no free CPU for it"
+SILENT = "(async_training.timeouts.heartbeat): it is stopped, or one call keeps Python's lock there"
+CONTROL_LOST = "it died, was stopped, or its node is gone; its log is gcs_server.out in Ray's session folder"
+
+
+@contextmanager
+def control_probe(limit_s: float, ask: Callable[[], Any] = ray.nodes) -> Iterator[Silence]:
+    """Ask Ray's control process for its nodes every second, on a thread, since the call may never return.
+
+    Yields how long it has been silent.
+    """
+    silence = Silence("Ray's control process (GCS) has not answered", min(limit_s, CONTROL_S))
+    over = threading.Event()
+
+    def probe() -> None:
+        while not over.wait(BEAT_S):
+            # `ray.nodes` would start another Ray once the main has left its own.
+            if ray.is_initialized():
+                with suppress(Exception):  # any failure is no sign of life
+                    ask()
+                    silence.heard()
+
+    thread = threading.Thread(target=probe, name="control-probe", daemon=True)
+    thread.start()
+    try:
+        yield silence
+    finally:
+        over.set()
+        thread.join(BEAT_S)
+
+
+def listen(
+    events: Any,
+    beat: Callable[[], ray.ObjectRef],
+    control: Silence,
+    timeouts: Timeouts,
+    alive: Callable[[], Any] = lambda: None,
+) -> Iterator[Any]:
+    """Yield the trainer's events up to the end of its run, as the module's contract says.
+
+    Args:
+        events: the object-reference generator of `TaskRunner.run`.
+        beat: calls `TaskRunner.beat`.
+        control: how long the control process of the run's Ray has been silent (`control_probe`).
+        alive: is called every second, so that whoever watches the caller knows that it works.
+
+    Raises:
+        CannotGoOn: the trainer's process, or Ray's control process, gives no sign of life.
+        RayActorError: the trainer's process has died, and its watch had not said why.
+    """
+    trainer, missing = Silence("the trainer's process has given no sign of life", timeouts.startup), NOT_STARTED
+    closing: Silence | None = None
+    last_words: dict[str, str] | None = None
+    questions = Questions({"trainer": beat}, BEAT_S / 2)
+    while closing is None or not closing.too_long():
+        alive()
+        ready, _ = ray.wait([events], timeout=BEAT_S)
+        with suppress(RayActorError):  # the events end with it
+            for _, answer in questions.answered():
+                last_words = ray.get(answer, timeout=timeouts.heartbeat) or last_words
+                trainer.heard()
+                trainer.limit_s, missing = timeouts.heartbeat, SILENT
+        if last_words is not None:
+            trainer.limit_s = min(timeouts.heartbeat, LEAVE_S)
+        if ready:
+            try:
+                event = ray.get(next(events), timeout=timeouts.heartbeat)
+            except StopIteration:
+                return
+            except RayActorError:
+                if last_words is None:
+                    raise
+                event = Ended({}, {**last_words, "traceback": ""})
+            if isinstance(event, Ended):  # its last files may still be being written
+                closing = Silence("the trainer is closing", CLOSE_S)
+            yield event
+        if control.too_long():
+            raise CannotGoOn(f"{control.part} for {control.limit_s:g} s: {CONTROL_LOST}")
+        if trainer.too_long():
+            if last_words is not None and closing is None:
+                yield Ended({}, {**last_words, "traceback": ""})
+                return
+            raise CannotGoOn(f"{trainer.part} for {trainer.limit_s:g} s {missing}")
+
+
+class LastResort:
+    """Ends this process when its main thread does not finish what it does, from a thread of its own.
+
+    Args:
+        end: is called with the reason before that; it may hang or fail.
+    """
+
+    def __init__(self, end: Callable[[str], Any]) -> None:
+        self._end = end
+        self._allowed: Silence | None = None
+        threading.Thread(target=self._watch, name="last-resort", daemon=True).start()
+
+    def allow(self, what: str, limit_s: float) -> None:
+        """Say what the main thread does from now on, and how long that may take, up to the next call."""
+        self._allowed = Silence(what, limit_s)
+
+    def stop(self) -> None:
+        """Allow any time from now on."""
+        self._allowed = None
+
+    def _watch(self) -> None:
+        while (allowed := self._allowed) is None or not allowed.too_long():
+            time.sleep(LOOK_S)
+        why = f"{allowed.part} took longer than {allowed.limit_s:g} s; the run is ended by force"
+        ending = threading.Thread(target=self._end, args=(why,), daemon=True)
+        ending.start()
+        ending.join(FORCE_S)
+        os._exit(1)
