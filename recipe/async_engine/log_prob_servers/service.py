@@ -147,7 +147,7 @@ class ScoringService:
         self._numbers += 1
         request = ScoringRequest(self._numbers, version, tokens, start, time.monotonic())
         if not self._queue.submit(request):
-            raise Unscored(f"version {version} is neither loaded nor on its way; the newest is {self._queue.newest}")
+            raise Unscored(f"version {version} is not here, nor being loaded; the newest is {self._queue.newest}")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = sequence, answer
         self._wake.set()
