@@ -32,9 +32,7 @@ class Work(StrEnum):
 
 
 OF_ITS_OWN = {Work.RETRY: Class.RETRY, Work.VALIDATION: Class.VALIDATING}
-"""Kinds of work that count as one class from a request's arrival to its end. Other work changes class at its first
-token.
-"""
+"""Work that counts as one class from a request's arrival to its end. Other work changes class at its first token."""
 TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
@@ -94,9 +92,7 @@ class ToolTime:
         self._requests += 1
 
     def is_answered(self) -> None:
-        """Record that a request was answered completely; if it was the trajectory's only open request, a tool call
-        begins.
-        """
+        """Record that a request was answered; if it was the trajectory's only open one, a tool call begins."""
         self._requests -= 1
         if self._activity is None or self._requests > 0:
             return

@@ -57,9 +57,7 @@ def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str
 
 
 def without_weights(config: Any, ranks: int, has_critic: bool, folder: Path) -> str | None:
-    """Return why a run with ``ranks`` training ranks cannot start from the weights in this folder, or None if it
-    can.
-    """
+    """Return why a run with ``ranks`` training ranks cannot start from the weights in this folder, or None."""
     if not os.path.isdir(folder):
         return "is no folder"
     for model, section in trained_models(has_critic).items():

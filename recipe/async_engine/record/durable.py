@@ -18,9 +18,7 @@ REMOVED = ".removed"
 
 
 def write(path: Path, content: str | Callable[[BinaryIO], None]) -> None:
-    """Replace a file by the text ``content``, or by what the function ``content`` writes into the open file it
-    receives.
-    """
+    """Replace a file by the text ``content``, or by what the function ``content`` writes into the file it is given."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with open(partial, "wb") as file:

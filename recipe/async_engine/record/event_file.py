@@ -144,9 +144,7 @@ NEEDS = {
 """Fields that every event on one of these lanes must have."""
 MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
 OFF_BY_S = 1.0
-"""Seconds by which an event may begin before the run, or end before its own beginning, since clocks of several hosts
-are compared.
-"""
+"""Seconds by which an event may begin before the run or end before it begins, as clocks of several hosts differ."""
 NAMES_DEVICE = (BEGINS, ENDS, LOST, JOINED, SAMPLED)
 
 
@@ -279,9 +277,7 @@ def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
 
 
 def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-    """Return the batch without invalid events, and how many were removed; raise one of `BROKEN` if the batch is
-    damaged.
-    """
+    """Return the batch without invalid events, and their number; raise one of `BROKEN` if the batch is damaged."""
     batch.validate(full=True)
     of = {name: batch.column(name) for name in COLUMNS.names}
     lane, what = of["lane"], of["what"]

@@ -127,9 +127,7 @@ class Activity:
 
 
 class Lane:
-    """The activity of a component that does one thing at a time. Spans are kept from the first `take` on. Any thread
-    may call it.
-    """
+    """A component that does one thing at a time. Spans are kept from the first `take` on. Any thread may call it."""
 
     def __init__(self, clock: Clock, what: str) -> None:
         self._clock, self._what, self._since = clock, what, clock()
@@ -262,9 +260,7 @@ class TokenBooks:
 
     @property
     def not_known(self) -> int:
-        """Return sampled and restored tokens minus all others: 0 if the counts agree, negative if too many were counted
-        later.
-        """
+        """Return sampled and restored tokens minus all others: 0 if the counts agree, else an unexplained rest."""
         ended = self.trained + self.filtered + self.failed + self.cut + self.in_flight
         return self.sampled + self.restored - ended
 

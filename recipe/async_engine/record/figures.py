@@ -70,9 +70,7 @@ TRAINER_SHARE = Exported("recipe_trainer_share", "Share of the trainer's time so
 
 
 def sides(figures: Figures) -> list[tuple[str, str]]:
-    """Return (name, text) of each line to display: trainer, rollout, log-probs, alarms and staleness. Empty lines are
-    left out.
-    """
+    """Return (name, text) of each line to display (trainer, rollout, log-probs, alarms, staleness) that has a text."""
     lines = [
         ("trainer", _trainer(figures)),
         ("rollout", _rollout(figures)),
@@ -131,9 +129,7 @@ STALENESS_SAYS = {
 
 
 def percent(share: float) -> str:
-    """Return a share in whole percent and round halves up. The format ``:.0%`` would round 0.5% and 2.5% down but 1.5%
-    up.
-    """
+    """Return a share in whole percent, rounding halves up; ``:.0%`` would round 0.5% and 2.5% down but 1.5% up."""
     return f"{floor(round(100 * share, 9) + 0.5)}%"
 
 

@@ -115,9 +115,7 @@ class RolloutBooks:
         return 1.0 - self.exposed / self.scored if self.scored else 1.0
 
     def end_version(self) -> None:
-        """Compute the metrics that stock verl's rollouter reports for the time since the previous version was
-        announced.
-        """
+        """Compute the metrics that stock verl's rollouter reports, for the time since the previous announcement."""
         self.advance()
         now = self.seconds, self.offered, self.idle, self._groups
         since = zip(now, self._version_began, strict=True)
@@ -152,9 +150,7 @@ class RolloutBooks:
     # Answers and their tokens.
 
     def arrived(self, scored: Any, is_wanted: bool) -> None:
-        """Count the tokens of a complete answer (`TrajectoryScored`). It is wanted unless its group has already
-        ended.
-        """
+        """Count the tokens of a complete answer (`TrajectoryScored`), which is wanted unless its group has ended."""
         arrived = scored.received_tokens + scored.restored_tokens
         self.tokens["received"] += scored.received_tokens
         self.tokens["restored"] += scored.restored_tokens
@@ -203,9 +199,7 @@ class RolloutBooks:
         )
 
     def metrics(self, groups: LedgerCounts, prompts: PromptCounts) -> dict[str, float]:
-        """Return the metrics of docs/metrics.md and, if generation happens in turns, those of docs/partial-
-        rollout.md.
-        """
+        """Return the metrics of docs/metrics.md and, with generation in turns, those of docs/partial-rollout.md."""
         in_turns = {
             "partial_rollout/groups_pending": prompts.pending,
             "partial_rollout/groups_interrupted": prompts.interrupted,

@@ -59,9 +59,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the ``with`` block for the phase ``name``, except the time of phases entered inside
-        it.
-        """
+        """Count the time inside the ``with`` block for the phase ``name``, except for phases entered inside it."""
         self._advance()
         self.note(f"trainer: {name} begins")
         self._entered.append(name)
@@ -76,8 +74,8 @@ class Timeline:
 
     @contextmanager
     def during(self, what: str, version: int) -> Iterator[None]:
-        """Report the time inside the ``with`` block as step ``what`` of bringing a version to the replicas. Any thread
-        may call this.
+        """Report the time inside the ``with`` block as step ``what`` of bringing a version to the replicas;
+        thread-safe.
         """
         began = self._clock()
         try:
