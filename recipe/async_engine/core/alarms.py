@@ -176,9 +176,7 @@ class Alarms:
             self._tell(f"alarm {name}: {self._said[name]}")
 
     def group_ended(self, error: BaseException | None) -> AlarmLimit | None:
-        """Record that a group is complete, or failed with ``error``; return the error that must end the run, or
-        None.
-        """
+        """Record that a group is complete, or failed with ``error``; return the error that must end the run, if any."""
         self._last.append(error is not None)
         if error is not None:
             self._failed += 1

@@ -37,9 +37,7 @@ class Anchor(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """How a server forms batches and when it switches weights. Times are in seconds; sizes count prompt and
-    response.
-    """
+    """How a server forms batches and switches weights. Times are in seconds, sizes in tokens of prompt and response."""
 
     anchor: Anchor = Anchor.GENERATION
     max_batch_tokens: int = 16384
@@ -109,9 +107,7 @@ class ScoringQueue:
     # Requests
 
     def submit(self, request: ScoringRequest) -> bool:
-        """Queue a request; return False if its version never was and will not be here, so another server must score
-        it.
-        """
+        """Queue a request; return False if its version never was and will not be here: another server must score it."""
         if request.id in self._waiting:
             raise ValueError(f"request {request.id} waits already")
         if not self._comes(request.version):

@@ -210,8 +210,8 @@ RECORDED = "recorded"
 SCORES = "scores"
 """Phase of the trainer's timeline in which the trainer waits for log-prob servers."""
 BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
-"""Events on the lane `RUN` about the device that `text` names: it joined after the run began, left before the run
-ended, was lost, or replaced a lost device.
+"""Events on the lane `RUN` about the device named in ``text``: it joined late, left early, was lost or is a
+replacement.
 """
 
 

@@ -74,9 +74,7 @@ class Timeline:
 
     @contextmanager
     def during(self, what: str, version: int) -> Iterator[None]:
-        """Report the time inside the ``with`` block as step ``what`` of bringing a version to the replicas;
-        thread-safe.
-        """
+        """Report the time inside the ``with`` block as step ``what`` of bringing a version to the replicas."""
         began = self._clock()
         try:
             yield
