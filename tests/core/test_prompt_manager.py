@@ -124,7 +124,7 @@ def test_nothing_begins_between_turns() -> None:
     manager = new_manager()
     assert manager.next() is None
     assert not manager.wants_prompt()
-    with pytest.raises(LedgerError, match="in a generation turn only"):
+    with pytest.raises(LedgerError, match="only in a generation turn"):
         manager.issue(prompt(0))
     manager.open_turn()
     running = fill(manager)

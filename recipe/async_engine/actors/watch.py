@@ -97,7 +97,7 @@ class RunWatch:
         self._thread = threading.Thread(target=self._watch, name="run-watch", daemon=True)
 
     def start(self) -> None:
-        """Start watching."""
+        """Start the thread that watches the run."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -123,9 +123,7 @@ class RunWatch:
 
     @contextmanager
     def within(self, setting: str, limit_s: float, what: str) -> Iterator[None]:
-        """Give a stage the deadline ``limit_s``, set by ``async_training.timeouts.<setting>``; stages are not
-        nested.
-        """
+        """Give a stage the deadline ``limit_s``, set by ``async_training.timeouts.<setting>``; stages do not nest."""
         self._stage = Silence(f"{what} takes longer than {limit_s:g} s (async_training.timeouts.{setting})", limit_s)
         try:
             yield
@@ -201,7 +199,7 @@ class RunWatch:
         if self._stall.too_long(silent_s if stage is None else 0.0):
             stalled = f"{self._stall.part} for {silent_s:.0f} s (async_training.timeouts.stall)"
             return CannotGoOn(f"{stalled}: {self._report()}")
-        # An actor answers when its present work is done, but Ray reports an actor's death at once.
+        # An actor answers only when its present work is done, but Ray reports an actor's death at once.
         for name, answer in self._questions.answered():
             try:
                 ray.get(answer, timeout=REPORT_ANSWER_S)

@@ -163,10 +163,10 @@ class WorkerSet:
         return None
 
     def _noticed_death(self, name: str) -> None:
-        """React to the death of a worker; this is called once for each death."""
+        """Hook for subclasses, called once for each death of a worker."""
 
     async def _prepare(self, actor: Any) -> None:
-        """Send a restarted worker what it has to know before it gets work."""
+        """Hook for subclasses that sends a restarted worker what it must know before it gets work."""
 
     def watch(self) -> None:
         """From now on, repeatedly ask every worker whether it answers, including workers that are restarted."""

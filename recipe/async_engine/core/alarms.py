@@ -35,7 +35,7 @@ FEW = 32
 
 
 class Ended(StrEnum):
-    """How a run ended, in ``summary.json``."""
+    """How a run ended, as written to ``summary.json``."""
 
     WELL = "well"
     WITH_ALARMS = "with_alarms"

@@ -8,8 +8,7 @@ main process, which starts all others.
 |---|---|---|---|
 | trainer's process | `run/supervisor.py` asks it every second | ``startup``, then ``heartbeat`` | the run ends |
 | Ray's control process | `run/supervisor.py` asks it every second | `CONTROL_S` or ``heartbeat`` | the run ends |
-| main thread of the main | `LastResort`, a second thread; each pass of the loop | twice ``heartbeat`` | the main is
-killed |
+| main thread of the main | a second thread; each pass of the loop | twice ``heartbeat`` | the main is killed |
 | Ray's local processes | the main checks after an error that they run | none | the run ends |
 | the whole run | `actors/watch.py`; anything that begins or ends | ``stall`` | the run ends |
 | start-up, checkpoints | `actors/watch.py`; the end of the stage | ``startup``, ``checkpoint`` | the run ends |
@@ -34,20 +33,16 @@ import math
 import time
 from collections.abc import Callable
 
-# The main process.
+# Deadlines in the main process.
 
 BEAT_S = 1.0
 """Seconds from an answer of the trainer's process or Ray's control process until the main asks it again."""
 CONTROL_S = 40.0
-"""Limit for Ray's control process. Ray ends processes 60 s after losing it, without a message; the main must be
-faster.
-"""
+"""Limit for Ray's control process. Ray ends a process without a message 60 s after the loss; the main must be first."""
 CLOSE_S = 60.0
 """Time for the trainer to write files after its last event; then the main stops listening."""
 LEAVE_S = 20.0
-"""Time for a trainer to exit after its watch ends the run. It needs 15 s; a suspended fork may hold connections
-open.
-"""
+"""Time for a trainer to exit after its watch ends the run. It needs 15 s; a suspended fork may keep sockets open."""
 END_S = 40.0
 """Time for ending a run's processes and writing its summary; then the main is ended by force."""
 ACCOUNT_S = 120.0
@@ -59,7 +54,7 @@ PROCESS_END_S = 5.0
 RAY_PORT_S = 120
 """Limit on waiting for the port of Ray's control process in one start of Ray, because that process may have died."""
 
-# The watch in the trainer's process.
+# Deadlines of the watch in the trainer's process.
 
 REPORT_S = 15.0
 """Time for the report on who waits for whom. It may ask the component that is stuck, and is left out if late."""
@@ -74,12 +69,10 @@ HELD_AGAIN_S = 15.0
 BLAME_S = 5.0
 """Time after a failed call in which training workers can show that one of them has died and caused the failure."""
 
-# Agent-loop and reward workers.
+# Deadlines for agent-loop and reward workers.
 
 REWARD_WORKER_S = 30.0
-"""Time for a reward worker to answer after a call timed out. Callers add a random part of it, so that one ends the
-worker.
-"""
+"""Time for a reward worker to answer after a call timed out; each caller adds up to half, so that only one kills it."""
 REWARD_PROCESS_S = 1.0
 """Largest time between the end of a scoring process and the end of its socket, as seen by the worker."""
 REHEARSED_S = 10.0
@@ -95,7 +88,7 @@ ROUTING_S = 60.0
 FETCH_S = 10.0
 """Time for a server to report the tokens that an answer has so far."""
 
-# Replicas and log-prob servers.
+# Deadlines for replicas and log-prob servers.
 
 PING_S = 10.0
 """Time for a log-prob server to answer at a weight sync, and for every replica after a failed transfer."""
@@ -106,7 +99,7 @@ CLEARED_S = 60.0
 FREE_S = 3.0
 """Time for which a replica started during a run looks for free accelerators, because Ray frees them with a delay."""
 
-# Reports, for which a run never waits longer.
+# Deadlines for reports. A run never waits longer for a report.
 
 TOLD_S = 2.0
 """Time for components to report what they did, for the event record and metrics; a late report is left out."""
@@ -123,7 +116,7 @@ TRACKERS_S = 120.0
 REFUSED_S = 60.0
 """Time for telling the other trackers that the run failed when one tracker cannot be set up."""
 
-# Before a run.
+# Deadlines of checks before a run starts.
 
 EARLIER_RUN_S = 60.0
 """Time for which the trainer of an earlier run may still hold the checkpoint folder after its main was killed."""

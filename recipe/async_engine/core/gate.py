@@ -94,13 +94,13 @@ class StalenessGate:
         _require_int("version", version, 0)
         _require_int("batches_taken", batches_taken, 0)
         if batches_taken > settings.batches_per_version:
-            raise GateError(f"{batches_taken} batches taken of a version of {settings.batches_per_version}")
+            raise GateError(f"{batches_taken} batches are taken, but a version has only {settings.batches_per_version}")
         self.settings = settings
         self.version = self.announced = version
         self.batches_taken = batches_taken
         self._starts = Counter(starts)
         if any(start > version for start in self._starts):
-            raise GateError(f"a live group starts at version {max(self._starts)}, the current version is {version}")
+            raise GateError(f"a live group has start version {max(self._starts)}, but the current version is {version}")
         self.live = self._starts.total()
         self._groups_ahead = settings.groups_ahead
         self.check()
@@ -126,16 +126,16 @@ class StalenessGate:
         return self._places(start, self.batches_left)
 
     def admits(self) -> bool:
-        """Return whether one more group may start now, at the announced version.
+        """Return whether one more group may start now, at the announced version a.
 
-        One comparison checks both bounds: a new group counts only towards slots(a), and admission_limit <= slots(a).
+        This one comparison is enough: a new group counts only towards slots(a), and admission_limit <= slots(a).
         """
         return self.live + 1 <= self.admission_limit
 
     def add(self) -> int:
         """Admit one group and return its start version, which is the announced version."""
         if not self.admits():
-            raise GateError(f"{self.live} groups are live and at most {self.admission_limit} may be")
+            raise GateError(f"{self.live} groups are live and at most {self.admission_limit} may be live")
         self._starts[self.announced] += 1
         self.live += 1
         self.check()
@@ -151,8 +151,8 @@ class StalenessGate:
         """Raise a live group's start version, because its oldest token is newer than assumed; it never falls."""
         if not old_start <= new_start <= self.announced:
             raise GateError(
-                f"a group's start cannot move from version {old_start} to {new_start}: it may only rise, "
-                f"to version {self.announced} at most, the newest announced"
+                f"a group's start version cannot change from {old_start} to {new_start}: it may only rise, at most to "
+                f"version {self.announced}, the newest announced"
             )
         self._discard(old_start)
         self._starts[new_start] += 1
@@ -178,8 +178,9 @@ class StalenessGate:
         """Take a batch of live groups with these start versions for training."""
         if not self.can_take(starts):
             raise GateError(
-                f"a batch of starts {sorted(starts)} cannot be taken: live {self.starts()}, version {self.version}, "
-                f"{self.batches_left} batches of {self.settings.batch_groups} groups left in it"
+                f"a batch with start versions {sorted(starts)} cannot be taken: live groups by start version are "
+                f"{self.starts()}, and version {self.version} has {self.batches_left} batches left of "
+                f"{self.settings.batch_groups} groups each"
             )
         for start in starts:
             self._discard(start)
@@ -222,8 +223,8 @@ class StalenessGate:
             older += self._starts[start]
             if older > self.slots(start):
                 raise StalenessViolation(
-                    f"{older} live groups start at version {start} or before, but {self.slots(start)} places are left "
-                    f"before their deadline (version {self.version}, {self.batches_taken} of "
+                    f"{older} live groups have start version {start} or older, but {self.slots(start)} batch slots are "
+                    f"left before their deadline (version {self.version}, {self.batches_taken} of "
                     f"{self.settings.batches_per_version} batches taken, max_staleness {self.settings.max_staleness})"
                 )
 
@@ -239,7 +240,7 @@ class StalenessGate:
 
     def _discard(self, start: int) -> None:
         if start not in self._starts:
-            raise GateError(f"no live group starts at version {start}; live groups by start: {self.starts()}")
+            raise GateError(f"no live group has start version {start}; live groups by start version: {self.starts()}")
         self._starts[start] -= 1
         if self._starts[start] == 0:
             del self._starts[start]

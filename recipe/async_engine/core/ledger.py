@@ -139,12 +139,12 @@ class SampleLedger:
     def issue(self, prompt: PromptRef) -> Group:
         """Start a group for this prompt at the announced version."""
         if prompt.key in self._issued_prompts:
-            raise LedgerError(f"prompt {prompt.index} of epoch {prompt.epoch} was issued before")
+            raise LedgerError(f"prompt {prompt.index} of epoch {prompt.epoch} has already been issued")
         if not self.can_issue():
             raise LedgerError(
-                f"no group may be issued now: {len(self._live)} live of {self._gate.admission_limit} admitted at "
-                f"version {self.version} ({self.announced} announced), "
-                f"{self._trained} trained of {self.target_groups}, {self._issued} issued of {self.issue_limit}"
+                f"no group may be issued now: {len(self._live)} of {self._gate.admission_limit} groups are live, "
+                f"version {self.version}, newest announced version {self.announced}, "
+                f"{self._trained} of {self.target_groups} groups trained, {self._issued} of {self.issue_limit} issued"
             )
         start = self._gate.add()
         batch = self._batch_with_a_place() if self.policy.fixed_batches else None
@@ -200,7 +200,9 @@ class SampleLedger:
             raise LedgerError(f"no batch may be taken now at version {self.version}: {self.counts()}")
         stale = [group for group in batch if self.version - group.start > self.settings.max_staleness]
         if stale:
-            raise StalenessViolation(f"past max_staleness {self.settings.max_staleness} at {self.version}: {stale}")
+            raise StalenessViolation(
+                f"groups past max_staleness {self.settings.max_staleness} at {self.version}: {stale}"
+            )
         self._gate.take([group.start for group in batch])
         self._leased = [group.id for group in batch]
         return [self._update(replace(group, state=GroupState.TAKEN)) for group in batch]
@@ -236,7 +238,7 @@ class SampleLedger:
     def seal(self) -> int:
         """Seal the next version, whose weights the trainer now has, and return the version."""
         if self._leased:
-            raise LedgerError(f"version {self.version + 1} is sealed while the trainer holds groups {self._leased}")
+            raise LedgerError(f"version {self.version + 1} cannot be sealed: the trainer holds groups {self._leased}")
         return self._gate.seal()
 
     def announce(self) -> int:
@@ -266,7 +268,7 @@ class SampleLedger:
         recount = Counter((group.state, group.start) for group in self._live.all())
         counted = {(state, start): n for state in GroupState for start, n in self._live.starts(state).items()}
         if counted != recount:
-            raise LedgerIdentityError(f"live groups by state and start are {dict(recount)}, counted as {counted}")
+            raise LedgerIdentityError(f"live groups by state and start version: {dict(recount)}, index: {counted}")
         self._check_books()
 
     def _check_books(self) -> None:
@@ -289,7 +291,7 @@ class SampleLedger:
         }
         broken = [identity for identity, holds in agree.items() if not holds]
         if broken:
-            raise LedgerIdentityError(f"does not hold: {broken}; {counts}; gate {self._gate.starts()}")
+            raise LedgerIdentityError(f"broken identities: {broken}; {counts}; gate: {self._gate.starts()}")
 
     def snapshot(self) -> dict[str, Any]:
         """Return a JSON-compatible snapshot of the ledger, for a checkpoint whose weights include all trained batches.

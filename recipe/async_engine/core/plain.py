@@ -55,7 +55,7 @@ Where = str | tuple[Any, str | int]
 
 
 class _Converter:
-    """One conversion, which counts how much of `MOST` is left."""
+    """Converts one value, and counts how much of `MOST` is left."""
 
     def __init__(self) -> None:
         self._left = MOST

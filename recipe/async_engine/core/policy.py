@@ -159,7 +159,7 @@ class WholeBatches(OldestReady):
 
 
 class Turns(OldestReady):
-    """Like `OldestReady`, but fills each free slot with the next trajectory of any group; for generation in turns."""
+    """Fills each free slot with the next trajectory of any group, for generation in turns; else like `OldestReady`."""
 
     whole_groups = False
 
@@ -209,7 +209,7 @@ def chosen_prompt(policy: AdmissionPolicy, prompts: Sequence[Prompt]) -> int | N
     place = asked(policy, "next_prompt", prompts)
     if place is None or (isinstance(place, int) and 0 <= place < len(prompts)):
         return None if place is None else int(place)
-    raise PolicyError(f"{_name(policy)}.next_prompt chose {place!r} of {len(prompts)} prompts: 0 is the first one")
+    raise PolicyError(f"{_name(policy)}.next_prompt chose index {place!r} of {len(prompts)} prompts, counted from 0")
 
 
 def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:

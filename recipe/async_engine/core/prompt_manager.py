@@ -209,7 +209,7 @@ class PromptManager:
     def issue(self, prompt: PromptRef) -> Group:
         """Issue a group for this prompt and queue its trajectories for slots."""
         if not self.is_open:
-            raise LedgerError("a prompt is issued in a generation turn only")
+            raise LedgerError("a prompt may be issued only in a generation turn")
         group = self.ledger.issue(prompt)
         self.adopt(group, [TrajectoryState.PENDING] * self.group_size)
         return group

@@ -104,12 +104,12 @@ class ScoringQueue:
         staged = None if self._is_refused else self._staged
         return max((version for version in (self.live, staged, self._loading) if version is not None), default=None)
 
-    # Requests
+    # Methods about requests.
 
     def submit(self, request: ScoringRequest) -> bool:
         """Queue a request; return False if its version never was and will not be here: another server must score it."""
         if request.id in self._waiting:
-            raise ValueError(f"request {request.id} waits already")
+            raise ValueError(f"request {request.id} is already queued")
         if not self._comes(request.version):
             return False
         self._waiting[request.id] = request
@@ -119,12 +119,12 @@ class ScoringQueue:
         """Drop a request that is no longer needed; return False if it is already being scored or has been scored."""
         return self._waiting.pop(request_id, None) is not None
 
-    # Weights
+    # Methods about weights.
 
     def begin_load(self, version: int) -> None:
         """Announce that weights of ``version`` will be loaded. If others are staged, `next` promotes those first."""
         if self._loading is not None:
-            raise ValueError(f"version {self._loading} is on its way already")
+            raise ValueError(f"version {self._loading} is already being loaded")
         if self.newest is not None and version < self.newest:
             raise ValueError(f"version {version} is older than version {self.newest}")
         self._loading = version
@@ -147,7 +147,7 @@ class ScoringQueue:
     def staged(self, now: float) -> None:
         """Record that the weights being loaded are complete on every rank, next to the live ones."""
         if self._loading is None or not self.may_stage:
-            raise ValueError("no weights are on their way, or others are staged")
+            raise ValueError("no weights are being loaded, or other weights are still staged")
         self._staged, self._loading, self._staged_at = self._loading, None, now
 
     def load_failed(self) -> list[ScoringRequest]:
@@ -177,13 +177,13 @@ class ScoringQueue:
         return lost
 
     def _comes(self, version: int) -> bool:
-        """Return whether a request for ``version`` will be scored here by weights that are present or announced."""
+        """Return whether this server will score a request for ``version``, with weights that it has or expects."""
         if self._settings.anchor is Anchor.LATEST:
             return self.newest is not None and version <= self.newest
         staged = None if self._is_refused else self._staged
         return version in (staged, self._loading) or (self.live is not None and version <= self.live)
 
-    # Decisions
+    # Methods that decide what the server does next.
 
     def next(self, now: float) -> ScoringBatch | Promotion | None:
         """Return what to do now, or None to wait for an event or until `wake_at`. A returned batch counts as begun."""

@@ -137,11 +137,11 @@ def align(
     recorded.
     """
     if len(response_ids) != len(response_mask):
-        raise VersionRecordError(f"{len(response_ids)} response tokens, but a mask of {len(response_mask)}")
+        raise VersionRecordError(f"the response has {len(response_ids)} tokens, but its mask has {len(response_mask)}")
     sampled = list(compress(response_ids, response_mask))
     pieces = [(version, list(tokens)) for version, tokens in generated if len(tokens)]
     if any(version < 0 for version, _ in pieces):
-        raise VersionRecordError(f"generated tokens recorded under versions {[version for version, _ in pieces]}")
+        raise VersionRecordError(f"generated tokens have a negative version: {[version for version, _ in pieces]}")
     if sampled and not pieces:
         raise VersionRecordError(f"{len(sampled)} tokens are marked as sampled, but no generation was recorded")
     if sampled == list(chain.from_iterable(tokens for _, tokens in pieces)):

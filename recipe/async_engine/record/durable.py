@@ -57,8 +57,7 @@ def sync_tree(folder: Path) -> None:
 def remove_tree(folder: Path) -> None:
     """Remove a folder so that readers see it disappear at once. Do nothing if the folder does not exist.
 
-    The folder is renamed before its files are deleted. A renamed folder that an earlier, killed call left is removed
-    too.
+    The folder is renamed before its files are deleted. What an earlier, killed call has left is removed too.
     """
     removed = folder.with_name(folder.name + REMOVED)
     if folder.exists():

@@ -210,9 +210,7 @@ RECORDED = "recorded"
 SCORES = "scores"
 """Phase of the trainer's timeline in which the trainer waits for log-prob servers."""
 BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
-"""Events on the lane `RUN` about the device named in ``text``: it joined late, left early, was lost or is a
-replacement.
-"""
+"""Events on the lane `RUN` about the device named in ``text``: it joined late, left early, was lost, or is new."""
 
 
 @dataclass(frozen=True)

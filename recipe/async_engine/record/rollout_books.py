@@ -60,10 +60,12 @@ class RolloutBooks:
         self._turn_occupancy: float | None = None
         self.seconds = self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
 
-    # Time.
+    # Methods about time.
 
     def set(self, **levels: int) -> None:
-        """Set the levels of these names from now on."""
+        """Set any of these from now on: trajectories that run, capacity, trajectories scored, 1 if the trainer
+        waits.
+        """
         self.advance()
         self._levels.update(levels)
 
@@ -92,7 +94,7 @@ class RolloutBooks:
             self.exposed += seconds * scoring * waiting
 
     def reset(self) -> None:
-        """Set all counts of time to 0 and keep the present levels."""
+        """Set all counts of time to 0, but keep the present numbers of trajectories."""
         self.advance()
         self.seconds = self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
 
@@ -110,7 +112,7 @@ class RolloutBooks:
 
     @property
     def hidden_share(self) -> float:
-        """Return the share of reward seconds that were hidden, or 1.0 if no rewards were computed."""
+        """Return the share of reward seconds that did not hold up the run, or 1.0 if no rewards were computed."""
         self.advance()
         return 1.0 - self.exposed / self.scored if self.scored else 1.0
 
@@ -147,7 +149,7 @@ class RolloutBooks:
         offered, used = self.offered - offered, self.used - used
         self._turn_occupancy = used / offered if offered else 0.0
 
-    # Answers and their tokens.
+    # Methods about answers and their tokens.
 
     def arrived(self, scored: Any, is_wanted: bool) -> None:
         """Count the tokens of a complete answer (`TrajectoryScored`), which is wanted unless its group has ended."""

@@ -128,7 +128,7 @@ class RunRecord:
         self.summary.update({name: value for name, value in state.items() if name != RECORDED})
 
     def settle(self, account: Callable[[Recorded], dict[str, Any]]) -> None:
-        """Compute the time account from the event record, if there is one. An error costs only the time account."""
+        """Compute the time account from the event record, if there is one. If this fails, the run ends without one."""
         if self._recorded is None:
             return
         try:
@@ -143,7 +143,7 @@ class RunRecord:
         self.summary["error"] = {"name": error["name"], "message": error["message"]}
 
     def close(self, peak_memory_gib: float | None) -> dict[str, Any]:
-        """Write the summary and return it, or raise OSError. Either way another launch may use the folder then."""
+        """Write the summary and return it, or raise OSError. In both cases the folder is free for another launch."""
         self.summary["ended"] = how_it_ended(self.summary["error"], self.summary["alarms"])
         self.summary["wall_seconds"] = time.time() - self._began
         self.summary["peak_memory_gib"] = peak_memory_gib

@@ -45,7 +45,7 @@ class Timeline:
         self.note("the run began")
         self.rollout = RolloutBooks(self._now, rollout_capacity, clock)
 
-    # Reporting.
+    # Methods that report events and phases.
 
     def tell(self, event: Event) -> None:
         """Report an event. Any thread may call this."""
@@ -94,7 +94,7 @@ class Timeline:
         if self._stopped is None:
             self._stopped = self._clock()
 
-    # Reading.
+    # Methods that return figures.
 
     @property
     def silent_s(self) -> float:
@@ -112,7 +112,7 @@ class Timeline:
         return self._entered[-1] if self._started else Class.START_UP
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the trainer's time in each phase, up to now. The shares add up to 1 unless no time has
+        """Return the share of the trainer's time in each phase, up to now. The shares add up to 1 if any time has
         passed.
 
         Any thread may call this. A phase that ends during the call may be counted twice.
