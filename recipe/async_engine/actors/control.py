@@ -98,7 +98,7 @@ def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
 
 
 class _OnMainLoop:
-    """Base of actors with coroutines."""
+    """Base class of actors with coroutines."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Ray constructs an actor with coroutines on the loop that runs calls without a concurrency group.
@@ -110,7 +110,7 @@ class _OnMainLoop:
 
     @staticmethod
     def as_control(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method for the control group. Calls from the actor's own loop run the method directly."""
+        """Wrap the method for the control group so that it runs on the main loop, directly if called from there."""
 
         @_named_as(method)
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ class _OnMainLoop:
 
 
 class _Locked:
-    """Base of actors without coroutines."""
+    """Base class of actors without coroutines."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._turn = threading.RLock()
@@ -137,7 +137,7 @@ class _Locked:
 
     @staticmethod
     def held(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method with the actor's lock held, so that one call runs at a time."""
+        """Wrap the method so that it holds the actor's lock and only one call runs at a time."""
 
         @_named_as(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ class _Locked:
 
     @classmethod
     def as_control(cls, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method for the control group, with the actor's lock held."""
+        """Wrap the method for the control group, so that it holds the actor's lock."""
         return ray.method(concurrency_group=CONTROL)(cls.held(method))
 
 

@@ -140,7 +140,7 @@ class Replacements:
             self._clear(started)
 
     def _clear_away(self, lost: Any) -> None:
-        """Clear away a lost replica, unless an earlier attempt has done so (None)."""
+        """Clear away a lost replica; ``lost`` is None if an earlier attempt has already done so."""
         if lost is not None:
             self._clear(lost)
 

@@ -248,7 +248,7 @@ class RunWatch:
 
 
 def _ask(actor: Any) -> Callable[[], ray.ObjectRef]:
-    """Return a call that asks an actor of any class for a sign of life."""
+    """Return a function that asks an actor of any class for a sign of life."""
     return lambda: actor.__ray_call__.remote(lambda actor: None)
 
 

@@ -118,7 +118,7 @@ class StalenessGate:
         return ahead + self.batches_left * self.settings.batch_groups
 
     def starts(self) -> dict[int, int]:
-        """Return the number of live groups by start version, in ascending order of versions."""
+        """Return the number of live groups for each start version, in ascending order of versions."""
         return dict(sorted(self._starts.items()))
 
     def slots(self, start: int) -> int:
@@ -148,7 +148,7 @@ class StalenessGate:
         self.check()
 
     def move(self, old_start: int, new_start: int) -> None:
-        """Raise a live group's start version, because its oldest token is newer than assumed; it never falls."""
+        """Raise a live group's start version, because its oldest token is newer than assumed. Lowering is refused."""
         if not old_start <= new_start <= self.announced:
             raise GateError(
                 f"a group's start version cannot change from {old_start} to {new_start}: it may only rise, at most to "

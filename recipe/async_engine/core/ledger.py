@@ -187,7 +187,7 @@ class SampleLedger:
         return self._choice() is not None
 
     def next_batch(self) -> list[Group] | None:
-        """Return the admission policy's batch, or the oldest ready groups if the gate requires those, or None."""
+        """Return the batch that `take` would lease now, after verifying it, or None."""
         batch = self._choice()
         return None if batch is None else checked(self.policy, batch, self._ready())
 

@@ -14,7 +14,7 @@ from recipe.async_engine.core.groups import Group, GroupState
 
 
 class LiveGroups:
-    """Live groups by id, in issue order."""
+    """The live groups, indexed by id (in issue order), state, start version and batch."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
@@ -59,7 +59,7 @@ class LiveGroups:
         return self._counts[state]
 
     def starts(self, state: GroupState) -> dict[int, int]:
-        """Return the number of groups in this state by start version."""
+        """Return the number of groups in this state for each start version."""
         return {start: len(ids) for start, ids in self._by_start[state].items()}
 
     def in_state(self, state: GroupState) -> list[Group]:

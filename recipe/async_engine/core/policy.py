@@ -145,8 +145,7 @@ class OldestReady:
 
 
 class WholeBatches(OldestReady):
-    """Trains the batches of synchronous training: they are fixed at issue and trained in that order, each when it is
-    complete.
+    """Trains the batches of synchronous training: fixed at issue and trained in that order, each once it is complete.
 
     This requires k = 1 and S <= 1, for which issue order is the order of deadlines (docs/staleness.md).
     """
@@ -159,7 +158,9 @@ class WholeBatches(OldestReady):
 
 
 class Turns(OldestReady):
-    """Fills each free slot with the next trajectory of any group, for generation in turns; else like `OldestReady`."""
+    """Like `OldestReady`, but each free slot goes to the next trajectory of any group. Use it for generation in
+    turns.
+    """
 
     whole_groups = False
 

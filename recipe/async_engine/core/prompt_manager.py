@@ -220,7 +220,7 @@ class PromptManager:
             raise LedgerError(f"group {group.id} is {group.state} or known already: it cannot be adopted")
         if len(states) != self.group_size or TrajectoryState.RUNNING in states:
             raise LedgerError(
-                f"group {group.id} has {self.group_size} trajectories, none of which runs: {list(states)}"
+                f"group {group.id} needs {self.group_size} states other than RUNNING, but got {list(states)}"
             )
         self._states[group.id] = list(states)
         self._groups_in[_group_state(states)] += 1

@@ -107,7 +107,9 @@ class ScoringQueue:
     # Methods about requests.
 
     def submit(self, request: ScoringRequest) -> bool:
-        """Queue a request; return False if its version never was and will not be here: another server must score it."""
+        """Queue a request; return False if this server never had and will not have its version, so another must score
+        it.
+        """
         if request.id in self._waiting:
             raise ValueError(f"request {request.id} is already queued")
         if not self._comes(request.version):
@@ -136,12 +138,14 @@ class ScoringQueue:
 
     @property
     def may_stage(self) -> bool:
-        """Return whether loading may begin: the staging area is free, and no batch that must not overlap is scored."""
+        """Return whether loading weights may begin: the staging area is free, and `may_join` holds."""
         return self._staged is None and self.may_join
 
     @property
     def may_join(self) -> bool:
-        """Return whether a collective of the weight sync may run: no batch that must not overlap is being scored."""
+        """Return whether a collective of the weight sync may run: with ``holds_for_weights`` not while a batch is
+        scored.
+        """
         return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:

@@ -28,7 +28,7 @@ ALIGNMENT_WORK = 32
 
 
 def run_lengths(versions: Iterable[int]) -> Runs:
-    """Return the runs of equal consecutive versions."""
+    """Return (version, token count) of each run of equal consecutive versions."""
     return [(version, len(list(run))) for version, run in groupby(versions)]
 
 

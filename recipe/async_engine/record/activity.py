@@ -239,7 +239,7 @@ class EngineActivity:
         self._kinds[request.answers][request.kind] += 1
 
     def _advance(self) -> None:
-        """Assign the time since the last change to the classes of the present requests."""
+        """Divide the time since the last change among the classes of the present requests."""
         now = self._clock()
         seconds, self._since = now - self._since, now
         if seconds <= 0:

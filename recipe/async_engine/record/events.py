@@ -174,13 +174,13 @@ class Exchange(NamedTuple):
 
 
 class OtherClock:
-    """Converts times of another process to this process's clock, using questions that the other answered with its time.
+    """Converts times of another process's clock to times of this process's clock.
 
-    The other process answered between the question and the arrival of its answer, so each exchange bounds the
-    difference of the two clocks. Both clocks are assumed to run at the same pace from one exchange to the next, unless
-    that leaves the bounds of the next one; then the difference is corrected. Converted times keep their order and have
-    no gaps. For clocks of the same pace the error is at most the shortest round trip so far. A clock of another pace is
-    followed too.
+    In an exchange, this process asks and the other answers with its time. The answer was given between the question and
+    its arrival, so each exchange bounds the difference of the clocks. From one exchange to the next, the clocks are
+    assumed to run at the same pace; the difference is corrected only if it is outside the bounds of the later exchange.
+    If the paces are equal, the error is at most the shortest round trip so far; otherwise the corrections follow the
+    other clock. Converted times keep their order and have no gaps.
     """
 
     def __init__(self, first: Exchange) -> None:
@@ -188,7 +188,7 @@ class OtherClock:
         self._here = self._here_before = (first.asked + first.came) / 2
 
     def note(self, exchange: Exchange) -> None:
-        """Add another exchange. Times up to its answer are converted with it from now on."""
+        """Add another exchange, which is used from now on to convert times up to its answer."""
         self._theirs_before, self._here_before = self._theirs, self._here
         guess = self._here + exchange.answered - self._theirs
         self._theirs = exchange.answered
@@ -258,7 +258,7 @@ class TokenBooks:
 
     @property
     def not_known(self) -> int:
-        """Return sampled and restored tokens minus all others: 0 if the counts agree, else an unexplained rest."""
+        """Return the tokens that no field explains: sampled and restored ones minus all others. It may be negative."""
         ended = self.trained + self.filtered + self.failed + self.cut + self.in_flight
         return self.sampled + self.restored - ended
 

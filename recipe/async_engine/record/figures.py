@@ -70,7 +70,7 @@ TRAINER_SHARE = Exported("recipe_trainer_share", "Share of the trainer's time so
 
 
 def sides(figures: Figures) -> list[tuple[str, str]]:
-    """Return (name, text) of each line to display (trainer, rollout, log-probs, alarms, staleness) that has a text."""
+    """Return the (name, text) lines to display: trainer, rollout, log-probs, alarms and staleness, if not empty."""
     lines = [
         ("trainer", _trainer(figures)),
         ("rollout", _rollout(figures)),

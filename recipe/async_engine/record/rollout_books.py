@@ -63,9 +63,7 @@ class RolloutBooks:
     # Methods about time.
 
     def set(self, **levels: int) -> None:
-        """Set any of these from now on: trajectories that run, capacity, trajectories scored, 1 if the trainer
-        waits.
-        """
+        """Set any of these from now on: running trajectories, capacity, trajectories scored, 1 if the trainer waits."""
         self.advance()
         self._levels.update(levels)
 
@@ -106,7 +104,7 @@ class RolloutBooks:
 
     @property
     def occupancy(self) -> float:
-        """Return the share of capacity-seconds that trajectories used to generate, or 0.0 without capacity."""
+        """Return the share of capacity-seconds that were used to generate, or 0.0 without capacity."""
         self.advance()
         return self.used / self.offered if self.offered else 0.0
 
@@ -117,7 +115,7 @@ class RolloutBooks:
         return 1.0 - self.exposed / self.scored if self.scored else 1.0
 
     def end_version(self) -> None:
-        """Compute the metrics that stock verl's rollouter reports, for the time since the previous announcement."""
+        """Compute the metrics that stock verl's rollouter reports, for the time since a version was last announced."""
         self.advance()
         now = self.seconds, self.offered, self.idle, self._groups
         since = zip(now, self._version_began, strict=True)
@@ -152,7 +150,7 @@ class RolloutBooks:
     # Methods about answers and their tokens.
 
     def arrived(self, scored: Any, is_wanted: bool) -> None:
-        """Count the tokens of a complete answer (`TrajectoryScored`), which is wanted unless its group has ended."""
+        """Count the tokens of a complete answer (`TrajectoryScored`); ``is_wanted`` is False if its group has ended."""
         arrived = scored.received_tokens + scored.restored_tokens
         self.tokens["received"] += scored.received_tokens
         self.tokens["restored"] += scored.restored_tokens

@@ -81,7 +81,7 @@ def shorten_folders(ray_init: DictConfig) -> None:
 
 
 def leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
-    """Remove the settings that describe a Ray node which the run would start, because Ray refuses them in a cluster."""
+    """Remove settings that describe a Ray node which the run would start; Ray refuses them when it joins a cluster."""
     left_out = [name for name in RESOURCES if ray_init.pop(name, None) is not None]
     if left_out:
         names = ", ".join(left_out)

@@ -132,7 +132,7 @@ class LastResort:
         self._allowed = Silence(what, limit_s)
 
     def stop(self) -> None:
-        """Set no limit from now on."""
+        """Stop limiting the main thread's time."""
         self._allowed = None
 
     def _watch(self) -> None:
