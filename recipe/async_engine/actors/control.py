@@ -30,8 +30,7 @@ CALLS = 256
 def with_control(
     actor_class: type, held: Collection[str], plain: Collection[str] = (), **options: Any
 ) -> ray.actor.ActorClass[Any]:
-    """Return a remote class whose actors have a concurrency group for control calls, as the module's contract
-    describes.
+    """Return a remote class with a concurrency group for control calls, as the module's contract describes.
 
     Args:
         held: names of the methods that keep calls open.

@@ -45,7 +45,6 @@ class _Attempt:
     result: Future[Any] = field(default_factory=Future)
 
     def again(self, waited: bool) -> _Attempt:
-        """Return another attempt to replace the same replica."""
         return _Attempt(self.what, self.start, waited=waited)
 
 
@@ -67,8 +66,7 @@ class Replacements:
         self._timeout_s = timeout_s
         self._clear = clear
         self._attempts: list[_Attempt] = []
-        # Attempts beyond the budget. They may begin if a present attempt finds no free accelerators and so does not
-        # count.
+        # Attempts beyond the budget, which may begin if a present one finds no free accelerators and does not count.
         self._waiting: list[_Attempt] = []
 
     @property

@@ -228,8 +228,7 @@ class RunWatch:
 
     def _end(self, error: CannotGoOn) -> None:
         self._error = error
-        # Each step has a thread of its own: a lock that is not released, or a disk that hangs, must not keep the run
-        # alive.
+        # Each step has its own thread: a lock that is not released or a disk that hangs must not keep the run alive.
         for step in (self._fail, self._write):
             threading.Thread(target=step, args=(error,), daemon=True).start()
         if not self._over.wait(GRACE_S):

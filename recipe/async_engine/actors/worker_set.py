@@ -88,8 +88,7 @@ class WorkerSet:
         return not self.actors and not self._returning
 
     def choose(self, but: str | None = None) -> str | None:
-        """Return the name of the worker with the fewest open calls, if possible not ``but``; None if all workers are
-        lost.
+        """Return the name of the worker with the fewest open calls, if possible not ``but``; None if all are lost.
 
         The more calls of a worker have failed in a row (:meth:`note`), the more often the worker is passed over.
         """
@@ -119,8 +118,7 @@ class WorkerSet:
             life = self.lives[name]
             yield self.actors[name]
         except RayTaskError as error:
-            # This clause comes first, since Ray's error is also an instance of its cause's class, which may be
-            # RayActorError.
+            # This clause is first: Ray's error is also an instance of its cause's class, which may be RayActorError.
             said = isinstance(error.cause, WorkerRestarted | WorkerSpoilt)
             ended = error.cause if said else await self._spoilt(name, life, error)
             if ended is None:

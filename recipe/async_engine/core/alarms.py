@@ -124,8 +124,7 @@ class Alarms:
     """Counts how often each condition held, and decides when an alarm rings or ends the run.
 
     Args:
-        limits: limit of each alarm, by the name of its setting. An alarm whose limit is None or missing never ends the
-            run.
+        limits: limit of each alarm, by the name of its setting; if None or missing, the alarm never ends the run.
         window: number of most recently ended groups over which the share of failed groups is computed.
         tell: called with a message when an alarm begins to ring, but not while it keeps ringing.
         counts: number of times that each alarm had rung before the run was resumed.
@@ -261,8 +260,7 @@ class UnchangedWeights:
 
         Args:
             gradient_norms: gradient norm of each update.
-            next_learning_rate: learning rate of the next step. verl reports only this one, so the first step's rate is
-                unknown.
+            next_learning_rate: learning rate of the next step, which verl reports; that of the first step is unknown.
         """
         moves = self._learning_rate is not None and self._learning_rate > 0
         if moves and any(math.isfinite(norm) and norm > 0 for norm in gradient_norms):
@@ -276,11 +274,9 @@ class UnchangedWeights:
         self._is_due = False
 
     def published(self, version: int, checksum: str | None) -> bool | None:
-        """Return True if ``version`` was published with the previous version's weights although updates had changed
-        them.
+        """Return True if ``version`` was published with its predecessor's weights although updates had changed them.
 
-        Return None if the checksum is equal but no update should have changed the weights, and False if the checksum
-        differs.
+        Return None if the checksum is equal but no update should have changed it, and False if the checksum differs.
         """
         was_due = any(due <= version for due in self._due)
         self._due = {due for due in self._due if due > version}

@@ -22,9 +22,8 @@ Three components are not asked, because the calls to them show when they fail: a
 its socket when it dies, the death of a log-prob server fails the request, and an answer that no longer grows ends by
 ``generation``.
 
-The interval at which a loop checks is defined next to the loop, because it decides nothing. Limits are defined here, so
-that they can be compared, except one in `inspection/node_probe.py`, which is sent to nodes that may not have this
-package.
+How often a loop checks is defined next to the loop, because it decides nothing. Limits are defined here, so that they
+can be compared, except one in `inspection/node_probe.py`, which is sent to nodes that may not have this package.
 """
 
 from __future__ import annotations

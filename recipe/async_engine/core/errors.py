@@ -2,8 +2,7 @@
 """Exceptions of the package, with one base class.
 
 A caller that wants to end a job with a clear message catches `RecipeError`; everything else is a defect and propagates
-with its traceback. A message names what is wrong (setting, group, state), its value, what is allowed, and what to
-change.
+with its traceback. A message names what is wrong (setting, group, state), its value, what is allowed and how to fix it.
 """
 
 

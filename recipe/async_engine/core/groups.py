@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts and prompt groups: their states, and the counts kept about them.
 
-A `Group` is immutable. The sample ledger replaces it at each transition, so a reference to it keeps showing the old
-state.
+A `Group` is immutable. The sample ledger replaces it at each transition, so a reference keeps showing the old state.
 
     RUNNING -> READY -> TAKEN -> TRAINED      a restart leads from RUNNING or READY to RUNNING,
     RUNNING or READY -> FILTERED or FAILED    a restored snapshot from TAKEN to READY
@@ -85,8 +84,7 @@ class PromptSet:
             return False
         epoch, index = key
         edges = self._edges.setdefault(epoch, [])
-        # Insert the index as a run of its own. If a neighbouring run has the same edge, that edge is removed instead,
-        # which merges the two runs.
+        # Insert the index as a run of its own; an edge that a neighbouring run has too is removed to merge the two.
         for edge in (index, index + 1):
             place = bisect_left(edges, edge)
             if place < len(edges) and edges[place] == edge:

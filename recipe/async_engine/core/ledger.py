@@ -155,10 +155,7 @@ class SampleLedger:
         return group
 
     def mark_ready(self, group_id: int, oldest_version: int) -> Group:
-        """Mark a running group as complete.
-
-        ``oldest_version``: version of the group's oldest token, at least its start version and at most `announced`.
-        """
+        """Mark a running group as complete; its oldest token has a version from its start version to `announced`."""
         group = self._live_group(group_id, "ready", GroupState.RUNNING)
         if not group.start <= oldest_version <= self.announced:
             raise LedgerError(
@@ -317,10 +314,9 @@ class SampleLedger:
     def restore(cls, snapshot: Mapping[str, Any], settings: GateSettings, **rules: Any) -> Self:
         """Rebuild a ledger from a snapshot whose settings `core.snapshots.changes` has accepted.
 
-        ``rules`` are the keyword arguments of the constructor; their limits count from the beginning of the run, not
-        from the resume. Ready groups stay ready. Running groups stay running with their start versions, because their
-        tokens are continued. A batch that was leased is ready again, so the restored weights are trained on it exactly
-        once.
+        ``rules`` are the constructor's keyword arguments; their limits count from the beginning of the run, not from
+        the resume. Ready groups stay ready. Running groups stay running with their start versions, because their tokens
+        are continued. A batch that was leased is ready again, so the restored weights are trained on it once.
         """
         ledger = cls(settings, **rules)
         groups = [Group.from_row(row) for row in snapshot["live"]]

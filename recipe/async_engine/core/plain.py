@@ -131,8 +131,7 @@ def told(error: BaseException) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Return the first cause, with file and line, of an error raised while a user's file was loaded; "" if it has no
-    cause.
+    """Return the first cause, with file and line, of an error raised while a user's file was loaded, or "".
 
     File and line are those of the last frame outside Python's import machinery. Advice is added if the failure is one
     of dataclasses that verl causes by loading the file without a module name.

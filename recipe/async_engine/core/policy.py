@@ -158,9 +158,7 @@ class WholeBatches(OldestReady):
 
 
 class Turns(OldestReady):
-    """Like `OldestReady`, but each free slot goes to the next trajectory of any group. Use it for generation in
-    turns.
-    """
+    """Like `OldestReady`, but each free slot goes to the next trajectory of any group, for generation in turns."""
 
     whole_groups = False
 

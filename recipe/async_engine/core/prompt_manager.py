@@ -143,11 +143,9 @@ class PromptManager:
         self.is_open = False
 
     def next(self) -> Trajectory | None:
-        """Assign a free slot to the next trajectory and return it; return None if no slot is free for it or no
-        trajectory waits.
+        """Assign a free slot to the next trajectory and return it, or None if no slot fits or no trajectory waits.
 
-        If groups start whole, call this until it returns None, so that all trajectories of a started group get their
-        slots.
+        If groups start whole, call this until it returns None, so that all trajectories of a started group get slots.
         """
         if not self.is_open or not self.anything_waits():
             return None
@@ -335,8 +333,7 @@ class Slots:
 
     A trajectory uses an engine only while it waits for an answer. If agent loops use tools, the number of slots grows
     in proportion to the time that ended trajectories spent at tools, relative to their time at engines, up to ``most``.
-    Without tools there are exactly ``least`` slots. Older trajectories have less weight. Shown by
-    tests/core/test_slots.py.
+    Without tools there are ``least`` slots. Older trajectories have less weight. Test: tests/core/test_slots.py.
 
     count: present number of slots.
     """

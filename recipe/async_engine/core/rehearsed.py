@@ -43,8 +43,7 @@ def agreement(pairs: Sequence[tuple[float, float]], dtype: str) -> Agreement:
     """Compare two computations of each token's log-prob.
 
     Rounding changes a log-prob by a small share of the spread of log-probs (their mean absolute deviation); other
-    weights change it by about the spread itself. So the allowed difference is a share of the spread of the second
-    computation.
+    weights change it by about the spread itself. So the limit is a share of the second computation's spread.
 
     Args:
         pairs: the two log-probs of each token, in nats.

@@ -107,9 +107,7 @@ class ScoringQueue:
     # Methods about requests.
 
     def submit(self, request: ScoringRequest) -> bool:
-        """Queue a request; return False if this server never had and will not have its version, so another must score
-        it.
-        """
+        """Queue a request; return False if this server never had and will not have its version (ask another one)."""
         if request.id in self._waiting:
             raise ValueError(f"request {request.id} is already queued")
         if not self._comes(request.version):
@@ -143,9 +141,7 @@ class ScoringQueue:
 
     @property
     def may_join(self) -> bool:
-        """Return whether a collective of the weight sync may run: with ``holds_for_weights`` not while a batch is
-        scored.
-        """
+        """Return whether a collective of the weight sync may run; with ``holds_for_weights`` not during scoring."""
         return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:

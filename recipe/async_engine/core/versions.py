@@ -59,8 +59,7 @@ class RequestVersions:
     """
 
     def __init__(self) -> None:
-        # For each request, in order: each version that sampled it, and the number of tokens sampled before that
-        # version.
+        # For each request, in order: each version that sampled it, and how many tokens were sampled before.
         self._begun: dict[str, list[tuple[int | None, int]]] = {}
 
     def submit(self, request_id: str, version: int | None) -> None:
@@ -124,8 +123,7 @@ def align(
     """Label the tokens of a response with the versions that were recorded while they were generated.
 
     generated: (version, token ids) of every piece that a server returned for the trajectory, in order. response_ids,
-    response_mask: the response that the agent loop made of them, of equal length; mask 0 marks tokens that no policy
-    sampled.
+    response_mask: the agent loop's response, of equal length; mask 0 marks tokens that no policy sampled.
 
     The agent loop does not record versions. It may shorten its response, drop the end of a turn, or discard whole
     turns. So a possible reading of the response uses the pieces in order: each one whole, only its beginning, or not at
@@ -133,8 +131,7 @@ def align(
     agree. If there is no reading, or finding all of them takes too much work, every sampled token gets the oldest
     recorded version. So a staleness computed from the labels is never too small.
 
-    Raises `VersionRecordError` if lengths differ, or if tokens are marked as sampled although no generation was
-    recorded.
+    Raises `VersionRecordError` if lengths differ, or if tokens are marked as sampled but no generation was recorded.
     """
     if len(response_ids) != len(response_mask):
         raise VersionRecordError(f"the response has {len(response_ids)} tokens, but its mask has {len(response_mask)}")
@@ -155,8 +152,7 @@ def align(
 
 
 def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
-    """Return the labels from all readings of the sampled tokens; None if there is no reading, or finding all is too
-    much work.
+    """Return the labels from all readings of the sampled tokens; None without a reading, or if it is too much work.
 
     A reading uses a beginning of each piece (nothing, a part, or all) in order. The forward pass computes, piece by
     piece, which numbers of sampled tokens the pieces so far can explain, and how many tokens of the next piece match

@@ -37,8 +37,7 @@ TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
 class AwayActivity:
-    """Records what the trajectories of one agent-loop worker do while they are not at an engine. One event loop calls
-    it.
+    """Records what the trajectories of one agent-loop worker do while not at an engine. One event loop calls it.
 
     Attributes:
         lane: the activities that at least one trajectory is in, joined by "+".
@@ -149,8 +148,7 @@ class EngineActivity:
         self._closed: Class | None = Class.START_UP
         self._told: dict[str, Work] = {}
         self._requests: dict[str, _Request] = {}
-        # Number of requests by class: under True those that decode and so hold a sequence slot, under False those in
-        # prefill.
+        # Number of requests by class: under True those that decode, and so hold a slot, under False those in prefill.
         self._kinds: dict[bool, Counter[Class]] = {True: Counter(), False: Counter()}
         self._used: dict[str, float] = {}
         self._tokens: Counter[str] = Counter()

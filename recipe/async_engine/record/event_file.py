@@ -72,8 +72,7 @@ def files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 class EventFile:
-    """A new event file in ``folder`` for this launch of the run; the constructor raises OSError if it cannot be
-    created.
+    """A new event file in ``folder`` for this launch of the run. The constructor may raise OSError.
 
     Attributes:
         lost: number of dropped events.

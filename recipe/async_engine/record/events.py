@@ -210,13 +210,12 @@ RECORDED = "recorded"
 SCORES = "scores"
 """Phase of the trainer's timeline in which the trainer waits for log-prob servers."""
 BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
-"""Events on the lane `RUN` about the device named in ``text``: it joined late, left early, was lost, or is new."""
+"""Events on the lane `RUN` about the device named in ``text``: it began late, ended early, was lost, or is new."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices whose time the time account (`recipe.report.account`) covers: the trainer, rollout engines and
-    log-prob servers.
+    """The devices in the time account (`recipe.report.account`): the trainer, rollout engines and log-prob servers.
 
     Attributes:
         accelerators: number of accelerators of one device, by the first word of the device's lane.
@@ -271,8 +270,6 @@ class Recorded:
     """The event record of a run that has ended.
 
     Attributes:
-        file: path of the event file.
-        devices: the devices in the time account.
         until: seconds of the run that the record covers.
         tokens: the final token counts, or None if they could not be completed.
         events_lost: number of events that could not be written.

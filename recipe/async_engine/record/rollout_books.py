@@ -175,8 +175,7 @@ class RolloutBooks:
 
         Args:
             live: number of tokens in complete answers of groups that have not ended.
-            workers: token counts received, dropped and unfinished, summed over the workers; None if a worker's counts
-                are unknown.
+            workers: token counts received, dropped and unfinished of all workers; None if those of one are unknown.
             before: token counts of the engines before the unfinished trajectories were ended.
             engines: token counts of the engines after that; None if an engine's counts are unknown.
         """

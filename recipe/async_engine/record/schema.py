@@ -68,8 +68,7 @@ class Settings(TypedDict, total=False):
 class Header(BaseModel):
     """The header of an event record.
 
-    ``accelerators`` is the number of accelerators of one device, by the first word of the device's lane. ``began`` is
-    the start of the run in seconds since 1970.
+    ``accelerators``: accelerators of one device, by the first word of its lane. ``began``: seconds since 1970.
     """
 
     accelerators: dict[str, Count]

@@ -108,8 +108,7 @@ class LivePanel:
         self._live.stop()
 
     def _panel(self) -> Panel:
-        # Read the size of the stream's window, which may have changed; rich itself would read that of standard input's
-        # terminal.
+        # The window may have changed; rich itself would read the size of standard input's terminal.
         with suppress(OSError):  # the terminal was closed
             self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
         table = Table.grid(padding=(0, 2))

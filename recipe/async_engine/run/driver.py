@@ -163,8 +163,7 @@ def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: 
 def only_rehearse(config: DictConfig) -> None:
     """If ``rehearse_only`` is set, change ``config`` to a run that only rehearses, in a folder of its own.
 
-    Such a run reads and writes no checkpoint, validates nothing and uses no tracker
-    (`recipe.async_engine.trainer.rehearsal`).
+    That run uses no checkpoint, validation or tracker (`recipe.async_engine.trainer.rehearsal`).
     """
     if not config.get("rehearse_only"):
         return
@@ -185,8 +184,6 @@ def _write_settings(config: DictConfig) -> None:
 
 @dataclass
 class _Run:
-    """One run, from its first process to its last."""
-
     config: DictConfig
     parts: Parts
     choice: PlatformChoice

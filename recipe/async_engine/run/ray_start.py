@@ -46,8 +46,7 @@ RESOURCES = (
 ASK_AGAIN_S = 0.2
 GIVEN_UP = ("timed out during startup", "Timed out waiting for file")
 """Parts of Ray's messages when Ray gives up its own start (ray/_private/node.py:440, :1407). The second one also
-appears when Ray's node has ended: a node gives its agents 30 s, a fixed number, to write their ports to files, and then
-ends.
+appears when Ray's node has ended: a node gives its agents a fixed 30 s to write their ports to files, and then ends.
 """
 
 
@@ -104,8 +103,7 @@ def take_environment(config: DictConfig) -> dict[str, str]:
 
 
 def under_nsight(config: DictConfig) -> dict[str, Any]:
-    """Return the options with which Ray starts the trainer's actor under Nsight Systems, or {} if that is not
-    configured.
+    """Return the options with which Ray starts the trainer's actor under Nsight Systems, if so configured, else {}.
 
     Stock verl's main uses the same options (main_ppo.py:76).
     """
@@ -139,8 +137,7 @@ def start_ray(
         return
     arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     if own and arguments.get("include_dashboard") is False:
-        # Without the dashboard nothing shows task events, of which Ray's control process would keep 100 MiB in 1,000
-        # small steps.
+        # Only the dashboard shows task events, of which Ray's control process keeps 100 MiB in 1,000 small steps.
         arguments["_system_config"] = {"task_events_report_interval_ms": 0} | (arguments.get("_system_config") or {})
     if choice.is_cpu:
         defaults: dict[str, Any] = {"env_vars": {} if own else dict(choice.environment)}

@@ -93,8 +93,7 @@ class TaskRunner:
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()
-            # A full garbage collection stops every thread, for half a second for imported modules alone, so exclude
-            # their objects.
+            # A full garbage collection halts all threads, half a second for imported modules alone: exclude those.
             gc.collect()
             gc.freeze()
             watch.hold(trainer.irreplaceable_actors())
