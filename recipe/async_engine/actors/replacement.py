@@ -66,7 +66,7 @@ class Replacements:
         self._timeout_s = timeout_s
         self._clear = clear
         self._attempts: list[_Attempt] = []
-        # Attempts beyond the budget, which may begin if a present one finds no free accelerators and does not count.
+        # Attempts beyond the budget. They begin if an attempt under way turns out not to count (no free accelerators).
         self._waiting: list[_Attempt] = []
 
     @property

@@ -137,7 +137,7 @@ class SampleLedger:
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
 
     def issue(self, prompt: PromptRef) -> Group:
-        """Start a group for this prompt at the announced version."""
+        """Issue a group for this prompt; its generation starts at the announced version."""
         if prompt.key in self._issued_prompts:
             raise LedgerError(f"prompt {prompt.index} of epoch {prompt.epoch} has already been issued")
         if not self.can_issue():

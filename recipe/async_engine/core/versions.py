@@ -54,8 +54,8 @@ def joined(runs: Iterable[tuple[int, int]], more: Iterable[tuple[int, int]]) -> 
 class RequestVersions:
     """Records which version sampled which tokens of the requests that a server holds.
 
-    A request is sampled by the version at its submission until a `swap`, which records how many tokens each request had
-    by then; later tokens belong to the new version.
+    The version at a request's submission samples the request until a `swap`, which records how many tokens each request
+    had by then; later tokens belong to the new version.
     """
 
     def __init__(self) -> None:

@@ -168,7 +168,7 @@ class EngineActivity:
             self._closed = None
 
     def expect(self, name: str, work: Work) -> None:
-        """Record the purpose of a request that may come. Requests without this record count as `Work.OTHER`."""
+        """Record the purpose of a request that may come. Requests of unknown purpose count as `Work.OTHER`."""
         self._told[name] = work
 
     def answer(self, name: str, tokens: int) -> None:

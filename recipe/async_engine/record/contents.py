@@ -77,7 +77,7 @@ def without_weights(config: Any, ranks: int, has_critic: bool, folder: Path) -> 
 
 
 def _absent(folder: Path, strategy: str, ranks: int) -> Iterator[tuple[str, str]]:
-    """Yield each part of a resume that a model's folder lacks, with its missing file or manifest key."""
+    """Yield each part that a resume needs but the model's folder lacks, with the missing file or manifest key."""
     if strategy == "megatron":
         contents = _contents(folder)
         for part, keys in MANIFEST_KEYS.items():

@@ -219,7 +219,7 @@ class Devices:
 
     Attributes:
         accelerators: number of accelerators of one device, by the first word of the device's lane.
-        shared: whether training and generation use the same accelerators; the trainer is then no device of its own.
+        shared: whether training and generation use the same accelerators; if so, the trainer is not a separate device.
     """
 
     accelerators: Mapping[str, int]
