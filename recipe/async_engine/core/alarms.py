@@ -268,7 +268,7 @@ class UnchangedWeights:
         self._learning_rate = next_learning_rate
 
     def seal(self, version: int) -> None:
-        """Assign the updates recorded since the previous call to ``version``."""
+        """Assign to ``version`` the updates recorded since the previous call of this method."""
         if self._is_due:
             self._due.add(version)
         self._is_due = False

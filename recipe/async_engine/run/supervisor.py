@@ -87,7 +87,7 @@ def listen(
     while closing is None or not closing.too_long():
         alive()
         ready, _ = ray.wait([events], timeout=BEAT_S)
-        with suppress(RayActorError):  # the events end with the same error
+        with suppress(RayActorError):  # if the actor has died, the events end with the same error
             for _, answer in questions.answered():
                 last_words = ray.get(answer, timeout=timeouts.heartbeat) or last_words
                 trainer.heard()
