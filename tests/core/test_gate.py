@@ -177,7 +177,7 @@ def test_bound_zero_admits_nothing_before_the_sealed_version_is_announced() -> N
 
 
 def test_state_that_breaks_the_invariant_is_refused() -> None:
-    with pytest.raises(StalenessViolation, match="2 live groups start at version 0 or before, but 1 places"):
+    with pytest.raises(StalenessViolation, match="2 live groups have start version 0 or older, but 1 batch slots"):
         StalenessGate(settings(b=1, bound=1), version=1, starts=[0, 0])
     with pytest.raises(GateError, match="starts at version 2"):
         StalenessGate(settings(b=1, bound=1), version=1, starts=[0, 2])
@@ -197,12 +197,12 @@ def test_state_that_breaks_the_invariant_is_refused() -> None:
 def test_state_that_somebody_else_broke_is_noticed_at_the_next_change(call: Callable[[StalenessGate], object]) -> None:
     gate = StalenessGate(settings(b=1, bound=1), version=1, starts=[0, 1])
     gate.version = 2  # not sealed
-    with pytest.raises(StalenessViolation, match="live groups start at version"):
+    with pytest.raises(StalenessViolation, match="live groups have start version"):
         call(gate)
 
 
 def test_removing_a_group_that_is_not_live_is_refused() -> None:
     gate = StalenessGate(settings(), starts=[0])
     gate.remove(0)
-    with pytest.raises(GateError, match="no live group starts at version 0"):
+    with pytest.raises(GateError, match="no live group has start version 0"):
         gate.remove(0)

@@ -195,16 +195,16 @@ def test_which_versions_are_waited_for_goes_by_the_anchor(anchor: Anchor) -> Non
 
 def test_weights_out_of_order_are_refused() -> None:
     queue = queue_of()
-    with pytest.raises(ValueError, match="no weights are on their way"):
+    with pytest.raises(ValueError, match="no weights are being loaded"):
         queue.staged(0.0)
     serve(queue, 3)
     with pytest.raises(ValueError, match="version 2 is older than version 3"):
         queue.begin_load(2)
     queue.begin_load(4)
-    with pytest.raises(ValueError, match="version 4 is on its way already"):
+    with pytest.raises(ValueError, match="version 4 is already being loaded"):
         queue.begin_load(5)
     queue.submit(request(1, 3))
-    with pytest.raises(ValueError, match="request 1 waits already"):
+    with pytest.raises(ValueError, match="request 1 is already queued"):
         queue.submit(request(1, 3))
 
 

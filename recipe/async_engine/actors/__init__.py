@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices that a part of a run has stopped, ends what is left of it, and starts another one in its place."""
+"""Detects that an actor or a process of a run has died or hangs, ends it completely, and starts a replacement."""

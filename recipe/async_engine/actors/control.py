@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actors that answer control calls while many other calls are open, and that Ray starts again when they die.
+"""Actors that answer control calls while many other calls are open, and that Ray restarts when they die.
 
-Contract: a Ray actor runs a limited number of calls at once, 1,000 by default, and the others wait in their order.
-Methods that keep a call open for long (a trajectory, an answer, a score) share that number. All other methods (an
-abort, a cancellation, weights, a sign of life) are in a concurrency group of their own and never wait for those. Ray
-runs each group on an event loop and thread of its own; a control call is passed from there to the actor's main loop, so
-that all of an actor's code still runs on one thread. Actors without coroutines get a lock instead. Shown by
+Contract: a Ray actor runs a limited number of calls at once, 1,000 by default, and the others wait in order. Methods
+that keep a call open for long (a trajectory, an answer, a score) share that number. All other methods (an abort, a
+cancellation, weights, a sign of life) are in a concurrency group of their own and never wait for the long calls. Ray
+runs each group on an event loop and thread of its own; a control call is forwarded from there to the actor's main loop,
+so that all of the actor's code still runs on one thread. Actors without coroutines get a lock instead. Shown by
 tests/integration/test_control.py, with real actors at small limits, and test_restarts.py.
 """
 
@@ -24,19 +24,19 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 CONTROL = "control"
 CALLS = 256
-"""How many control calls an actor runs at once, including those that wait long, for weights or for a drain."""
+"""Number of control calls that an actor runs at once, including those that wait long, for weights or for a drain."""
 
 
 def with_control(
     actor_class: type, held: Collection[str], plain: Collection[str] = (), **options: Any
 ) -> ray.actor.ActorClass[Any]:
-    """Return the remote class of an actor with a concurrency group for control calls, as the module's contract says.
+    """Return a remote class with a concurrency group for control calls, as the module's contract describes.
 
     Args:
         held: names of the methods that keep calls open.
-        plain: names of further control methods that are no coroutines, and that the actor does not call itself. In a
-            class without any coroutine every method that is not ``held`` is a control method.
-        options: are passed to ``ray.remote``.
+        plain: names of further control methods, which are no coroutines and which the actor does not call itself. In a
+            class without coroutines every method that is not ``held`` is a control method.
+        options: options for ``ray.remote``.
     """
     methods = {name: method for name, method in inspect.getmembers(actor_class, inspect.isfunction) if name[0] != "_"}
     assert methods.keys() >= {*held, *plain}, f"{actor_class.__name__} has no { ({*held, *plain} - methods.keys()) }"
@@ -53,14 +53,14 @@ def with_control(
 
 
 def sign_of_life(actor: Any) -> Any:
-    """Return the method that an actor answers if its event loop works, or its process if it has no control group."""
+    """Return the method that asks an actor's event loop for a sign of life; without a control group, its process."""
     return getattr(actor, "is_there", None) or actor.__ray_ready__
 
 
 class EarlyCancellations:
-    """Remembers cancelled calls that have not begun yet, since a cancellation may overtake its call.
+    """Remembers cancelled calls that have not begun yet, because a cancellation may overtake its call.
 
-    Only the newest `LIMIT` are kept: an older one is about a call that had already ended.
+    Only the newest `LIMIT` cancellations are kept, because an older one is for a call that had already ended.
     """
 
     LIMIT = 20_000
@@ -69,13 +69,13 @@ class EarlyCancellations:
         self._keys: dict[str, None] = {}
 
     def add(self, key: str) -> None:
-        """Remember that the call of this key is cancelled."""
+        """Remember that the call with this key is cancelled."""
         self._keys[key] = None
         if len(self._keys) > self.LIMIT:
             del self._keys[next(iter(self._keys))]
 
     def take(self, key: str) -> bool:
-        """Return whether the call of this key, which begins now, was cancelled, and forget it."""
+        """Return whether the call with this key, which begins now, was cancelled; forget the cancellation."""
         was_cancelled = key in self._keys
         self._keys.pop(key, None)
         return was_cancelled
@@ -86,7 +86,7 @@ def _is_coroutine(method: Callable[..., Any]) -> bool:
 
 
 def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Do what functools.wraps does, but without ``__wrapped__``: Ray would look there for the concurrency group."""
+    """Do what functools.wraps does, but without ``__wrapped__``, where Ray would look for the concurrency group."""
 
     def named(call: Callable[..., Any]) -> Callable[..., Any]:
         call = functools.wraps(method)(call)
@@ -97,10 +97,10 @@ def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
 
 
 class _OnMainLoop:
-    """Base of actors with coroutines."""
+    """Base class of actors with coroutines."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Ray constructs such an actor on the loop of calls without a concurrency group.
+        # Ray constructs an actor with coroutines on the loop that runs calls without a concurrency group.
         self._home = asyncio.get_running_loop()
         super().__init__(*args, **kwargs)
 
@@ -109,7 +109,7 @@ class _OnMainLoop:
 
     @staticmethod
     def as_control(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method in the control group; calls from the actor's own loop run it directly."""
+        """Wrap the method for the control group so that it runs on the main loop, directly if called from there."""
 
         @_named_as(method)
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ class _OnMainLoop:
 
 
 class _Locked:
-    """Base of actors without coroutines."""
+    """Base class of actors without coroutines."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._turn = threading.RLock()
@@ -136,7 +136,7 @@ class _Locked:
 
     @staticmethod
     def held(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method under the actor's lock, so that one call runs at a time."""
+        """Wrap the method so that it holds the actor's lock and only one call runs at a time."""
 
         @_named_as(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ class _Locked:
 
     @classmethod
     def as_control(cls, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method in the control group, under the actor's lock."""
+        """Wrap the method for the control group, so that it holds the actor's lock."""
         return ray.method(concurrency_group=CONTROL)(cls.held(method))
 
 
@@ -167,7 +167,7 @@ async def has_ended(actor: Any) -> None:
 
 
 async def is_up_again(actor: Any) -> bool:
-    """Wait until a dead actor answers again; return False if Ray will not start it again."""
+    """Wait until a dead actor answers again; return False if Ray will not restart it."""
     while True:
         try:
             await sign_of_life(actor).remote()
@@ -180,7 +180,7 @@ async def is_up_again(actor: Any) -> bool:
 
 
 def was_restarted() -> bool:
-    """Return whether this process is an actor that Ray has started again."""
+    """Return whether this process runs an actor that Ray has restarted."""
     if not ray.is_initialized():
         return False
     context = ray.get_runtime_context()
@@ -188,10 +188,10 @@ def was_restarted() -> bool:
 
 
 class Restartable:
-    """Replaces a remote class whose actors Ray starts again, ``restarts`` times each.
+    """Stands in for a remote class. Ray restarts each of its actors up to ``restarts`` times.
 
-    The arguments of the actors are kept in the object store, each of them once for all actors. Otherwise Ray would
-    delete large arguments when the actors are up, and could not start them again (ray-project/ray#53727).
+    The arguments of the actors are kept in the object store, one copy for all actors. Otherwise Ray would delete large
+    arguments once the actors are up, and could not restart the actors (ray-project/ray#53727).
 
     Args:
         held: names of the methods that keep calls open (`with_control`).
@@ -199,11 +199,11 @@ class Restartable:
 
     def __init__(self, actor_class: type, restarts: int, held: Collection[str] = (), **options: Any) -> None:
         self._remote_class = with_control(actor_class, held, max_restarts=restarts, **options)
-        # By the id of the value, which is kept too, so that no other value can get its id.
+        # References by the id of the value. The value is kept too, so that no other value can get its id.
         self._held: dict[int, tuple[Any, ray.ObjectRef]] = {}
 
     def options(self, **options: Any) -> SimpleNamespace:
-        """Return an object whose ``remote`` makes an actor, as a remote class's ``options`` does."""
+        """Return an object whose ``remote`` method creates an actor, as the ``options`` of a remote class does."""
         remote_class = self._remote_class.options(**options)
         return SimpleNamespace(remote=lambda *arguments: remote_class.remote(*map(self._hold, arguments)))
 

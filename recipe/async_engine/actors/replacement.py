@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a new replica for each one that a run has lost, while the run continues.
 
-Contract: nobody waits for it. A thread ends the processes of the lost replica, frees its resources and starts another
-one; `Replacements.take` returns that when it is up. Each attempt counts against the budget, whether it succeeds or not.
-Only an attempt that found no free accelerators does not count, and is repeated at every `take` until there are some.
-When the budget is spent, the log says so and the replica is not replaced. An attempt that passes its deadline is given
-up, and what it starts afterwards is ended again. Functions that end a replica return when Ray reports its resources, or
-its names, as free, which is a while after the processes have ended.
+Contract: the run never waits for a replacement. A thread ends the processes of the lost replica, frees its resources
+and starts another replica; `Replacements.take` returns the new replica when it is up. Each attempt counts against the
+budget, whether it succeeds or not. Only an attempt that found no free accelerators does not count, and is repeated at
+every `take` until there are some. When the budget is spent, the log says so and the replica is not replaced. An attempt
+that exceeds its deadline is given up, and a replica that it starts later is ended again. Functions that end a replica
+return when Ray reports its resources, or its actor names, as free, which is some time after its processes have ended.
 
 Shown by tests/integration/test_replacement.py and, with real replicas, tests/e2e/test_replacement.py,
 test_lost_replica.py and test_nodes.py.
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Attempt:
-    """One attempt to replace a replica; ``lost`` is what is left of that, None if nothing is."""
+    """One attempt to replace a replica; ``lost`` is the lost replica, or None if it has already been cleared away."""
 
     what: str
     start: Callable[[], Any]
@@ -45,20 +45,19 @@ class _Attempt:
     result: Future[Any] = field(default_factory=Future)
 
     def again(self, waited: bool) -> _Attempt:
-        """Return another attempt to replace the same replica."""
         return _Attempt(self.what, self.start, waited=waited)
 
 
 class Replacements:
-    """Replaces lost replicas as the module's contract says.
+    """Replaces lost replicas as the module's contract describes.
 
     Args:
-        budget: how many attempts there may be in all.
-        timeout_s: how long one attempt may take.
-        clear: removes what is left of a lost replica.
+        budget: largest number of attempts in the run.
+        timeout_s: seconds that one attempt may take.
+        clear: ends the remaining processes of a lost replica and frees its resources.
 
     Attributes:
-        begun: how many attempts there were, without those that found no free accelerators.
+        begun: number of attempts so far, without those that found no free accelerators.
     """
 
     def __init__(self, budget: int, timeout_s: float, clear: Callable[[Any], None]) -> None:
@@ -67,7 +66,7 @@ class Replacements:
         self._timeout_s = timeout_s
         self._clear = clear
         self._attempts: list[_Attempt] = []
-        # These wait until an attempt under way finds no free accelerators, and so does not count after all.
+        # Attempts beyond the budget. They begin if an attempt under way turns out not to count (no free accelerators).
         self._waiting: list[_Attempt] = []
 
     @property
@@ -76,9 +75,9 @@ class Replacements:
         return len(self._attempts)
 
     def begin(self, what: str, lost: Any, start: Callable[[], Any]) -> None:
-        """Replace ``lost`` by what ``start`` returns; ``what`` names the replica in the log.
+        """Replace the replica ``lost`` by the one that ``start`` returns; ``what`` names it in the log.
 
-        If ``start`` raises NothingFree it is called again later.
+        If ``start`` raises NothingFree, it is called again later.
         """
         self._fill(_Attempt(what, start, lost))
 
@@ -124,11 +123,11 @@ class Replacements:
         threading.Thread(target=self._clear_away, args=[attempt.lost], name="clear a lost replica", daemon=True).start()
 
     def _work(self, attempt: _Attempt) -> None:
-        # `take` cancels the future of an attempt that it gives up.
+        # `take` has cancelled the future if it has given up the attempt.
         try:
             self._clear_away(attempt.lost)
             started = attempt.start()
-        except BaseException as error:  # whatever it is, `take` reports it
+        except BaseException as error:  # `take` reports any error
             if attempt.result.set_running_or_notify_cancel():
                 attempt.result.set_exception(error)
             return
@@ -139,7 +138,7 @@ class Replacements:
             self._clear(started)
 
     def _clear_away(self, lost: Any) -> None:
-        """Remove what is left of a lost replica, unless an earlier attempt has done so."""
+        """Clear away a lost replica; ``lost`` is None if an earlier attempt has already done so."""
         if lost is not None:
             self._clear(lost)
 
@@ -148,9 +147,9 @@ POLL_S = 0.05
 
 
 def clear_replica(replica: Any, timeout_s: float = CLEARED_S) -> None:
-    """End a replica and free its resources; raise TimeoutError if Ray does not count them as free in time.
+    """End a replica and free its resources; raise TimeoutError if Ray does not count the resources as free in time.
 
-    Waiting is necessary because verl refuses to start a replica when it finds too few free accelerators
+    Waiting is necessary because verl refuses to start a replica if it finds too few free accelerators
     (single_controller/ray/base.py:239).
     """
     _kill([*replica.servers, *replica.workers])
@@ -163,20 +162,20 @@ def clear_replica(replica: Any, timeout_s: float = CLEARED_S) -> None:
 
 @contextmanager
 def cleared_on_failure(replicas: Sequence[Any]) -> Iterator[None]:
-    """End replicas whose start fails within this context, because the next attempt needs their resources."""
+    """If starting these replicas fails within this context, end them, as the next attempt needs their resources."""
     try:
         yield
     except BaseException:
         for replica in replicas:
             try:
                 clear_replica(replica)
-            except Exception:  # the caller gets the error of the start
+            except Exception:  # the caller gets the error that made the start fail
                 logger.exception("replica %s, which failed to start, could not be ended", replica.replica_rank)
         raise
 
 
 def end_servers(replica: Any, timeout_s: float) -> None:
-    """End a replica's server actors and return when their names are free; raise TimeoutError if they stay taken."""
+    """End a replica's server actors and wait until their names are free; raise TimeoutError if they stay taken."""
     prefix = replica._get_server_name_prefix()
     names = [f"{prefix}server_{replica.replica_rank}_{node}" for node in range(replica.nnodes)]
     _kill(replica.servers)
@@ -190,7 +189,7 @@ def _kill(actors: Sequence[Any]) -> None:
 
 
 def _wait_until_none(left: Callable[[], Sequence[str]], what: str, timeout_s: float) -> None:
-    """Wait until ``left`` returns nothing; after ``timeout_s`` raise TimeoutError, which names the rest in ``what``."""
+    """Wait until ``left`` returns no names; after ``timeout_s`` seconds raise a TimeoutError with the names left."""
     deadline = time.monotonic() + timeout_s
     while names := left():
         if time.monotonic() > deadline:
@@ -199,7 +198,7 @@ def _wait_until_none(left: Callable[[], Sequence[str]], what: str, timeout_s: fl
 
 
 def _holding_resources(groups: Sequence[PlacementGroup]) -> list[str]:
-    """Return the ids of placement groups that still hold resources, whose names contain the group's id."""
+    """Return the ids of placement groups that still hold resources. Ray's resource names contain the group's id."""
     resources = list(ray.available_resources()) if groups else []
     ids = [group.id.hex() for group in groups]
     return [group for group in ids if any(group in name for name in resources)]

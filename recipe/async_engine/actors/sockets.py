@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets and ports through which a run's processes connect: short enough paths, and ports that stay free.
+"""Socket paths and ports that a run's processes use to connect: paths short enough for Linux, ports that stay free.
 
-Contract: a folder with a path of any length can hold sockets, because `short` returns a link to it. The link stays and
-is used again; the files lie in the folder itself. Ray kills processes, so they cannot remove their sockets: sockets in
-Ray's own folder are removed together with Ray's logs of the run.
+Contract: a folder with a path of any length can hold sockets, because `short` returns a link to it. The link is kept
+and used again; the files are in the folder itself. Ray kills processes, which then cannot remove their sockets; sockets
+in Ray's own folder are removed together with Ray's logs of the run.
 
 verl asks the system for a free port and binds it seconds later (verl/single_controller/ray/base.py:91-110). By then one
-of Ray's connections may use it, unless the port is below those that systems give to connections (`rendezvous_ports`).
+of Ray's connections may use the port, unless it is below the range from which systems choose ports for connections
+(`rendezvous_ports`).
 
 Shown by tests/integration/test_ray_start.py, test_trainer_group.py and tests/e2e/test_one_step_off.py.
 """
@@ -25,24 +26,24 @@ import ray
 from recipe.async_engine.core.errors import RecipeError
 
 LONGEST_PATH = 107
-"""Linux accepts this many bytes in a socket's path (unix(7))."""
+"""Number of bytes that Linux accepts in a socket's path (unix(7))."""
 LONGEST_NAME = 40
-"""vLLM (a UUID) and multiprocessing (a folder and a file) add at most this many bytes to the folder's path."""
+"""Largest number of bytes that vLLM (a UUID) or multiprocessing (a folder and a file) adds to the folder's path."""
 LONGEST_OF_RAY = 72
-"""Ray adds at most this many bytes to its temporary folder: ``ray``, its session's name, ``sockets`` and a file."""
+"""Largest number of bytes that Ray adds to its temporary folder: ``ray``, session name, ``sockets`` and a file."""
 LINKS = "/tmp/recipe-{user}"
 ORDINARY = re.compile(r"[\w./+@%:=,-]+", re.ASCII)
 """Matches paths that Ray can use in its workers' command lines, which it splits at spaces."""
 
 
 def usable(folder: str, named: str) -> str:
-    """Make a folder for temporary files and return its absolute path.
+    """Create a folder for temporary files if it does not exist, and return its absolute path.
 
     Args:
         named: the setting or variable that names the folder.
 
     Raises:
-        RecipeError: no file can be written there.
+        RecipeError: no file can be written in the folder.
     """
     path = os.path.abspath(folder)
     try:
@@ -57,7 +58,7 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
     """Return the folder, or a link to it if its path has spaces or is too long for ``room`` more bytes.
 
     Raises:
-        RecipeError: others may write to the folder of links.
+        RecipeError: no link can be made, for example because other users may write to the folder of links.
     """
     if len(folder.encode()) + 1 + room <= LONGEST_PATH and ORDINARY.fullmatch(folder):
         return folder
@@ -91,8 +92,8 @@ def sockets_folder() -> str:
 
 
 def rendezvous_ports() -> list[int]:
-    """Return the first and last port that verl's ``RayWorkerGroup`` may try, its ``master_port_range``.
+    """Return the first and last port that verl's ``RayWorkerGroup`` may try (its argument ``master_port_range``).
 
-    The first one is random, so that groups which start at the same time try different ports.
+    The first port is random, so that groups that start at the same time try different ports.
     """
     return [random.randrange(16_000, 31_000), 32_000]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the threads and coroutines of this process wait, and what other parts answer when they are asked for that."""
+"""Reports where the threads and coroutines of this process wait, and collects such reports from other processes."""
 
 import asyncio
 import sys
@@ -19,7 +19,7 @@ MOST = 12
 
 
 def answers(asked: Mapping[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Return what each part answers, or a text that says that it failed or gave no answer in time."""
+    """Return the answer of each component, or a text that it failed or did not answer in time."""
     said: dict[str, Any] = {}
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=REPORT_ANSWER_S) if asked else None
     for name, reference in asked.items():
@@ -41,9 +41,9 @@ def thread_stack(ident: int) -> list[str]:
 
 
 def waits(loop: asyncio.AbstractEventLoop | None = None) -> list[str]:
-    """Return where an event loop's tasks wait, with how many wait there, the most common place first.
+    """Return the places where an event loop's tasks wait and the number of tasks at each, the most common place first.
 
-    Without ``loop`` it is the running one.
+    Without ``loop`` these are the tasks of the running event loop.
     """
     tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
     counted = Counter(_innermost(task.get_coro()) for task in tasks)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a run that cannot go on while its trainer waits for something else, and says why.
+"""Ends a run that cannot continue although its trainer keeps waiting, and says why.
 
-Contract: a thread of the trainer's process watches the run from its first moment to its end, start-up and resume
-included. It ends the run when one of these happens:
+Contract: a thread of the trainer's process watches the run from its beginning to its end, start-up and resume included.
+It ends the run in one of these cases:
 
 - nothing has begun or ended for ``async_training.timeouts.stall`` seconds;
-- a stage that has a deadline of its own instead (`RunWatch.within`) is late;
-- an actor that the run cannot do without (`RunWatch.hold`) has died.
+- a stage with a deadline of its own (`RunWatch.within`) is late;
+- an actor that the run needs and cannot replace (`RunWatch.hold`) has died.
 
-The run is ended first: the trainer's wait for a batch fails with the error, and a trainer that waits for something else
-has its process ended. The report is written beside that and cannot prevent it. The main gets the error with the next
-heartbeat (`RunWatch.last_words`), so it needs no file. `core/deadlines.py` lists who else is watched, and the limits.
+The run is ended first: the trainer's wait for a batch fails with the error, and if the trainer waits for something
+else, its process is ended. The report is written at the same time on another thread and cannot prevent this. The main
+process gets the error with its next heartbeat (`RunWatch.last_words`), so it needs no file. `core/deadlines.py` lists
+who else is watched, and the limits.
 
 Shown by tests/integration/test_watch.py, tests/e2e/test_stalls.py and test_ends.py.
 """
@@ -47,11 +48,11 @@ STATUS = 70
 
 
 class Questions:
-    """Remote calls that are made again and again, and whose answers nobody waits for.
+    """Remote calls that are repeated, and whose answers are collected without waiting.
 
     Args:
-        calls: make the calls, by the name of the part that is asked.
-        every_s: how long after an answer a part is asked again.
+        calls: functions that make the calls, by the name of the component that is asked.
+        every_s: seconds between an answer of a component and the next call to it.
     """
 
     def __init__(self, calls: Mapping[str, Callable[[], ray.ObjectRef]], every_s: float) -> None:
@@ -61,7 +62,7 @@ class Questions:
         self._asked: dict[ray.ObjectRef, str] = {}
 
     def answered(self) -> list[tuple[str, ray.ObjectRef]]:
-        """Return the answers that came since the last call, by part, and ask the parts whose time has come."""
+        """Return the answers that came since the last call, by component, and ask each component that is due."""
         now = time.monotonic()
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         answers = [(self._asked.pop(answer), answer) for answer in done]
@@ -73,11 +74,11 @@ class Questions:
 
 
 class RunWatch:
-    """Watches a run as the module's contract says.
+    """Watches a run as the module's contract describes.
 
     Args:
-        limit_s: how long nothing may begin or end.
-        folder: the run's folder, which gets the report.
+        limit_s: seconds for which nothing may begin or end.
+        folder: the run's folder, in which the report is written.
         leave: ends this process.
     """
 
@@ -96,7 +97,7 @@ class RunWatch:
         self._thread = threading.Thread(target=self._watch, name="run-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread that watches the run."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -113,16 +114,16 @@ class RunWatch:
         """Watch a trainer from now on.
 
         Args:
-            silent_s: for how many seconds nothing has begun or ended in it.
-            describe: reports who waits for whom.
+            silent_s: returns the seconds for which nothing has begun or ended in the trainer.
+            describe: returns the report on who waits for whom.
             fail: makes the trainer's wait for a batch fail with an error.
-            leaving: is called before the trainer's process is ended, and has `LEAVING_S` seconds.
+            leaving: called before the trainer's process is ended; it has `LEAVING_S` seconds.
         """
         self._silent_s, self._describe, self._fail, self._leaving = silent_s, describe, fail, leaving
 
     @contextmanager
     def within(self, setting: str, limit_s: float, what: str) -> Iterator[None]:
-        """Give a stage a deadline, ``async_training.timeouts.<setting>``; stages are not nested."""
+        """Give a stage the deadline ``limit_s``, set by ``async_training.timeouts.<setting>``; stages do not nest."""
         self._stage = Silence(f"{what} takes longer than {limit_s:g} s (async_training.timeouts.{setting})", limit_s)
         try:
             yield
@@ -130,14 +131,14 @@ class RunWatch:
             self._stage = None
 
     def hold(self, actors: Mapping[str, Any]) -> None:
-        """End the run from now on if one of these actors dies; none of them may be one that Ray starts again."""
+        """From now on, end the run if one of these actors dies. None of them may be an actor that Ray restarts."""
         self._held = dict(actors)
         self._questions = Questions({name: _ask(actor) for name, actor in actors.items()}, HELD_AGAIN_S)
 
     def cause_of(self, error: Exception) -> Exception:
         """Return what caused a trainer's error: the death of a held actor if there was one, else the error itself.
 
-        Ray does not name the actor if a connection broke and it does not know yet that the node is gone. And when one
+        An error of Ray does not name the actor if a connection broke before Ray knows that the node is gone. And if one
         rank dies, the collective of another rank may fail first.
         """
         cause: BaseException | None = error
@@ -148,7 +149,7 @@ class RunWatch:
             cause = cause.__cause__
         try:
             lost = self._found_dead()
-        except Exception:  # without Ray nobody can be asked, and the run's own error is what is known
+        except Exception:  # without Ray no actor can be asked, and the run's own error is the best information
             logger.exception("the run's parts could not be asked whether one of them has died")
             return error
         if lost is None:
@@ -157,7 +158,7 @@ class RunWatch:
         return lost
 
     def _found_dead(self) -> CannotGoOn | None:
-        """Return the error of the held actor that has died, if one has; wait up to `BLAME_S` for busy ones."""
+        """Return an error that names the held actor that has died, if any; wait `BLAME_S` seconds for busy actors."""
         asked = {_ask(actor)(): name for name, actor in self._held.items()}
         until = time.monotonic() + BLAME_S
         waiting = list(asked)
@@ -174,7 +175,7 @@ class RunWatch:
         return None
 
     def last_words(self) -> dict[str, str] | None:
-        """Return name and message of the error that the watch ends the run with, or None while it does not."""
+        """Return name and message of the error with which the watch ends the run, or None while the run continues."""
         if self._error is None:
             return None
         self._heard.set()
@@ -184,7 +185,7 @@ class RunWatch:
         while not self._over.wait(min(LOOK_S, self._stall.limit_s / 10)):
             try:
                 error = self._fault()
-            except Exception:  # a fault of the watch must not end it
+            except Exception:  # an error inside the watch must not end the watch
                 logger.exception("the run's watch failed, and goes on")
                 continue
             if error is not None:
@@ -198,7 +199,7 @@ class RunWatch:
         if self._stall.too_long(silent_s if stage is None else 0.0):
             stalled = f"{self._stall.part} for {silent_s:.0f} s (async_training.timeouts.stall)"
             return CannotGoOn(f"{stalled}: {self._report()}")
-        # An actor answers when its present work is done; Ray reports its death at once.
+        # An actor answers only when its present work is done, but Ray reports an actor's death at once.
         for name, answer in self._questions.answered():
             try:
                 ray.get(answer, timeout=REPORT_ANSWER_S)
@@ -211,13 +212,13 @@ class RunWatch:
         return None
 
     def _report(self) -> str:
-        """Return who waits for whom; it takes `REPORT_S` at most, since it may ask the part that is stuck."""
+        """Return the report on who waits for whom; give up after `REPORT_S` s, because it may ask a stuck component."""
         said = [f"the report was not done within {REPORT_S:g} s"]
 
         def describe() -> None:
             try:
                 said.append(self._describe())
-            except Exception as error:  # the run ends without a report rather than not at all
+            except Exception as error:  # an error in the report must not keep the run from ending
                 said.append(f"the report failed with {type(error).__name__}: {error}")
 
         thread = threading.Thread(target=describe, name="run-report", daemon=True)
@@ -227,7 +228,7 @@ class RunWatch:
 
     def _end(self, error: CannotGoOn) -> None:
         self._error = error
-        # Each on a thread of its own: a lock that is not released, or a disk that hangs, must not keep the run alive.
+        # Each step has its own thread: a lock that is not released or a disk that hangs must not keep the run alive.
         for step in (self._fail, self._write):
             threading.Thread(target=step, args=(error,), daemon=True).start()
         if not self._over.wait(GRACE_S):
@@ -246,7 +247,7 @@ class RunWatch:
 
 
 def _ask(actor: Any) -> Callable[[], ray.ObjectRef]:
-    """Return a call that asks an actor of any class for a sign of life."""
+    """Return a function that asks an actor of any class for a sign of life."""
     return lambda: actor.__ray_call__.remote(lambda actor: None)
 
 

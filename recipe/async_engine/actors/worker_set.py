@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that Ray starts again when they die: which of them may get work, and which one has least.
+"""Workers that Ray restarts when they die: which of them may get work, and which one has the least.
 
-Contract: a worker that died gets no work until Ray has started it again and it was prepared; if there is no other,
-calls wait for that. A worker that has not answered for half of ``answer_s`` gets no work if there is another one. After
-the whole of it the worker is killed, and so started again: its process was stopped, or its event loop hangs. A worker
-whose process is spoilt is killed at once; it says so itself, or answers every question with an error. All methods are
-called on one event loop.
+Contract: a worker that died gets no work until Ray has restarted it and it was prepared; if there is no other worker,
+calls wait for it. A worker that has not answered for half of ``answer_s`` seconds gets no work if there is another one.
+After ``answer_s`` seconds the worker is killed, and so restarted, because its process is suspended or its event loop
+hangs. A spoilt worker, whose process can no longer serve any call, is killed at once; it reports this itself
+(`WorkerSpoilt`), or answers every question with an error. All methods are called on one event loop.
 
 Shown by tests/integration/test_worker_pool.py and test_reward_dispatch.py.
 """
@@ -29,17 +29,17 @@ from recipe.async_engine.core.plain import told
 logger = logging.getLogger(__name__)
 
 ASK_EVERY = 0.1
-"""The pause between two questions, as a share of ``answer_s``."""
+"""Pause between an answer and the next question, as a share of ``answer_s``."""
 LOOK_S = 1.0
 PASSED_OVER_AT_MOST = 64
 
 
 class WorkerDied(RecipeError):
-    """A worker died during a call, or before it."""
+    """A worker died before or during a call."""
 
 
 class WorkerRestarted(RecipeError):
-    """Raised by a worker that was started again and has not been prepared."""
+    """Raised by a worker that was restarted and has not been prepared."""
 
 
 class WorkerSpoilt(RecipeError):
@@ -47,25 +47,25 @@ class WorkerSpoilt(RecipeError):
 
 
 def as_handle(method: str, call: Callable[..., Awaitable[Any]]) -> SimpleNamespace:
-    """Return an object that can be called like an actor handle with this one method."""
+    """Return an object whose method ``method`` can be called like that of an actor handle."""
     return SimpleNamespace(**{method: SimpleNamespace(remote=call)})
 
 
 class WorkerSet:
-    """Chooses workers and replaces those that fail, as the module's contract says.
+    """Chooses workers and replaces those that fail, as the module's contract describes.
 
     Args:
-        kind: names the kind of workers in the log.
-        actors: the workers, which Ray may start again.
-        answer_s: how long a worker may not answer before it is killed.
-        startup_s: how long a worker may take to be up again before it is given up; None allows any time.
+        kind: name of this type of worker, for the log.
+        actors: the workers, which Ray may restart.
+        answer_s: seconds without an answer after which a worker is killed.
+        startup_s: seconds after which a worker that is not up again is given up; None for no limit.
 
     Attributes:
         actors: workers that are alive, by name.
-        silent: names of those among them that do not answer.
-        lives: how often each worker was started again.
-        load: how many calls each worker has.
-        reserved: a worker that gets no further work if there is another one, even one that is being started again.
+        silent: names of living workers that do not answer.
+        lives: number of restarts of each worker.
+        load: number of open calls of each worker.
+        reserved: name of a worker that gets no further work if there is another one, even one that is being restarted.
     """
 
     def __init__(self, kind: str, actors: Sequence[Any], answer_s: float, startup_s: float | None = None) -> None:
@@ -84,29 +84,29 @@ class WorkerSet:
 
     @property
     def lost(self) -> bool:
-        """Return whether no worker is alive or being started again."""
+        """Return whether no worker is alive or being restarted."""
         return not self.actors and not self._returning
 
     def choose(self, but: str | None = None) -> str | None:
-        """Return the worker with the fewest calls, if possible not ``but``; None if all are lost.
+        """Return the name of the worker with the fewest open calls, if possible not ``but``; None if all are lost.
 
-        The more calls of a worker have failed in a row (:meth:`note`), the more often it is passed over.
+        The more calls of a worker have failed in a row (:meth:`note`), the more often the worker is passed over.
         """
         candidates = [name for name in self.actors if name not in self.silent and name not in (but, self.reserved)]
-        # If the only worker alive is reserved, calls wait for those that are being started again.
+        # If the only worker alive is reserved, calls wait for workers that are being restarted.
         others = [name for name in self._returning if self.reserved not in (None, name)]
         anyone = candidates or others or self.actors or self._returning
         passed_over, self._passed_over = self._passed_over, +(self._passed_over - Counter(self._passed_over.keys()))
         return min(anyone, key=lambda n: (passed_over[n] > 0, self.load[n], self._calls[n]), default=None)
 
     def note(self, name: str, failed: bool) -> None:
-        """Note how a call of this worker ended."""
+        """Record whether a call of this worker failed."""
         self._failed[name] = self._failed[name] + 1 if failed else 0
         self._passed_over[name] = min(2 ** self._failed[name], PASSED_OVER_AT_MOST) if failed else 0
 
     @asynccontextmanager
     async def one(self, name: str) -> AsyncIterator[Any]:
-        """Yield a worker for one call once it is up; raise WorkerDied if it dies meanwhile, or is not started again."""
+        """Wait until a worker is up and yield it for one call; raise WorkerDied if it dies before or during this."""
         self.load[name] += 1
         self._calls[name] += 1
         life = 0
@@ -118,7 +118,7 @@ class WorkerSet:
             life = self.lives[name]
             yield self.actors[name]
         except RayTaskError as error:
-            # This comes first, since Ray's error is also an instance of its cause's class, which may be the one below.
+            # This clause is first: Ray's error is also an instance of its cause's class, which may be RayActorError.
             said = isinstance(error.cause, WorkerRestarted | WorkerSpoilt)
             ended = error.cause if said else await self._spoilt(name, life, error)
             if ended is None:
@@ -132,9 +132,9 @@ class WorkerSet:
             self.load[name] -= 1
 
     def died(self, name: str, life: int, error: BaseException) -> None:
-        """Take back a dead worker once it is up again; only the first report of a death counts.
+        """Take a dead worker out of service until it is up again; only the first report of a death counts.
 
-        ``life`` is the worker's count of `lives` when the call began, so that later reports are told apart.
+        ``life`` is the worker's number in `lives` when the call began, by which later reports are recognised.
         """
         if name in self.actors and life == self.lives[name]:
             logger.error("%s %s died: %s", self._kind, name, error)
@@ -144,8 +144,8 @@ class WorkerSet:
                 self._noticed_death(name)
 
     async def _spoilt(self, name: str, life: int, error: RayTaskError) -> WorkerSpoilt | None:
-        """Return why a worker is spoilt, None if the error concerns its call alone."""
-        # Ray may send the worker's own WorkerSpoilt as an error of another class, which only quotes it.
+        """Return why a worker is spoilt, or None if the error concerns only its call."""
+        # Ray may send a worker's WorkerSpoilt as an error of another class that only quotes its text.
         for line in str(error).splitlines():
             _, named, words = line.partition(f"{WorkerSpoilt.__name__}: ")
             if named:
@@ -161,19 +161,19 @@ class WorkerSet:
         return None
 
     def _noticed_death(self, name: str) -> None:
-        """Called once for each death of a worker."""
+        """Hook for subclasses, called once for each death of a worker."""
 
     async def _prepare(self, actor: Any) -> None:
-        """Tell a worker that was started again what it has to know before it gets work."""
+        """Hook for subclasses that sends a restarted worker what it must know before it gets work."""
 
     def watch(self) -> None:
-        """Ask every worker again and again from now on whether it answers, including those that are started again."""
+        """From now on, repeatedly ask every worker whether it answers, including workers that are restarted."""
         self._watched = True
         for name in self.actors:
             self._question(name, for_ever=True)
 
     def doubt(self, name: str | None) -> None:
-        """Ask a worker whether it answers, because one of its calls was given up."""
+        """Ask a worker whether it answers, because a call to it was given up."""
         if name in self.actors:
             self.silent.add(name)
             self._question(name, for_ever=False)
@@ -183,7 +183,7 @@ class WorkerSet:
             del self._questions[name]
             self.silent.discard(name)
             if self._watched and not question.cancelled() and question.exception() is None:
-                # The question was about the worker's earlier life.
+                # The worker was restarted, and the question was to its earlier process.
                 self.watch()
 
         if name not in self._questions:
@@ -191,11 +191,11 @@ class WorkerSet:
             self._questions[name].add_done_callback(end)
 
     async def any_answer(self) -> None:
-        """Wait until a worker that was asked has answered or died."""
+        """Wait until one of the workers that were asked has answered or died."""
         await asyncio.wait(self._questions.values(), return_when=asyncio.FIRST_COMPLETED)
 
     def stop(self) -> None:
-        """Stop asking workers, and stop waiting for those that are being started again."""
+        """Stop asking workers, and stop waiting for workers that are being restarted."""
         self._watched = False
         for task in (*self._returning.values(), *self._questions.values()):
             task.cancel()
@@ -242,7 +242,7 @@ class WorkerSet:
             logger.error("%s %s is not started again", self._kind, name)
         except TimeoutError:
             logger.error("%s %s was not up again within %g s: it is given up", self._kind, name, self._startup_s)
-        except Exception:  # the run goes on without it
+        except Exception:  # the run continues without this worker
             logger.exception("%s %s could not be told what the others know: it is given up", self._kind, name)
         finally:
             del self._returning[name]

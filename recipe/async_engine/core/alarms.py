@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alarms for a run that does not do what it should although nothing fails.
+"""Alarms for a run in which something is wrong although nothing raises an error.
 
-Contract: each alarm of `WATCHED` tests one condition at every update, step, version or validation. It rings once the
-condition has held `Watched.rings_at` times in a row, or at every test of a run too short for that; from then on each
-further time counts. A run ends with `AlarmLimit` once the condition has held as many times in a row as the alarm's
-limit; without a limit an alarm never ends a run. `FAILED_GROUPS` watches a share instead: it rings when `RINGS_AT` of
-the most recently ended prompt groups have failed, and ends the run when more than its limit have. A run that ends
-before its window is full is judged by all of its groups. A run in which an alarm rang has not ended well.
+Contract: each alarm in `WATCHED` tests one condition at every update, step, version or validation. The alarm rings once
+the condition has held `Watched.rings_at` times in a row, and every further time in a row is counted too. In a run with
+fewer tests than that, the alarm rings if the condition held at every test. The run ends with `AlarmLimit` once the
+condition has held as many times in a row as the alarm's limit; an alarm without a limit never ends the run. The alarm
+`FAILED_GROUPS` watches a share instead: it rings when at least `RINGS_AT` of the most recently ended prompt groups have
+failed, and ends the run when their share exceeds the limit. If the run ends before that window is full, the share of
+all groups is tested once. A run in which an alarm rang ends as `Ended.WITH_ALARMS`.
 
 Shown by tests/core/test_alarms.py, test_unchanged.py, tests/e2e/test_alarms.py and test_lora.py.
 """
@@ -28,13 +29,13 @@ FAILED_GROUPS = "failed_groups"
 RINGS_AT = 0.1
 """Share of failed groups at which the alarm rings."""
 LONGEST = 500
-"""Longest error text in a message, in characters."""
+"""Longest error text that a message quotes, in characters."""
 FEW = 32
-"""With fewer ended groups than this, the share of failed ones is judged only when the run ends."""
+"""Smallest window of ended groups. With fewer groups, the share of failed ones is tested only at the end of the run."""
 
 
 class Ended(StrEnum):
-    """How a run ended, in ``summary.json``."""
+    """How a run ended, as written to ``summary.json``."""
 
     WELL = "well"
     WITH_ALARMS = "with_alarms"
@@ -42,14 +43,14 @@ class Ended(StrEnum):
 
 
 class AlarmLimit(RecipeError):
-    """The condition that an alarm watches has held for as long as its setting allows."""
+    """An alarm has reached its limit (``async_training.alarms``), so the run must end."""
 
 
 class Watched(NamedTuple):
     """The condition that an alarm watches.
 
-    setting: name of its limit, below `SETTING`. units: what is counted. what: the condition in words. causes: what a
-    user should look at. rings_at: how many times in a row it must hold before the alarm rings.
+    setting: name of the alarm's limit, below `SETTING`. units: what is counted. what: the condition in words. causes:
+    what the user should check. rings_at: number of times in a row that the condition must hold before the alarm rings.
     """
 
     setting: str
@@ -123,10 +124,10 @@ class Alarms:
     """Counts how often each condition held, and decides when an alarm rings or ends the run.
 
     Args:
-        limits: limit of each alarm by its setting; with None, or without an entry, the alarm never ends the run.
-        window: number of most recently ended groups that the share of failed groups is computed over.
-        tell: called with a message once for each series of repetitions that makes an alarm ring.
-        counts: how often each alarm has rung before the run was resumed.
+        limits: limit of each alarm, by the name of its setting; if None or missing, the alarm never ends the run.
+        window: number of most recently ended groups over which the share of failed groups is computed.
+        tell: called with a message when an alarm begins to ring, but not while it keeps ringing.
+        counts: number of times that each alarm had rung before the run was resumed.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Alarms:
         self._share_rings = False
 
     def note(self, name: str, holds: bool) -> None:
-        """Record whether the alarm's condition held this time."""
+        """Record the result of one test of the condition that alarm ``name`` watches."""
         watched = WATCHED[name]
         self._times[name] += 1
         if not holds:
@@ -174,7 +175,7 @@ class Alarms:
             self._tell(f"alarm {name}: {self._said[name]}")
 
     def group_ended(self, error: BaseException | None) -> AlarmLimit | None:
-        """Record that a prompt group is complete, or failed with ``error``; return the error that must end the run."""
+        """Record that a group is complete, or failed with ``error``; return the error that must end the run, if any."""
         self._last.append(error is not None)
         if error is not None:
             self._failed += 1
@@ -206,7 +207,7 @@ class Alarms:
             raise self._error
 
     def finish(self) -> None:
-        """Judge, at the end of the run, what was too short to be judged before; raise as `check` does."""
+        """Test, at the end of the run, alarms that had too few tests before; raise `AlarmLimit` if the run must end."""
         for name, row in self._row.items():
             if 0 < row == self._times[name] < WATCHED[name].rings_at and name not in self._said:
                 self._ring(name, is_first=True)
@@ -216,15 +217,15 @@ class Alarms:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of times that each alarm rang since the training began, without alarms that never rang."""
+        """Return how often each alarm has rung since training began. Alarms that never rang are left out."""
         return {name: self._counts[name] for name in WATCHED if self._counts[name]}
 
     def metrics(self) -> dict[str, int]:
-        """Number of times that each alarm has rung, by its metric's name in docs/metrics.md."""
+        """Return how often each alarm has rung, by the metric's name in docs/metrics.md."""
         return {f"{METRIC}{name}": self._counts[name] for name in WATCHED} | {f"{METRIC}{ALL}": self._counts.total()}
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Count, unit and last message of each alarm that rang, by its name."""
+        """Return count, unit and last message of each alarm that rang, by the alarm's name."""
         return {
             name: {
                 "count": count,
@@ -238,14 +239,14 @@ class Alarms:
 class UnchangedWeights:
     """Detects versions that were published with the previous version's weights although the optimizer had changed them.
 
-    The rollout then samples from the same weights for ever, and nothing else shows it: losses, rewards and staleness
-    look normal. It happens with verl 0.9.1 if LoRA adapters are trained but not merged, because only the frozen base is
-    sent (verl #7495).
+    In that case the rollout keeps sampling from old weights, and nothing else shows it: losses, rewards and staleness
+    look normal. This happens with verl 0.9.1 if LoRA adapters are trained but not merged, because only the frozen base
+    weights are sent (verl #7495).
 
     A version counts as unchanged if its checksum equals that of the previous publication and at least one of its
-    updates had a finite gradient norm above 0 and a learning rate above 0. An equal checksum without such an update (a
-    warm-up from 0, advantages that are all 0, skipped updates) is neither counted nor ends a series. Each step calls
-    :meth:`updated`; the last step of a version then calls :meth:`seal`.
+    updates had a finite gradient norm above 0 and a learning rate above 0. An equal checksum without such an update
+    (warm-up from 0, advantages that are all 0, skipped updates) is not counted, and does not end a series of unchanged
+    versions. Call :meth:`updated` at each step, and :meth:`seal` after the last step of a version.
     """
 
     def __init__(self) -> None:
@@ -259,7 +260,7 @@ class UnchangedWeights:
 
         Args:
             gradient_norms: gradient norm of each update.
-            next_learning_rate: learning rate of the next step, the one that verl reports; the first step's is unknown.
+            next_learning_rate: learning rate of the next step, which verl reports; that of the first step is unknown.
         """
         moves = self._learning_rate is not None and self._learning_rate > 0
         if moves and any(math.isfinite(norm) and norm > 0 for norm in gradient_norms):
@@ -267,15 +268,15 @@ class UnchangedWeights:
         self._learning_rate = next_learning_rate
 
     def seal(self, version: int) -> None:
-        """Attribute the updates since the last call to ``version``."""
+        """Assign to ``version`` the updates recorded since the previous call of this method."""
         if self._is_due:
             self._due.add(version)
         self._is_due = False
 
     def published(self, version: int, checksum: str | None) -> bool | None:
-        """Return whether ``version``, published with ``checksum``, wrongly has the previous version's weights.
+        """Return True if ``version`` was published with its predecessor's weights although updates had changed them.
 
-        Returns None if the checksum is the previous one and no update had to change it.
+        Return None if the checksum is equal but no update should have changed it, and False if the checksum differs.
         """
         was_due = any(due <= version for due in self._due)
         self._due = {due for due in self._due if due > version}
@@ -286,7 +287,7 @@ class UnchangedWeights:
 
 
 def how_it_ended(error: object, alarms: Mapping[str, Any]) -> Ended:
-    """Return how a run ended, given the error that ended it, if any, and the alarms that rang."""
+    """Return how a run ended, given the error that ended it (or None) and the alarms that rang."""
     if error is not None:
         return Ended.FAILED
     return Ended.WITH_ALARMS if alarms else Ended.WELL

@@ -5,7 +5,7 @@ TOKEN_VERSIONS = "token_versions"
 """Batch column, int64 (rows, R): the policy version of each response token, -1 for tokens that no policy sampled."""
 
 SCORED_BY = "old_log_prob_versions"
-"""Batch column, int64 (rows, R): the version that computed each token's ``old_log_probs``, -1 where none did."""
+"""Batch column, int64 (rows, R): the version that computed each token's ``old_log_probs``, -1 if not computed."""
 
 OLD_LOG_PROBS, ENTROPY = "old_log_probs", "entropy"
 """verl's batch columns with the proximal log-probs and the entropies that were computed with them."""
@@ -14,29 +14,29 @@ VERSION_RUNS = "version_runs"
 """Extra field of a trajectory: [(policy version, token count), ...] over its response."""
 
 SCORES = "proximal_scores"
-"""Extra field of a trajectory: `ResponseScores`, absent unless the whole response was scored."""
+"""Extra field of a trajectory: its proximal log-probs (`ResponseScores`), absent unless the response has them all."""
 
 REFERENCE = "reference_log_probs"
-"""Extra field of a trajectory: reference log-probs, float32 (R,) over the response, absent if it was not scored."""
+"""Extra field of a trajectory: reference log-probs, float32 (R,) over the response, absent if not computed."""
 
 REPORTED = "reward_extra_info"
-"""verl's extra field of a trajectory: what the reward function returned besides the score."""
+"""verl's extra field of a trajectory: values other than the score that the reward function returned."""
 
 DATASET_INDEX = "dataset_index"
-"""Field of a prompt: its row in the data set."""
+"""Field of a prompt: the index of its row in the data set."""
 
 FAILURE = "recipe_data_failure"
-"""The only field of a prompt whose row could not be read: the text of the error."""
+"""The only field of a prompt whose data row could not be read. Its value is the text of the error."""
 
 ARGUMENTS = frozenset({"sampling_params", "self"})
-"""Names that no row may use for a field, because verl calls each agent loop's ``run`` with them besides the row's
-fields.
+"""Names that no field of a data row may have, because verl passes its own arguments of these names to each agent loop's
+``run``, together with the row's fields.
 
-verl's agent loops also take ``priority``, which a row may set.
+verl's agent loops also accept ``priority``, and a row may have a field of that name.
 """
 
 OTHER_NAME = "reported_"
-"""Prefix for a name in a user's reward or agent-loop output that is already taken."""
+"""Prefix that is added to a name in a user's reward or agent-loop output if the name is already taken."""
 
 TAKEN = frozenset(
     {
@@ -48,8 +48,9 @@ TAKEN = frozenset(
         *("rollout_is_weights", "sum_pi_squared", "multi_modal_inputs", "__num_turns__", "__do_sample__"),
     }
 )
-"""Batch columns that verl or this package write or read; values of a user may not replace them."""
+"""Batch columns that verl or this package reads or writes. A user's values may not replace them."""
 
 OF_THE_BATCH = TAKEN - {DATASET_INDEX, "uid", "data_source", "reward_model", "extra_info"}
-"""Columns of the training batch itself. A row's field of such a name reaches only the agent loop and the reward: verl
-refuses a batch with duplicate names (verl/protocol.py:1115)."""
+"""Columns of the training batch itself. A data row's field of such a name reaches only the agent loop and the reward
+function, because verl refuses a batch with duplicate names (verl/protocol.py:1115).
+"""

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """How each sampling parameter behaves when an answer is interrupted and its remainder is requested.
 
-Contract: with unchanged weights, an interrupted and resumed answer is token by token the one that the engine would have
-given without interruption. The request for the remainder carries the whole answer's parameters and, in `SAMPLED`, the
-tokens sampled before the cut, which the engine then treats as its own output (`engines/vllm/continued_answers.py`).
-Parameters that could not be continued in this way are refused at the first request, whether or not an interruption
-follows. Shown by tests/core/test_cuts.py, which fails for a vLLM parameter that has no line here, and with a real
-engine by tests/integration/test_cut_answers.py.
+Contract: with unchanged weights, an interrupted and resumed answer has exactly the tokens that the engine would have
+sampled without the interruption. The request for the remainder carries the parameters of the whole answer and, in
+`SAMPLED`, the tokens sampled before the interruption, which the engine then treats as its own output
+(`engines/vllm/continued_answers.py`). A request with parameters that cannot be continued in this way is refused when
+the answer begins, even if it is never interrupted. Shown by tests/core/test_cuts.py, which fails for a vLLM parameter
+without an entry in `SPANS`, and with a real engine by tests/integration/test_cut_answers.py.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 SAMPLED = "recipe_sampled"
-"""Key in a request's ``extra_args`` for the answer tokens that were already sampled; they are not part of the prompt.
-"""
+"""Key in a request's ``extra_args`` for the answer tokens that were sampled before; they are not part of the prompt."""
 
 _NEXT = "decides on one token at a time, by its logits alone"
 _OUTPUT = "goes by the answer's tokens so far, which the engine has"
@@ -67,19 +66,19 @@ SPANS = {
     "_all_stop_token_ids": _DERIVED,
     "_bad_words_token_ids": _DERIVED,
 }
-"""How each of vLLM's sampling parameters carries over an interruption, by its name."""
+"""How each of vLLM's sampling parameters behaves across an interruption, by the parameter's name."""
 
 _DELTA = 1
 
 
 def sampled_before(sampling_params: Any) -> list[int]:
-    """Return the tokens sampled before the cut, from vLLM's parameters of a request; empty for a new answer."""
+    """Return the answer tokens sampled before an interruption, from a request's vLLM parameters; [] in a new answer."""
     before: list[int] = (getattr(sampling_params, "extra_args", None) or {}).get(SAMPLED, [])
     return before
 
 
 def refused(sampling_params: Mapping[str, Any]) -> str | None:
-    """Return why a request with these parameters is refused, or None if it is allowed."""
+    """Return why a request with these sampling parameters is refused, or None if it is allowed."""
     if sampling_params.get("n") not in (None, 1):
         return f"n={sampling_params['n']}: a request has one answer; ask once for each, or set rollout.n"
     if getattr(sampling_params.get("output_kind"), "value", sampling_params.get("output_kind")) == _DELTA:
@@ -90,8 +89,8 @@ def refused(sampling_params: Mapping[str, Any]) -> str | None:
 def engine_request(
     prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], sampled: int
 ) -> tuple[list[int], dict[str, Any]]:
-    """Return prompt and parameters for the engine; the last ``sampled`` tokens already belong to the answer."""
-    # flat_logprobs only changes the format of log-probs, and verl cannot read that format when it is empty.
+    """Return the engine's prompt and parameters; the last ``sampled`` of ``prompt_ids`` are tokens of the answer."""
+    # flat_logprobs only changes the format of log-probs, and verl cannot read that format if there are none.
     parameters = {name: given for name, given in sampling_params.items() if name != "flat_logprobs"}
     split = len(prompt_ids) - sampled
     if sampled:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is asked for a sign of life, how long each part may be silent, and every deadline that is not a setting.
+"""Which components are asked for a sign of life, how long each may be silent, and all deadlines that are not settings.
 
-Settings are named as in ``async_training.timeouts``. Capitals name the constants below.
+Settings are named as in ``async_training.timeouts``. Names in capitals are the constants below. "The main" is the run's
+main process, which starts all others.
 
-| part | who watches, and what counts as a sign of life | limit | then |
+| component | who watches, and what counts as a sign of life | limit | then |
 |---|---|---|---|
 | trainer's process | `run/supervisor.py` asks it every second | ``startup``, then ``heartbeat`` | the run ends |
 | Ray's control process | `run/supervisor.py` asks it every second | `CONTROL_S` or ``heartbeat`` | the run ends |
-| the main's own thread | a thread beside it; each pass of its loop | twice ``heartbeat`` | it is killed |
-| Ray's local processes | the main, after an error; that they run | none | the run ends |
+| main thread of the main | a second thread; each pass of the loop | twice ``heartbeat`` | the main is killed |
+| Ray's local processes | the main checks after an error that they run | none | the run ends |
 | the whole run | `actors/watch.py`; anything that begins or ends | ``stall`` | the run ends |
 | start-up, checkpoints | `actors/watch.py`; the end of the stage | ``startup``, ``checkpoint`` | the run ends |
 | training workers | `actors/watch.py` asks each; any answer, as they may be busy | none | the run ends |
@@ -17,11 +18,12 @@ Settings are named as in ``async_training.timeouts``. Capitals name the constant
 | rollout replicas | `weights/publisher.py` asks each at a sync | ``weight_sync`` | given up |
 | log-prob servers | `weights/publisher.py` asks each at a sync | `PING_S` | left out of this sync |
 
-Three parts have no such question, because the call itself tells: a process that scores rewards closes its socket when
-it dies, a log-prob server's death fails the request, and an answer that no longer grows ends by ``generation``.
+Three components are not asked, because the calls to them show when they fail: a process that computes rewards closes
+its socket when it dies, the death of a log-prob server fails the request, and an answer that no longer grows ends by
+``generation``.
 
-How often a loop looks again is written beside the loop, since it decides nothing. Limits are here, so that they can be
-compared, but for one in `inspection/node_probe.py`, which is sent to nodes that may not have this package.
+How often a loop checks is defined next to the loop, because it decides nothing. Limits are defined here, so that they
+can be compared, except one in `inspection/node_probe.py`, which is sent to nodes that may not have this package.
 """
 
 from __future__ import annotations
@@ -30,112 +32,112 @@ import math
 import time
 from collections.abc import Callable
 
-# The main process.
+# Deadlines in the main process.
 
 BEAT_S = 1.0
-"""The main asks the trainer's process and Ray's control process this long after each answer."""
+"""Seconds from an answer of the trainer's process or Ray's control process until the main asks it again."""
 CONTROL_S = 40.0
-"""Ray ends a process without a message when its control process is gone for 60 s; the main has to be faster."""
+"""Limit for Ray's control process. Ray ends a process without a message 60 s after the loss; the main must be first."""
 CLOSE_S = 60.0
-"""After its last event the trainer may still write files for this long; then the main stops listening."""
+"""Time for the trainer to write files after its last event; then the main stops listening."""
 LEAVE_S = 20.0
-"""A trainer whose watch ends the run leaves within 15 s; a stopped fork may keep its connections open for longer."""
+"""Time for a trainer to exit after its watch ends the run. It needs 15 s; a suspended fork may keep sockets open."""
 END_S = 40.0
-"""Ending a run's processes and writing its summary takes at most this long; then the main is ended by force."""
+"""Time for ending a run's processes and writing its summary; then the main is ended by force."""
 ACCOUNT_S = 120.0
-"""Adding up a long record for the summary may take this long in addition to `END_S`."""
+"""Time, in addition to `END_S`, for computing the time account of a long event record for the summary."""
 FORCE_S = 20.0
-"""A stuck main has this long to kill what it started and to write the summary before it exits."""
+"""Time for a stuck main to kill the processes that it started and to write the summary before it exits."""
 PROCESS_END_S = 5.0
-"""Processes of a run have this long to end by themselves after Ray was left; then they are killed."""
+"""Time for a run's processes to end by themselves after Ray was shut down; then they are killed."""
 RAY_PORT_S = 120
-"""One start of Ray waits at most this long for its control process's port, since that process may have died."""
+"""Limit on waiting for the port of Ray's control process in one start of Ray, because that process may have died."""
 
-# The watch in the trainer's process.
+# Deadlines of the watch in the trainer's process.
 
 REPORT_S = 15.0
-"""The report on who waits for whom is left out if it is not done in this time: it may ask the part that is stuck."""
+"""Time for the report on who waits for whom. It may ask the component that is stuck, and is left out if late."""
 REPORT_ANSWER_S = 3.0
-"""A part that has not answered the report in this time is listed as not answering."""
+"""Time for a component to answer a question of that report; then the report lists it as not answering."""
 GRACE_S = 5.0
-"""A trainer has this long to end by itself, and its main to hear why, before its process is ended."""
+"""Time for a trainer to end by itself, and for its main to learn why, before the trainer's process is ended."""
 LEAVING_S = 5.0
-"""Trackers have this long to be told how the run failed before the process is ended."""
+"""Time for trackers to be told how the run failed, before the trainer's process is ended."""
 HELD_AGAIN_S = 15.0
-"""A training worker is asked again this long after its last answer; Ray reports its death without a new question."""
+"""Time from a training worker's answer to the next question; Ray reports the worker's death without a new question."""
 BLAME_S = 5.0
-"""When a call failed, training workers have this long to show whether one of them has died and caused it."""
+"""Time after a failed call in which training workers can show that one of them has died and caused the failure."""
 
-# Agent-loop and reward workers.
+# Deadlines for agent-loop and reward workers.
 
 REWARD_WORKER_S = 30.0
-"""A reward worker whose call timed out has this long to answer; its callers add up to half, so that one ends it."""
+"""Time for a reward worker to answer after a call timed out; each caller adds up to half, so that only one kills it."""
 REWARD_PROCESS_S = 1.0
-"""The end of a scoring process and the end of its socket are seen within this time of each other."""
+"""Largest time between the end of a scoring process and the end of its socket, as seen by the worker."""
 REHEARSED_S = 10.0
-"""A made-up trajectory that rehearses a restarted worker may take this long."""
+"""Time for the made-up trajectory that tests a restarted worker."""
 CANCELLED_S = 10.0
-"""A cancelled trajectory has this long to end; its agent loop may catch the cancellation and continue."""
+"""Time for a cancelled trajectory to end; its agent loop may catch the cancellation and continue."""
 HANDED_OVER_S = 5.0
-"""A payload that its worker has handed over arrives within this time, or it is lost."""
+"""Time for a payload to arrive after its worker has handed it over; then it counts as lost."""
 SCHEDULER_S = 60.0
-"""The scheduler's event loop does what the trainer asks of it within this time, or it is stuck."""
+"""Time for the scheduler's event loop to do what the trainer asks; then the loop counts as stuck."""
 ROUTING_S = 60.0
-"""The load balancer only counts requests, so one that does not answer for this long is stuck or gone."""
+"""Time for the load balancer to answer. It only counts requests, so a slower one is stuck or gone."""
 FETCH_S = 10.0
-"""A server has this long to say which tokens an answer has so far."""
+"""Time for a server to report the tokens that an answer has so far."""
 
-# Replicas and log-prob servers.
+# Deadlines for replicas and log-prob servers.
 
 PING_S = 10.0
-"""A log-prob server answers within this time at a weight sync, and so does every replica after a failed transfer."""
+"""Time for a log-prob server to answer at a weight sync, and for every replica after a failed transfer."""
 SERVERS_END_S = 30.0
-"""The names of a lost replica's servers are free within this time of their end."""
+"""Time until the actor names of a lost replica's servers are free after the servers have ended."""
 CLEARED_S = 60.0
-"""Ray counts the resources of a lost replica as free within this time of its end."""
+"""Time until Ray counts the resources of a lost replica as free after the replica has ended."""
 FREE_S = 3.0
-"""A replica that is started during a run looks this long for accelerators, which Ray counts as free a little late."""
+"""Time for which a replica started during a run looks for free accelerators, because Ray frees them with a delay."""
 
-# What only reports. A run never waits longer for it.
+# Deadlines for reports. No report delays a run for longer.
 
 TOLD_S = 2.0
-"""Parts have this long to tell what they did, for the record and for metrics; a late one is left out."""
+"""Time for components to report what they did, for the event record and metrics; a late report is left out."""
 AGENTS_TOLD_S = 0.3
-"""Agent-loop workers have only this long: what they tell of tools is a detail of the record."""
+"""Time for agent-loop workers to report; it is shorter because they report only details about tools."""
 RECORD_WRITE_S = 5.0
-"""The record is written this often; at the end of a run a write that takes longer is given up."""
+"""Interval at which the event record is written. A write that takes longer at the end of a run is given up."""
 BOOKS_S = 20.0
-"""At the end of a run agent-loop workers have this long to end their trajectories and count their tokens."""
+"""Time for agent-loop workers to end their trajectories and count their tokens at the end of a run."""
 BOOKS_OF_A_FAILED_RUN_S = 4.0
-"""At the end of a failed run they have only this long, since one of them may be why it failed."""
+"""The same time at the end of a failed run. It is short because a worker may have caused the failure."""
 TRACKERS_S = 120.0
-"""All trackers together get at most this long at a run's end, and at most a third of ``stop``."""
+"""Limit for all trackers together at the end of a run; they get at most a third of ``stop``."""
 REFUSED_S = 60.0
-"""If one tracker cannot be set up, the others have this long to be told that the run failed."""
+"""Time for telling the other trackers that the run failed when one tracker cannot be set up."""
 
-# Before a run.
+# Deadlines of checks before a run starts.
 
 EARLIER_RUN_S = 60.0
-"""The trainer of an earlier run whose main was killed may still hold the checkpoint folder for this long."""
+"""Time for which the trainer of an earlier run may still hold the checkpoint folder after its main was killed."""
 HUB_S = 10.0
-"""Hugging Face's hub has this long to answer whether it knows a model."""
+"""Time for Hugging Face's hub to answer whether it knows a model."""
 DRIVER_S = 15.0
-"""The accelerators' driver has this long to tell their memory."""
+"""Time for the accelerators' driver to report the memory of the accelerators."""
 
 MOST_S = 5.0
-"""A longer gap between two looks means that the watching process itself was stopped; only this much of it counts."""
+"""Seconds that count of a longer gap between two checks, because then the watching process itself was suspended."""
 
 
 class Silence:
-    """Measures how long a part has given no sign of life, and says when that is too long.
+    """Measures how long a component has given no sign of life, and decides when that is too long.
 
-    Time in which the watching process was itself stopped (SIGSTOP, a suspended machine) does not count, because it
-    could have heard nothing then.
+    Time in which the watching process was itself suspended (SIGSTOP, a sleeping machine) does not count, because the
+    process could not receive anything then.
 
     Args:
-        part: names the part, or what it does, in messages.
-        limit_s: how long it may be silent, in seconds.
-        clock: never runs backwards, in seconds.
+        part: the component, or what it does, for messages.
+        limit_s: seconds that the component may be silent.
+        clock: returns seconds and never goes backwards.
     """
 
     def __init__(self, part: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -146,14 +148,14 @@ class Silence:
         self._looked = clock()
 
     def heard(self) -> None:
-        """Note a sign of life that came just now."""
+        """Record a sign of life that came just now."""
         self.seconds = 0.0
 
     def too_long(self, heard_ago_s: float = math.inf) -> bool:
         """Count the time since the last call, and return whether the silence exceeds its limit.
 
-        It has to be called at least every `MOST_S` seconds, or time is missed. If it is known how long ago the newest
-        sign of life came, ``heard_ago_s`` says so, and the silence is no longer than that.
+        Call this at least every `MOST_S` seconds, or time is missed. ``heard_ago_s`` is the age of the newest sign of
+        life in seconds, if known; the silence is never longer than that.
         """
         now = self._clock()
         self.seconds = min(self.seconds + min(now - self._looked, MOST_S), heard_ago_s)

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of the recipe, all below one base class.
+"""Exceptions of the package, with one base class.
 
-A caller that wants to end a job with a clear message catches `RecipeError`; everything else is a defect and
-propagates with its traceback. Messages name the thing (setting, group, state), its value, what is allowed, and
-what to change.
+A caller that wants to end a job with a clear message catches `RecipeError`; everything else is a defect and propagates
+with its traceback. A message names what is wrong (setting, group, state), its value, what is allowed and how to fix it.
 """
 
 
 class RecipeError(Exception):
-    """Base of every exception that the recipe raises on purpose."""
+    """Base of every exception that this package raises on purpose."""
 
 
 class CannotGoOn(RecipeError):
-    """A part of the run died, is silent or is late; the message names it, the limit and the setting of that limit."""
+    """A component of the run died, is silent or is late. The message names the component, its limit and the setting."""
 
 
 class SettingError(RecipeError, ValueError):
@@ -26,15 +25,15 @@ class SettingError(RecipeError, ValueError):
 
 
 class StalenessViolation(RecipeError):
-    """The staleness invariant does not hold: some live group could only be trained past the bound."""
+    """The staleness invariant does not hold: some live group could only be trained beyond the staleness bound."""
 
 
 class GateError(RecipeError):
-    """A call to the staleness gate is not permitted in its present state."""
+    """A call to the staleness gate is not allowed in the gate's present state."""
 
 
 class LedgerError(RecipeError):
-    """A call to the sample ledger is not permitted in its present state."""
+    """A call to the sample ledger is not allowed in the ledger's present state."""
 
 
 class LedgerIdentityError(LedgerError):
@@ -42,40 +41,40 @@ class LedgerIdentityError(LedgerError):
 
 
 class SnapshotError(LedgerError):
-    """A snapshot of the ledger cannot be restored under the present settings, or is not a snapshot."""
+    """A snapshot of the ledger is malformed, or cannot be restored under the present settings."""
 
 
 class CheckpointError(RecipeError):
-    """A checkpoint, or a copy of the weights in it, cannot be used by this run, or was not written in time."""
+    """A checkpoint, or a copy of its weights, cannot be used by this run, or was not written in time."""
 
 
 class WrongInstallation(RecipeError):
-    """A different package than the one required is installed, or comes first on Python's path; the message names it."""
+    """A package other than the required one is installed, or comes first on Python's path. The message names it."""
 
 
 class VersionRecordError(RecipeError):
-    """Per-token policy versions are malformed, or do not cover the tokens they should."""
+    """Per-token policy versions are malformed, or are missing for some tokens."""
 
 
 class GenerationError(RecipeError):
-    """A request could not be answered."""
+    """A request to a rollout server could not be answered."""
 
 
 class RequestFailed(GenerationError):
-    """An engine ended a request with a finish reason that is not known to mark a complete answer."""
+    """An engine ended a request with a finish reason that is not known to mean a complete answer."""
 
 
 class EngineDied(GenerationError):
-    """The engine of a rollout server died; the server may live on and answer every request with this error."""
+    """The engine of a rollout server died. The server may keep running and answer every request with this error."""
 
 
 class NothingFree(RecipeError):
-    """No node has the requested accelerators and CPUs free at the moment; a later attempt may succeed."""
+    """No node has the requested accelerators and CPUs free now. A later attempt may succeed."""
 
 
 class WeightStreamError(RecipeError):
-    """A weight sync was cut off, timed out, or carried something other than what was expected."""
+    """A weight sync was interrupted, timed out, or carried unexpected data."""
 
 
 class WeightLoadError(RecipeError):
-    """The engine that belongs to this weight worker did not load the weights."""
+    """The engine of this weight worker did not load the weights."""

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staleness gate: which group may start, which batch may be trained.
+"""The staleness gate, which decides whether a group may start and whether a batch may be trained.
 
 Contract. Training happens in batches of `b` groups, `k` batches to a policy version, `B = k * b`. `v` is the current
-version: the last one that was *sealed*, from which training goes on. `a <= v` is the newest *announced* version, which
-generates; a sealed version is announced when its weights have reached the replicas. `j` is the number of batches
-already taken in version `v`, `S` is the staleness bound, and a group's start is the version of its oldest token. Groups
-that were issued and neither taken nor given up are *live*. The gate keeps, at all times and for every start s,
+version: the last one that was *sealed*, from which training continues. `a <= v` is the newest *announced* version,
+which generates; a sealed version is announced when its weights have reached the replicas. `j` is the number of batches
+already taken in version `v`, and `S` is the staleness bound. A group's *start version* is the version of its oldest
+token. Groups that were issued and neither taken nor given up are *live*. The gate keeps, at all times and for every
+start version s,
 
-    live groups with a start <= s   <=   slots(s) = max(0, (s + S - v) * B + (k - j) * b)        (the invariant)
+    live groups with a start version <= s   <=   slots(s) = max(0, (s + S - v) * B + (k - j) * b)        (the invariant)
 
-where slots(s) counts the places in batches that are left before the deadline of start s. It follows that no group is
-trained more than S versions after its oldest token, that no group has to be dropped to ensure this, and that a next
-batch can always form once the running groups have ended. Proofs: docs/staleness.md. Tests: tests/core/test_gate*.py.
+where slots(s) is the number of batch slots, each for one group, that are left before the deadline of start version s.
+It follows that no group is trained more than S versions after its oldest token, that no group has to be dropped to
+ensure this, and that a next batch can always form once the running groups have ended. Proofs: docs/staleness.md. Tests:
+tests/core/test_gate*.py.
 
-The gate is plain state: no clock, no threads, no events. Its caller holds the lock.
+The gate is plain state without clock, threads or events. Its caller holds the lock.
 """
 
 import math
@@ -31,7 +33,7 @@ def _require_int(setting: str, value: object, minimum: int) -> None:
 
 
 def _exact(setting: str, value: object) -> Fraction:
-    """Return the exact decimal value of a number as written, so that 0.1 becomes 1/10."""
+    """Return the exact value of a number as it is written in decimal, so that 0.1 becomes 1/10."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)) or not math.isfinite(value):
         raise SettingError(setting, value, "a finite number >= 0")
     return value if isinstance(value, Fraction) else Fraction(str(value))
@@ -41,12 +43,11 @@ def _exact(setting: str, value: object) -> Fraction:
 class GateSettings:
     """Settings of the gate, fixed for a run.
 
-    batch_groups: b, prompt groups in a training batch.
-    batches_per_version: k, training batches between two publications of weights.
+    batch_groups: b, the number of prompt groups in a training batch.
+    batches_per_version: k, the number of training batches between two publications of weights.
     max_staleness: S, the hard bound in versions, counted from a group's oldest token.
-    pipeline_depth: how many versions' worth of groups may be live in addition to those that the current version still
-        trains; a fraction is allowed, 0 <= pipeline_depth <= S. It is kept as the exact `Fraction` of the number as
-        written.
+    pipeline_depth: how many versions' worth of groups may be live in addition to those that the current version will
+    still train. Fractions are allowed, 0 <= pipeline_depth <= S, and are stored exactly as written (`Fraction`).
     """
 
     batch_groups: int
@@ -70,21 +71,21 @@ class GateSettings:
 
     @property
     def version_groups(self) -> int:
-        """B, the groups trained in one version."""
+        """Return B, the number of groups trained in one version."""
         return self.batches_per_version * self.batch_groups
 
     @property
     def groups_ahead(self) -> int:
-        """floor(pipeline_depth * B): live groups allowed in addition to those that the current version still trains."""
+        """Return floor(pipeline_depth * B): live groups allowed beyond those that the current version still trains."""
         return math.floor(self.pipeline_depth * self.version_groups)
 
 
 class StalenessGate:
     """Admits groups and takes batches so that the invariant of this module holds.
 
-    version: v. announced: a, which is v at first. batches_taken: j, 0 <= j <= k. live: number of live groups. The gate
-    stores only the starts of the live groups, as a multiset. Every method that changes the state checks the invariant
-    before it returns and raises `StalenessViolation` if it does not hold.
+    version: v. announced: a, at first equal to v. batches_taken: j, 0 <= j <= k. live: number of live groups. Of each
+    live group the gate stores only the start version (the version of its oldest token). Every method that changes the
+    state checks the invariant before it returns, and raises `StalenessViolation` if the invariant does not hold.
     """
 
     def __init__(
@@ -93,74 +94,74 @@ class StalenessGate:
         _require_int("version", version, 0)
         _require_int("batches_taken", batches_taken, 0)
         if batches_taken > settings.batches_per_version:
-            raise GateError(f"{batches_taken} batches taken of a version of {settings.batches_per_version}")
+            raise GateError(f"{batches_taken} batches are taken, but a version has only {settings.batches_per_version}")
         self.settings = settings
         self.version = self.announced = version
         self.batches_taken = batches_taken
         self._starts = Counter(starts)
         if any(start > version for start in self._starts):
-            raise GateError(f"a live group starts at version {max(self._starts)}, the current version is {version}")
+            raise GateError(f"a live group has start version {max(self._starts)}, but the current version is {version}")
         self.live = self._starts.total()
         self._groups_ahead = settings.groups_ahead
         self.check()
 
     @property
     def batches_left(self) -> int:
-        """k - j: batches of the current version that have not been taken."""
+        """Return k - j, the number of batches of the current version that have not been taken."""
         return self.settings.batches_per_version - self.batches_taken
 
     @property
     def admission_limit(self) -> int:
-        """Largest number of live groups that allows a group to start now, by pipeline depth and by slots(a)."""
+        """Return the largest number of live groups after one more has started: by pipeline depth and by slots(a)."""
         versions_left = self.announced + self.settings.max_staleness - self.version
         ahead = min(self._groups_ahead, versions_left * self.settings.version_groups)
         return ahead + self.batches_left * self.settings.batch_groups
 
     def starts(self) -> dict[int, int]:
-        """Number of live groups by start, ascending."""
+        """Return the number of live groups for each start version, in ascending order of versions."""
         return dict(sorted(self._starts.items()))
 
     def slots(self, start: int) -> int:
-        """Return the number of places in batches before the deadline of this start."""
+        """Return slots(s): the batch slots left before the deadline of start version ``start``."""
         return self._places(start, self.batches_left)
 
     def admits(self) -> bool:
-        """Return whether one more group may start now, at the announced version.
+        """Return whether one more group may start now, at the announced version a.
 
-        One comparison decides both bounds: a new group counts only towards slots(a), and admission_limit <= slots(a).
+        This one comparison is enough: a new group counts only towards slots(a), and admission_limit <= slots(a).
         """
         return self.live + 1 <= self.admission_limit
 
     def add(self) -> int:
-        """Admit one group; return its start, which is the announced version."""
+        """Admit one group and return its start version, which is the announced version."""
         if not self.admits():
-            raise GateError(f"{self.live} groups are live and at most {self.admission_limit} may be")
+            raise GateError(f"{self.live} groups are live and at most {self.admission_limit} may be live")
         self._starts[self.announced] += 1
         self.live += 1
         self.check()
         return self.announced
 
     def remove(self, start: int) -> None:
-        """Give up one live group of this start and free its place."""
+        """Give up one live group of start version ``start``, which frees its batch slot."""
         self._discard(start)
         self.live -= 1
         self.check()
 
     def move(self, old_start: int, new_start: int) -> None:
-        """Move a live group to a newer start, since its oldest token is newer than assumed; a start never falls."""
+        """Raise a live group's start version, because its oldest token is newer than assumed. Lowering is refused."""
         if not old_start <= new_start <= self.announced:
             raise GateError(
-                f"a group's start cannot move from version {old_start} to {new_start}: it may only rise, "
-                f"to version {self.announced} at most, the newest announced"
+                f"a group's start version cannot change from {old_start} to {new_start}: it may only rise, at most to "
+                f"version {self.announced}, the newest announced"
             )
         self._discard(old_start)
         self._starts[new_start] += 1
         self.check()
 
     def can_take(self, starts: Sequence[int] | Mapping[int, int]) -> bool:
-        """Return whether live groups with these starts form a batch that keeps the invariant when it is taken.
+        """Return whether taking live groups of these start versions as a batch keeps the invariant.
 
-        ``starts``: the start of each group, or the number of groups by start.
+        ``starts`` is the start version of each group, or the number of groups by start version.
         """
         leaving = Counter(starts)
         if self.batches_left == 0 or leaving.total() != self.settings.batch_groups or not leaving <= self._starts:
@@ -174,11 +175,12 @@ class StalenessGate:
         return True
 
     def take(self, starts: Sequence[int]) -> None:
-        """Take a batch of live groups of these starts for training."""
+        """Take a batch of live groups with these start versions for training."""
         if not self.can_take(starts):
             raise GateError(
-                f"a batch of starts {sorted(starts)} cannot be taken: live {self.starts()}, version {self.version}, "
-                f"{self.batches_left} batches of {self.settings.batch_groups} groups left in it"
+                f"a batch with start versions {sorted(starts)} cannot be taken: live groups by start version are "
+                f"{self.starts()}, and version {self.version} has {self.batches_left} batches left of "
+                f"{self.settings.batch_groups} groups each"
             )
         for start in starts:
             self._discard(start)
@@ -187,10 +189,10 @@ class StalenessGate:
         self.check()
 
     def give_back(self, starts: Sequence[int]) -> None:
-        """Make the groups of the batch taken last live again, because it was not trained.
+        """Make the groups of the batch taken last live again, because the batch was not trained.
 
-        The invariant still holds: groups admitted in the meantime use the places of the groups that left, and giving
-        the batch back restores one batch of places.
+        The invariant still holds: groups admitted since then use the slots of the groups that left, and giving the
+        batch back restores one batch of slots.
         """
         self._starts.update(starts)
         self.live += len(starts)
@@ -207,7 +209,7 @@ class StalenessGate:
         return self.version
 
     def announce(self) -> int:
-        """Announce the oldest sealed version that does not generate yet; return it."""
+        """Announce the oldest sealed version that does not generate yet, and return it."""
         if self.announced == self.version:
             raise GateError(f"version {self.version} is announced already, and no later one is sealed")
         self.announced += 1
@@ -215,22 +217,22 @@ class StalenessGate:
         return self.announced
 
     def check(self) -> None:
-        """Raise `StalenessViolation` unless the invariant holds for every start."""
+        """Raise `StalenessViolation` unless the invariant holds for every start version."""
         older = 0
         for start in sorted(self._starts):
             older += self._starts[start]
             if older > self.slots(start):
                 raise StalenessViolation(
-                    f"{older} live groups start at version {start} or before, but {self.slots(start)} places are left "
-                    f"before their deadline (version {self.version}, {self.batches_taken} of "
+                    f"{older} live groups have start version {start} or older, but {self.slots(start)} batch slots are "
+                    f"left before their deadline (version {self.version}, {self.batches_taken} of "
                     f"{self.settings.batches_per_version} batches taken, max_staleness {self.settings.max_staleness})"
                 )
 
     def _places(self, start: int, batches_left: int) -> int:
-        """Return the places before the deadline of this start if ``batches_left`` were left in the current version.
+        """Return slots(start) as it would be with ``batches_left`` batches left in the current version.
 
-        Never negative: a start whose deadline has passed has no place, and a negative number would refuse a batch
-        although no group of that start is live.
+        The result is never negative. After its deadline a start version has no slot, but a negative number would refuse
+        every batch even if no live group has that start version.
         """
         bound = self.settings
         versions_left = start + bound.max_staleness - self.version
@@ -238,7 +240,7 @@ class StalenessGate:
 
     def _discard(self, start: int) -> None:
         if start not in self._starts:
-            raise GateError(f"no live group starts at version {start}; live groups by start: {self.starts()}")
+            raise GateError(f"no live group has start version {start}; live groups by start version: {self.starts()}")
         self._starts[start] -= 1
         if self._starts[start] == 0:
             del self._starts[start]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and prompt groups: their states, and what is counted about them.
+"""Prompts and prompt groups: their states, and the counts kept about them.
 
-A group is immutable; the sample ledger replaces it at each transition, so a reference shows its state at one moment.
+A `Group` is immutable. The sample ledger replaces it at each transition, so a reference keeps showing the old state.
 
     RUNNING -> READY -> TAKEN -> TRAINED      a restart leads from RUNNING or READY to RUNNING,
     RUNNING or READY -> FILTERED or FAILED    a restored snapshot from TAKEN to READY
 
-A run trains millions of prompts, so issued and trained prompts are stored as sorted runs of consecutive indices. The
-record stays small and can still show, after a resume, that each prompt was trained exactly once. Tests:
-tests/core/test_ledger.py, tests/core/test_group_filter.py.
+A run trains millions of prompts, so issued and trained prompts are stored as sorted runs of consecutive indices. These
+stay small and still show, after a resume, that each prompt was trained exactly once. Tests: tests/core/test_ledger.py,
+tests/core/test_group_filter.py.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NON_FINITE_REASON = "non_finite"
 class PromptRef:
     """One prompt of one epoch.
 
-    index: its place in the data set, >= 0. Places in the sampler's order give the shortest runs; row numbers of a
-    shuffled data set are also correct. epoch: number of completed passes over the data set, >= 0. uid: name of its
-    group in the trainer's batch.
+    index: position in the data set, >= 0. Positions in the sampler's order give the fewest runs; row numbers of a
+    shuffled data set are also correct. epoch: number of completed passes over the data set, >= 0. uid: name of the
+    prompt's group in the trainer's batch.
     """
 
     index: int
@@ -39,16 +39,16 @@ class PromptRef:
 
     @property
     def key(self) -> tuple[int, int]:
-        """(epoch, index), unique in a run."""
+        """Return (epoch, index), which is unique in a run."""
         return self.epoch, self.index
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the training data, not issued yet.
+    """One row of the training data that has not been issued yet.
 
-    index: its place in the data set. row: verl's batch of one, as the data loader collates it: the value of a column is
-        ``row[name][0]``.
+    index: position in the data set. row: a batch of one prompt as verl's data loader collates it; the value of a column
+    is ``row[name][0]``.
     """
 
     epoch: int
@@ -61,7 +61,7 @@ class Prompt:
 
 
 class PromptSet:
-    """A set of (epoch, index) pairs, stored per epoch as the ascending edges of its runs: first, end, first, ..."""
+    """A set of (epoch, index) pairs, stored per epoch as the ascending edges of runs of indices: first, end, ..."""
 
     def __init__(self, runs: Iterable[Sequence[int]] = ()) -> None:
         """Build the set from the rows that `to_rows` returns."""
@@ -79,13 +79,12 @@ class PromptSet:
         return bisect_right(self._edges.get(epoch, []), index) % 2 == 1
 
     def add(self, key: tuple[int, int]) -> bool:
-        """Add the pair; return False if it was in the set already."""
+        """Add the pair; return False if the set contained it already."""
         if key in self:
             return False
         epoch, index = key
         edges = self._edges.setdefault(epoch, [])
-        # Insert the pair as a run of its own; an edge that it shares with a neighbouring run is removed, which merges
-        # the two.
+        # Insert the index as a run of its own; an edge that a neighbouring run has too is removed to merge the two.
         for edge in (index, index + 1):
             place = bisect_left(edges, edge)
             if place < len(edges) and edges[place] == edge:
@@ -96,7 +95,7 @@ class PromptSet:
         return True
 
     def to_rows(self) -> list[list[int]]:
-        """[epoch, first, end] for every run of consecutive indices first..end-1, sorted."""
+        """Return [epoch, first, end] for every run of consecutive indices first..end-1, sorted."""
         return [
             [epoch, first, end]
             for epoch, edges in sorted(self._edges.items())
@@ -105,14 +104,14 @@ class PromptSet:
 
 
 class OnNonFinite(StrEnum):
-    """How a group with a reward or log-prob that is not finite is treated: as failed, or filtered."""
+    """Whether a group with a reward or log-prob that is not finite counts as failed, or as filtered."""
 
     FAIL = "fail"
     DROP = "drop"
 
 
 class GroupState(StrEnum):
-    """The state of a group; running, ready and taken groups are live."""
+    """The state of a group. Running, ready and taken groups are live."""
 
     RUNNING = "running"
     READY = "ready"
@@ -124,13 +123,12 @@ class GroupState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One prompt group at one moment; the ledger replaces it at each transition.
+    """One prompt group in one state; the ledger replaces the object at each transition.
 
-    id: issue order, from 0. start: version of its oldest token, at first the version at which it was admitted.
-    attempts:
-    number of times that its generation was started from scratch. reason: why it was filtered or failed, else empty.
-    batch:
-    the batch it will be trained in, if batches are fixed at issue.
+    id: position in issue order, from 0. start: the start version, which is the version of the oldest token, and until
+    one is sampled the version at which the group was admitted. attempts: number of times that generation was started
+    from scratch. reason: why the group was filtered or failed, else empty. batch: number of the batch that will train
+    the group, if batches are fixed at issue.
     """
 
     id: int
@@ -142,21 +140,21 @@ class Group:
     batch: int | None = None
 
     def to_row(self) -> list[int | str | None]:
-        """Return a JSON-compatible record of a live group; a taken group is recorded as ready, to be taken again."""
+        """Return a JSON-compatible row for a live group. A taken group is saved as ready, so that it is taken again."""
         state = GroupState.READY if self.state is GroupState.TAKEN else self.state
         prompt = self.prompt
         return [self.id, prompt.index, prompt.epoch, prompt.uid, self.start, state.value, self.attempts, self.batch]
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Group:
-        """Return the group of a record made by `to_row`."""
+        """Return the group of a row made by `to_row`."""
         group_id, index, epoch, uid, start, state, attempts, batch = row
         return cls(group_id, PromptRef(index, epoch, uid), start, GroupState(state), attempts, batch=batch)
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """Number of groups by state; `filtered` and `failed` are totals, with their reasons in separate fields."""
+    """Number of groups by state. `filtered` and `failed` are totals; two more fields split them by reason."""
 
     issued: int
     trained: int
@@ -171,30 +169,30 @@ class LedgerCounts:
 
 
 class StalenessStats(Counter[int]):
-    """Number of trained groups by staleness: the version at training minus that of their oldest token."""
+    """Number of trained groups by staleness: the version being trained minus that of the group's oldest token."""
 
     @property
     def sum(self) -> int:
-        """Sum of the staleness of all recorded groups."""
+        """Return the sum of the staleness of all counted groups."""
         return sum(staleness * groups for staleness, groups in self.items())
 
     @property
     def max(self) -> int:
-        """Largest staleness, 0 if nothing was recorded."""
+        """Return the largest staleness, 0 if no group was counted."""
         return max(self, default=0)
 
     @property
     def mean(self) -> float:
-        """Mean staleness, 0.0 if nothing was recorded."""
+        """Return the mean staleness, 0.0 if no group was counted."""
         return self.sum / self.total() if self else 0.0
 
 
 class FilterCount:
-    """Counts the groups filtered for each batch in the way that synchronous training would count them.
+    """Counts how many groups were filtered for each batch, as synchronous training would count them.
 
-    Outcomes are counted in issue order, in whatever order groups end: a batch is complete with its b-th kept group, and
-    the count then starts again. So neither how far generation runs ahead nor which answers finish first changes the
-    count. A failed group says nothing about its prompt and is not counted.
+    Outcomes are counted in issue order, whatever the order in which groups end: a batch is complete with its b-th kept
+    group, and the count then starts again. So the count depends neither on how far generation runs ahead nor on which
+    answers finish first. A failed group says nothing about its prompt and is not counted.
 
     batch_groups: b. limit: number of filtered groups allowed for one batch; 0 means any number.
     """
@@ -204,13 +202,13 @@ class FilterCount:
         self._limit = limit
         self._kept = 0
         self._filtered = 0
-        # Outcomes in issue order since the oldest group without one (None). An OrderedDict, because a plain dict scans
-        # past all deleted entries each time it is asked for the first one.
+        # Outcomes in issue order, from the oldest group that has not ended (None). This is an OrderedDict because a
+        # plain dict scans past all deleted entries each time its first entry is read.
         self._outcomes: OrderedDict[int, bool | None] = OrderedDict()
 
     @property
     def exceeded(self) -> bool:
-        """Return whether as many groups were filtered for the current batch as the limit allows."""
+        """Return whether the number of groups filtered for the current batch has reached the limit."""
         return 0 < self._limit <= self._filtered
 
     def issued(self, group_id: int) -> None:
@@ -224,7 +222,7 @@ class FilterCount:
             self._advance()
 
     def forget(self, group_id: int) -> None:
-        """Drop a group that ended in another way, unless its outcome is already recorded."""
+        """Drop a group that ended without being kept or filtered. An outcome that is already recorded stays."""
         if self._outcomes.get(group_id, True) is None:
             del self._outcomes[group_id]
             self._advance()

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sample ledger: every prompt group ever issued is in exactly one state.
 
-Contract. A group is RUNNING (being generated), READY (complete, rewarded), TAKEN (leased by the trainer for the step
-under way), TRAINED, FILTERED or FAILED. At all times
+Contract. A group is RUNNING (being generated), READY (complete and rewarded), TAKEN (leased by the trainer for the
+present step), TRAINED, FILTERED or FAILED. At all times
 
     issued = trained + filtered + failed + live,        live = running + ready + taken,
 
-no prompt of an epoch is issued twice, none is trained twice, and a snapshot that is restored keeps both. The staleness
-gate decides whether a group may start and a batch may be trained; the admission policy chooses the batch. The ledger is
-plain state: no clock, no threads, no events. Its caller holds the lock. Proofs: docs/staleness.md. Tests:
+no prompt of an epoch is issued or trained twice, and a restored snapshot preserves both properties. The staleness gate
+decides whether a group may start and a batch may be trained; the admission policy chooses the batch. The ledger is
+plain state without clock, threads or events. Its caller holds the lock. Proofs: docs/staleness.md. Tests:
 tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
 
-Groups that have ended are compacted to counts and runs of prompt indices, so memory and snapshots are bounded by the
+Of groups that have ended only counts and runs of prompt indices are kept, so memory and snapshots are bounded by the
 live groups and the number of runs.
 """
 
@@ -44,11 +44,12 @@ from recipe.async_engine.core.policy import (
 class SampleLedger:
     """All prompt groups of a run and their states, on top of one `StalenessGate`.
 
-    target_groups: groups that the run will train, a multiple of b; no more are issued than can still be trained.
+    target_groups: number of groups that the run will train, a multiple of b (groups in a batch). The ledger issues no
+    more groups than can still be trained.
     issue_limit: largest number of groups that may be issued; None means no limit.
-    policy: chooses the next batch among those that the gate allows. If it fixes batches at issue, batches are numbered
-    from 0; a group joins the first batch with a free place, and a group that is filtered or fails leaves its place to
-    the next one that is issued.
+    policy: the admission policy, which chooses the next batch among those that the gate allows. If it fixes batches at
+    issue, batches are numbered from 0, and a group joins the first batch with a free slot. The slot of a group that is
+    filtered or fails goes to the next group that is issued.
     """
 
     def __init__(
@@ -76,21 +77,21 @@ class SampleLedger:
 
     @property
     def version(self) -> int:
-        """v, the current policy version, from which training goes on."""
+        """Return v, the current policy version, from which training continues."""
         return self._gate.version
 
     @property
     def announced(self) -> int:
-        """a, the newest version that generates: v, or an earlier one while later ones are being published."""
+        """Return a, the newest version that generates: v, or an earlier one while later ones are being published."""
         return self._gate.announced
 
     @property
     def batches_left(self) -> int:
-        """Batches of the current version that have not been taken; at 0 the version must be sealed."""
+        """Return how many batches of the current version have not been taken. At 0 the version must be sealed."""
         return self._gate.batches_left
 
     def find(self, group_id: int) -> Group | None:
-        """Return the live group with this id, or None if it ended or was never issued."""
+        """Return the live group with this id, or None if the group has ended or was never issued."""
         return self._live.find(group_id)
 
     def in_state(self, state: GroupState) -> list[Group]:
@@ -98,15 +99,15 @@ class SampleLedger:
         return self._live.in_state(state)
 
     def count(self, state: GroupState) -> int:
-        """Number of live groups in this state."""
+        """Return the number of live groups in this state."""
         return self._live.count(state)
 
     def leased(self) -> list[Group]:
-        """Return the batch that the trainer holds, oldest group first; empty if it holds none."""
+        """Return the groups of the batch that the trainer holds, oldest first; [] if it holds no batch."""
         return [self._live[group_id] for group_id in self._leased]
 
     def trained_prompts(self) -> list[list[int]]:
-        """[epoch, first, end] for every run of trained prompt indices first..end-1, sorted."""
+        """Return [epoch, first, end] for every run of trained prompt indices first..end-1, sorted."""
         return self._trained_prompts.to_rows()
 
     def can_issue(self) -> bool:
@@ -115,7 +116,7 @@ class SampleLedger:
 
     @property
     def all_issued(self) -> bool:
-        """Return whether the run needs no further group unless a live one is filtered or fails."""
+        """Return whether the run needs no further group unless a live group is filtered or fails."""
         if self.issue_limit is not None and self._issued >= self.issue_limit:
             return True
         return self.target_groups is not None and self._trained + len(self._live) >= self.target_groups
@@ -123,27 +124,27 @@ class SampleLedger:
     def batch_possible(self, prompts_left: int) -> bool:
         """Return whether one more batch can form from the groups not yet trained and ``prompts_left`` further prompts.
 
-        If no batch is available, the trainer waits when this is true and ends the run when it is false. Groups that are
-        filtered or fail later can turn it to false.
+        If no batch is ready, the trainer waits if the result is True and ends the run if it is False. Groups that are
+        filtered or fail later can make it False.
         """
         if self.issue_limit is not None:
             prompts_left = min(prompts_left, self.issue_limit - self._issued)
         if self.target_groups is not None:
             prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
-        # With batches fixed at issue, only a new group can fill a free place.
+        # With batches fixed at issue, only a new group can fill a free slot of a batch.
         in_batch = self._live.places_taken(self._first_untaken()) if self.policy.fixed_batches else 0
         candidates = in_batch if self.policy.fixed_batches else len(self._live) - len(self._leased)
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
 
     def issue(self, prompt: PromptRef) -> Group:
-        """Start a group for this prompt at the announced version."""
+        """Issue a group for this prompt; its generation starts at the announced version."""
         if prompt.key in self._issued_prompts:
-            raise LedgerError(f"prompt {prompt.index} of epoch {prompt.epoch} was issued before")
+            raise LedgerError(f"prompt {prompt.index} of epoch {prompt.epoch} has already been issued")
         if not self.can_issue():
             raise LedgerError(
-                f"no group may be issued now: {len(self._live)} live of {self._gate.admission_limit} admitted at "
-                f"version {self.version} ({self.announced} announced), "
-                f"{self._trained} trained of {self.target_groups}, {self._issued} issued of {self.issue_limit}"
+                f"no group may be issued now: {len(self._live)} of {self._gate.admission_limit} groups are live, "
+                f"version {self.version}, newest announced version {self.announced}, "
+                f"{self._trained} of {self.target_groups} groups trained, {self._issued} of {self.issue_limit} issued"
             )
         start = self._gate.add()
         batch = self._batch_with_a_place() if self.policy.fixed_batches else None
@@ -154,7 +155,7 @@ class SampleLedger:
         return group
 
     def mark_ready(self, group_id: int, oldest_version: int) -> Group:
-        """Mark a running group as complete; `oldest_version`, of its oldest token, is between start and `announced`."""
+        """Mark a running group as complete; its oldest token has a version from its start version to `announced`."""
         group = self._live_group(group_id, "ready", GroupState.RUNNING)
         if not group.start <= oldest_version <= self.announced:
             raise LedgerError(
@@ -165,30 +166,30 @@ class SampleLedger:
         return self._update(replace(group, state=GroupState.READY, start=oldest_version))
 
     def restart(self, group_id: int) -> Group:
-        """Start a group's generation again, because its attempt failed or the payload of a ready group was lost."""
+        """Generate a group from scratch again, because its attempt failed or the payload of a ready group was lost."""
         group = self._live_group(group_id, "restart", GroupState.RUNNING, GroupState.READY)
         self._gate.move(group.start, self.announced)
         return self._update(replace(group, state=GroupState.RUNNING, start=self.announced, attempts=group.attempts + 1))
 
     def filter(self, group_id: int, reason: str) -> Group:
-        """Leave a group out of training on purpose and free its place; `reason` is one of a few short words."""
+        """Leave a group out of training on purpose and free its batch slot; ``reason`` is a key for the counts."""
         return self._give_up(group_id, "filter", GroupState.FILTERED, self._filtered, reason)
 
     def fail(self, group_id: int, reason: str) -> Group:
-        """Give up a group that cannot be generated and free its place; `reason` is a short word."""
+        """Give up a group that cannot be generated and free its batch slot; ``reason`` is a key for the counts."""
         return self._give_up(group_id, "fail", GroupState.FAILED, self._failed, reason)
 
     def may_take(self) -> bool:
-        """Return whether there is a `next_batch`; the cost does not depend on the number of live groups."""
+        """Return whether `next_batch` would return a batch. The cost does not depend on the number of live groups."""
         return self._choice() is not None
 
     def next_batch(self) -> list[Group] | None:
-        """Return the policy's batch, or the oldest ready groups if the gate requires them; None if none is allowed."""
+        """Return the batch that `take` would lease now, after verifying it, or None."""
         batch = self._choice()
         return None if batch is None else checked(self.policy, batch, self._ready())
 
     def take(self) -> list[Group]:
-        """Lease the next batch to the trainer until `mark_trained` or `return_batch`."""
+        """Lease the next batch to the trainer until `mark_trained` or `return_batch` is called."""
         if self._leased:
             raise LedgerError(f"the trainer still holds groups {self._leased}")
         batch = self.next_batch()
@@ -196,13 +197,15 @@ class SampleLedger:
             raise LedgerError(f"no batch may be taken now at version {self.version}: {self.counts()}")
         stale = [group for group in batch if self.version - group.start > self.settings.max_staleness]
         if stale:
-            raise StalenessViolation(f"past max_staleness {self.settings.max_staleness} at {self.version}: {stale}")
+            raise StalenessViolation(
+                f"groups past max_staleness {self.settings.max_staleness} at {self.version}: {stale}"
+            )
         self._gate.take([group.start for group in batch])
         self._leased = [group.id for group in batch]
         return [self._update(replace(group, state=GroupState.TAKEN)) for group in batch]
 
     def return_batch(self) -> None:
-        """Return the leased batch untrained: its groups are ready again, as before the take."""
+        """Take back the leased batch without training it: its groups become ready again."""
         if not self._leased:
             raise LedgerError("no batch is leased, so none can be returned")
         groups, self._leased = self.leased(), []
@@ -211,9 +214,9 @@ class SampleLedger:
             self._update(replace(group, state=GroupState.READY))
 
     def mark_trained(self) -> StalenessStats:
-        """Record that the weights include the leased batch; return the staleness of its groups.
+        """Record that the leased batch is trained into the weights; return the staleness of its groups.
 
-        Call it before writing a checkpoint of these weights, so that ledger and weights agree.
+        Call this before a checkpoint of these weights is written, so that ledger and weights agree.
         """
         if not self._leased:
             raise LedgerError("no batch is leased, so none can be marked as trained")
@@ -230,17 +233,17 @@ class SampleLedger:
         return batch_staleness
 
     def seal(self) -> int:
-        """Seal the next version, whose weights the trainer now has; return it."""
+        """Seal the next version, whose weights the trainer now has, and return the version."""
         if self._leased:
-            raise LedgerError(f"version {self.version + 1} is sealed while the trainer holds groups {self._leased}")
+            raise LedgerError(f"version {self.version + 1} cannot be sealed: the trainer holds groups {self._leased}")
         return self._gate.seal()
 
     def announce(self) -> int:
-        """Announce the oldest sealed version, whose weights every live replica has committed; return it."""
+        """Announce the oldest sealed version, whose weights every live replica now uses, and return the version."""
         return self._gate.announce()
 
     def counts(self) -> LedgerCounts:
-        """Number of groups by state."""
+        """Return the number of groups by state."""
         return LedgerCounts(
             issued=self._issued,
             trained=self._trained,
@@ -255,18 +258,18 @@ class SampleLedger:
         )
 
     def check_identity(self) -> None:
-        """Raise `LedgerIdentityError` unless all records of the ledger agree with each other and with the gate.
+        """Raise `LedgerIdentityError` unless all counts of the ledger agree with each other and with the gate.
 
-        This reads every live group; a step only runs the cheaper `_check_books`.
+        This reads every live group; each training step runs only the cheaper `_check_books`.
         """
         recount = Counter((group.state, group.start) for group in self._live.all())
         counted = {(state, start): n for state in GroupState for start, n in self._live.starts(state).items()}
         if counted != recount:
-            raise LedgerIdentityError(f"live groups by state and start are {dict(recount)}, counted as {counted}")
+            raise LedgerIdentityError(f"live groups by state and start version: {dict(recount)}, index: {counted}")
         self._check_books()
 
     def _check_books(self) -> None:
-        """Run the part of `check_identity` whose cost does not grow with the number of live groups."""
+        """Run the checks of `check_identity` whose cost does not grow with the number of live groups."""
         counts = self.counts()
         by_start = {state: self._live.starts(state) for state in GroupState}
         open_starts = Counter(by_start[GroupState.RUNNING]) + Counter(by_start[GroupState.READY])
@@ -285,12 +288,12 @@ class SampleLedger:
         }
         broken = [identity for identity, holds in agree.items() if not holds]
         if broken:
-            raise LedgerIdentityError(f"does not hold: {broken}; {counts}; gate {self._gate.starts()}")
+            raise LedgerIdentityError(f"broken identities: {broken}; {counts}; gate: {self._gate.starts()}")
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a JSON-compatible record of the ledger, for a checkpoint that includes all trained batches.
+        """Return a JSON-compatible snapshot of the ledger, for a checkpoint whose weights include all trained batches.
 
-        A leased batch is not in those weights, so its groups are recorded as ready and will be taken again.
+        A leased batch is not in those weights, so its groups are saved as ready and will be taken again.
         """
         self.check_identity()
         return {
@@ -309,11 +312,11 @@ class SampleLedger:
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any], settings: GateSettings, **rules: Any) -> Self:
-        """Rebuild a ledger from a snapshot whose settings have passed `core.snapshots.changes`.
+        """Rebuild a ledger from a snapshot whose settings `core.snapshots.changes` has accepted.
 
-        Both limits count from the beginning of the run, not from the resume. Ready groups stay ready, and running ones
-        stay running with their starts, since their tokens are continued. A batch that was leased is ready again, so it
-        is trained exactly once relative to the weights of the checkpoint.
+        ``rules`` are the constructor's keyword arguments; their limits count from the beginning of the run, not from
+        the resume. Ready groups stay ready. Running groups stay running with their start versions, because their tokens
+        are continued. A batch that was leased is ready again, so the restored weights are trained on it once.
         """
         ledger = cls(settings, **rules)
         groups = [Group.from_row(row) for row in snapshot["live"]]
@@ -342,7 +345,7 @@ class SampleLedger:
         return ledger
 
     def _choice(self) -> Batch | None:
-        """Return the batch to be taken now: the policy's, or the oldest groups if the gate requires them first."""
+        """Return the batch to take now: the admission policy's, or the oldest groups if the gate requires those."""
         if self._live.count(GroupState.READY) < self.settings.batch_groups:
             return None
         ready = self._ready()
@@ -356,7 +359,7 @@ class SampleLedger:
         return ReadyGroups(self._live, self.settings.batch_groups, self.version, self._first_untaken())
 
     def _first_untaken(self) -> int:
-        """Return the number of the next batch to be taken, for batches that are fixed at issue."""
+        """Return the number of the next batch to take, for batches that are fixed at issue."""
         return (self._trained + len(self._leased)) // self.settings.batch_groups
 
     def _batch_with_a_place(self) -> int:

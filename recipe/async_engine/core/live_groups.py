@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live groups of a sample ledger, indexed by state, start and batch.
+"""The live groups of a sample ledger, indexed by state, start version (version of the oldest token) and batch.
 
-Contract: the cost of what is asked after every change of a group (number of ready groups, starts of the oldest ones,
-places taken in a batch) does not grow with the number of live groups; only listing all groups of a state does. Answers
-equal those of a scan over all live groups. Plain state: the ledger changes it, its caller holds the lock. Test:
-tests/core/test_live_groups.py.
+Contract: the cost of queries that are made after every change of a group (number of ready groups, start versions of the
+oldest ones, groups in a batch) does not grow with the number of live groups; only listing all groups of a state does.
+Results equal those of a scan over all live groups. The index is plain state: the ledger changes it, and the ledger's
+caller holds the lock. Test: tests/core/test_live_groups.py.
 """
 
 import heapq
@@ -14,11 +14,11 @@ from recipe.async_engine.core.groups import Group, GroupState
 
 
 class LiveGroups:
-    """Live groups by id, in issue order."""
+    """The live groups, indexed by id (in issue order), state, start version and batch."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
-        # Ids of groups by state and start, without empty entries.
+        # Ids of groups by state and start version, without empty entries.
         self._by_start: dict[GroupState, dict[int, set[int]]] = {state: {} for state in GroupState}
         self._counts: Counter[GroupState] = Counter()
         self._by_batch: defaultdict[int, set[int]] = defaultdict(set)
@@ -35,7 +35,7 @@ class LiveGroups:
         return self._groups.get(group_id)
 
     def put(self, group: Group) -> None:
-        """Add a group, or replace an older state of it."""
+        """Add a group, or replace the same group in an older state."""
         before = self._groups.get(group.id)
         if before is not None:
             self._leave(before)
@@ -51,15 +51,15 @@ class LiveGroups:
         self._leave(self._groups.pop(group_id))
 
     def all(self) -> list[Group]:
-        """Every group, in issue order."""
+        """Return every live group, in issue order."""
         return list(self._groups.values())
 
     def count(self, state: GroupState) -> int:
-        """Number of groups in this state."""
+        """Return the number of groups in this state."""
         return self._counts[state]
 
     def starts(self, state: GroupState) -> dict[int, int]:
-        """Number of groups in this state by start."""
+        """Return the number of groups in this state for each start version."""
         return {start: len(ids) for start, ids in self._by_start[state].items()}
 
     def in_state(self, state: GroupState) -> list[Group]:
@@ -67,7 +67,7 @@ class LiveGroups:
         return [self._groups[group_id] for group_id in sorted(set().union(*self._by_start[state].values()))]
 
     def oldest(self, state: GroupState, count: int) -> list[Group]:
-        """Return the ``count`` oldest groups in this state, or fewer, oldest first: by start, then by issue order."""
+        """Return up to ``count`` groups in this state, oldest first: by start version, then by issue order."""
         found: list[Group] = []
         for _, ids in sorted(self._by_start[state].items()):
             if len(found) == count:
@@ -76,7 +76,7 @@ class LiveGroups:
         return found
 
     def oldest_starts(self, state: GroupState, count: int) -> dict[int, int]:
-        """Return the number of groups by start, ascending, among those that `oldest` returns."""
+        """Return how many of the groups that `oldest` returns have each start version, in ascending order."""
         found: dict[int, int] = {}
         for start, ids in sorted(self._by_start[state].items()):
             if count <= 0:
@@ -86,11 +86,11 @@ class LiveGroups:
         return found
 
     def of_batch(self, batch: int) -> list[Group]:
-        """Return the groups that have a place in this batch, in issue order."""
+        """Return the groups that belong to this batch, in issue order."""
         return [self._groups[group_id] for group_id in sorted(self._by_batch.get(batch, ()))]
 
     def places_taken(self, batch: int) -> int:
-        """Return the number of groups that have a place in this batch."""
+        """Return the number of groups that belong to this batch."""
         return len(self._by_batch.get(batch, ()))
 
     def ready_of_batch(self, batch: int) -> int:
@@ -98,7 +98,7 @@ class LiveGroups:
         return self._ready_of_batch[batch]
 
     def _leave(self, group: Group) -> None:
-        """Remove a group, in the given state, from all indexes."""
+        """Remove a group from all indexes; ``group`` is the object that was put last."""
         by_start = self._by_start[group.state]
         by_start[group.start].discard(group.id)
         if not by_start[group.start]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts users' objects to plain values and their exceptions to text, in the process in which they arose.
+"""Converts users' objects to plain values and users' exceptions to text, in the process where they arose.
 
-Contract: what `plain` returns consists of None, bool, int, float, str, list and dict with text keys, all of exactly
-these types, and no more than `MOST` values and characters together, so that every process can read it and JSON can
-express it. Anything else raises `NotPlain`, which names the place in the value. `told` never raises, for any exception
-of any class. Shown by tests/core/test_plain.py.
+Contract: a value from `plain` consists of None, bool, int, float, str, list and dict with text keys, all of exactly
+these types, so every process can read it and JSON can express it. It has at most `MOST` values and characters in total.
+Anything else raises `NotPlain`, whose message gives the location inside the value. `told` never raises, for any
+exception of any class. Shown by tests/core/test_plain.py.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from typing import Any
 from recipe.async_engine.core.errors import RecipeError
 
 MOST = 4 << 20
-"""Largest number of values and characters in one value."""
+"""Largest total number of values and characters in one converted value."""
 DEEPEST = 64
 """Deepest nesting of lists and dicts."""
 LONGEST_MESSAGE, LONGEST_TRACE = 2000, 8000
 """Longest message and traceback of an exception, in characters."""
 LARGEST_BITS = 1024
-"""Largest size of an int, in bits: that of the largest float."""
+"""Largest size of an int in bits, which is that of the largest float."""
 
-# Read from the built-in classes, so that a user's class or metaclass cannot override them.
+# These are read from the built-in classes, so that a user's class or metaclass cannot override them.
 _NAME, _CAUSE = type.__dict__["__name__"], BaseException.__dict__["__cause__"]
 
 
 class NotPlain(RecipeError):
-    """A value cannot be passed to another process; the message names the place in the value."""
+    """A value cannot be passed to another process. The message gives the location of the problem inside the value."""
 
 
 def plain(value: Any, what: str) -> Any:
     """Convert a value to plain values, as the module's contract describes.
 
-    Enumerations become their values; tuples, sets, arrays and tensors become lists; every other number (numpy's,
-    decimals, fractions) becomes a float. Iterating over the value may raise whatever a user's class raises.
+    Enumerations become their values; tuples, sets, arrays and tensors become lists; all other numbers (numpy's,
+    decimals, fractions) become floats. If a user's class raises while the value is read, its exception may propagate.
 
     Args:
         what: name of the value in messages.
 
     Raises:
-        NotPlain: its type has no plain form, it contains itself, or it is larger than `MOST`.
+        NotPlain: the value's type has no plain form, or the value contains itself or is larger than `MOST`.
     """
     return _Converter().convert(value, what, 0)
 
 
 Where = str | tuple[Any, str | int]
-"""A place in a value: the value's name, or a pair of the enclosing place and the key in it."""
+"""A location inside a value: the value's name, or a pair of the enclosing location and the key in it."""
 
 
 class _Converter:
-    """One conversion, with the part of `MOST` that is left for it."""
+    """Converts one value, and counts how much of `MOST` is left."""
 
     def __init__(self) -> None:
         self._left = MOST
@@ -124,17 +124,17 @@ def _place(where: Where) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Return an exception's class name and message, followed by its first cause's; never raises."""
+    """Return the class name and message of an exception, followed by those of its first cause. This never raises."""
     first = _first(error)
     words = _told_alone(error)
     return words if first is error else f"{words} (caused by {_told_alone(first)})"
 
 
 def origin(error: BaseException) -> str:
-    """Return the first cause, with file and line, of an error raised while a user's file was loaded; "" if none.
+    """Return the first cause, with file and line, of an error raised while a user's file was loaded, or "".
 
-    The place is the last frame outside of Python's import machinery. If dataclasses failed because verl loads the file
-    without a module name, advice on that is added.
+    File and line are those of the last frame outside Python's import machinery. Advice is added if the failure is one
+    of dataclasses that verl causes by loading the file without a module name.
     """
     first = _first(error)
     if first is error:
@@ -146,7 +146,7 @@ def origin(error: BaseException) -> str:
 
 
 def postponed(trace: str) -> str:
-    """Return advice for a traceback that ends in dataclasses because of postponed annotations, else ""."""
+    """Return advice if a traceback shows that dataclasses failed because of postponed annotations, else ""."""
     if "dataclasses.py" not in trace or "'NoneType' object has no attribute '__dict__'" not in trace:
         return ""
     return (
@@ -164,12 +164,12 @@ def traced(error: BaseException) -> str:
 
 
 def readable(text: str) -> str:
-    """Return text that can be written anywhere, with lone surrogates and NUL escaped."""
+    """Return the text with lone surrogates and NUL escaped, so that it can be written anywhere."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first exception of a chain of causes, which may be circular."""
+    """Return the first exception of a chain of causes. The chain may be circular."""
     seen = {id(error)}
     while (cause := _CAUSE.__get__(error)) is not None and id(cause) not in seen:
         error = cause

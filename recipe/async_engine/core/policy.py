@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The admission policy: which prompt starts, which trajectory generates next, and which batch is trained.
 
-Contract. A policy chooses among what the staleness gate and the ledger allow: it can hold something back, but cannot
-let anything through. The ledger checks each choice: a group starts only if the gate admits one more, and a batch is
-leased only if it consists of `b` different ready groups that the gate allows. If the gate refuses the chosen groups
-because older ones are due, those are taken instead, so no choice can block a run; a policy that chooses nothing delays
-the run until ``async_training.timeouts.batch_wait``. An exception of a policy or an invalid choice becomes a
+Contract. An admission policy chooses among what the staleness gate and the ledger allow: it can hold something back,
+but cannot admit what they refuse. The ledger checks each choice: a group starts only if the gate admits one more, and a
+batch is leased only if it consists of `b` different ready groups that the gate allows. If the gate refuses the chosen
+groups because older ones are due, the ledger takes those, so no choice can block a run; a policy that chooses nothing
+delays the run until ``async_training.timeouts.batch_wait``. An exception of a policy or an invalid choice becomes a
 `PolicyError`, which ends the run in order.
 
-A policy is asked under the ledger's lock, so it should answer at once. It must not hold state that a resumed run needs,
-because checkpoints contain nothing of it. docs/extending.md shows how to write one. Tests: tests/core/test_policy.py.
+A policy is called under the ledger's lock, so it should return at once. It must not hold state that a resumed run
+needs, because checkpoints do not contain it. docs/extending.md shows how to write one. Tests:
+tests/core/test_policy.py.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ SETTING = "async_training.admission_policy"
 
 
 class PolicyError(RecipeError):
-    """An admission policy raised an exception, or chose what it was not offered."""
+    """An admission policy raised an exception, or chose something that it was not offered."""
 
 
 class Batch(Sequence[Group]):
-    """Groups to be trained together, which are looked up only when they are read.
+    """Groups to be trained together. The groups are looked up only when they are read.
 
-    starts: number of groups by start.
+    starts: number of groups by start version (version of the oldest token).
     """
 
     def __init__(self, starts: Mapping[int, int], groups: Callable[[], Sequence[Group]]) -> None:
@@ -59,10 +60,10 @@ class Batch(Sequence[Group]):
 
 
 class ReadyGroups:
-    """The ready groups from which a policy chooses a batch; iteration is in issue order.
+    """The ready groups from which an admission policy chooses a batch; iteration is in issue order.
 
-    batch_groups: b, groups in a batch. version: the policy version that is being trained. next_batch: the number of the
-    batch that is taken next, if batches are fixed at issue.
+    batch_groups: b, the number of groups in a batch. version: the policy version that is being trained. next_batch:
+    number of the batch to take next, if batches are fixed at issue.
     """
 
     def __init__(self, live: LiveGroups, batch_groups: int, version: int, next_batch: int) -> None:
@@ -81,12 +82,12 @@ class ReadyGroups:
         return group if group is not None and group.state is GroupState.READY else None
 
     def oldest(self) -> Batch:
-        """Return the b oldest ready groups: by start, then in issue order."""
+        """Return the b oldest ready groups: by start version (version of the oldest token), then in issue order."""
         ready, count = GroupState.READY, self.batch_groups
         return Batch(self._live.oldest_starts(ready, count), lambda: self._live.oldest(ready, count))
 
     def fixed(self) -> Batch | None:
-        """Return the next batch of those that are fixed at issue, or None until all of its groups are ready."""
+        """Return the next batch, for batches fixed at issue; None until all of its groups are ready."""
         if self._live.ready_of_batch(self.next_batch) < self.batch_groups:
             return None
         groups = self._live.of_batch(self.next_batch)
@@ -94,12 +95,12 @@ class ReadyGroups:
 
 
 class AdmissionPolicy(Protocol):
-    """The interface of a policy; subclass one of the three below to override only some answers.
+    """The interface of an admission policy. To override only some methods, subclass one of the three classes below.
 
     whole_groups: a group starts only when slots are free for all of its trajectories, so that a drain leaves no group
     half started; otherwise each free slot is filled, whichever group its trajectory belongs to.
-    fixed_batches: a group's batch is fixed when it is issued; `next_batch` must then return ``ready.fixed()``.
-    at_hand: how many prompts are read ahead from the data for `next_prompt` to choose from.
+    fixed_batches: a group's batch is fixed when the group is issued; `next_batch` must then return ``ready.fixed()``.
+    at_hand: number of prompts that are read ahead from the data for `next_prompt` to choose from.
     """
 
     whole_groups: bool
@@ -107,35 +108,35 @@ class AdmissionPolicy(Protocol):
     at_hand: int
 
     def next_prompt(self, prompts: Sequence[Prompt]) -> int | None:
-        """Return the index in ``prompts``, which are in data order, of the one to start now; None to start none yet."""
+        """Return the index in ``prompts`` (in data order) of the prompt to start now, or None to start none yet."""
 
     def rank(self, group: Group, index: int) -> float:
-        """Return the priority of a group's ``index``-th trajectory for a free slot; the lowest rank is served first.
+        """Return the priority of a group's ``index``-th trajectory for a free slot; the lowest value is served first.
 
-        This is asked once, when the trajectory starts to wait; with ``whole_groups``, only for the group's first
-        trajectory. Among equal ranks the group that was issued first is served first.
+        This is called once, when the trajectory begins to wait; with ``whole_groups``, only for the group's first
+        trajectory. Among equal priorities, the group that was issued first is served first.
         """
 
     def next_batch(self, ready: ReadyGroups) -> Sequence[Group] | None:
-        """Return the ``ready.batch_groups`` groups to train now, or None to wait; at least that many are ready.
+        """Return the ``ready.batch_groups`` groups to train now, or None to wait; at least that many groups are ready.
 
-        While nothing else changes, the answer must stay None or stay a batch.
+        Unless something else changes, the method must keep returning None, or keep returning a batch.
         """
 
 
 class OldestReady:
-    """A stream: groups start whole and in data order, and the oldest ready groups are trained."""
+    """Trains the oldest ready groups; groups start in data order, each with all of its trajectories."""
 
     whole_groups = True
     fixed_batches = False
     at_hand = 16
 
     def next_prompt(self, prompts: Sequence[Prompt]) -> int | None:
-        """Return the first prompt."""
+        """Return the index of the first prompt."""
         return 0
 
     def rank(self, group: Group, index: int) -> float:
-        """Return the group's start: the oldest group has the earliest deadline."""
+        """Return the group's start version, because the group with the oldest token has the earliest deadline."""
         return group.start
 
     def next_batch(self, ready: ReadyGroups) -> Sequence[Group] | None:
@@ -144,9 +145,9 @@ class OldestReady:
 
 
 class WholeBatches(OldestReady):
-    """Trains the batches of synchronous training: fixed at issue, trained in that order, each when it is complete.
+    """Trains the batches of synchronous training: fixed at issue and trained in that order, each once it is complete.
 
-    It requires k = 1 and S <= 1, for which issue order is the order of deadlines (docs/staleness.md).
+    This requires k = 1 and S <= 1, for which issue order is the order of deadlines (docs/staleness.md).
     """
 
     fixed_batches = True
@@ -157,7 +158,7 @@ class WholeBatches(OldestReady):
 
 
 class Turns(OldestReady):
-    """Like `OldestReady`, but fills each free slot with the next trajectory of any group, for generation in turns."""
+    """Like `OldestReady`, but each free slot goes to the next trajectory of any group, for generation in turns."""
 
     whole_groups = False
 
@@ -170,7 +171,7 @@ POLICIES: dict[str, type[AdmissionPolicy]] = {
 
 
 def admission_policy(name: str) -> AdmissionPolicy:
-    """Return the configured policy: one of `POLICIES`, or a class by its dotted name, created without arguments.
+    """Return the configured admission policy: one of `POLICIES`, or an instance of the class with this dotted name.
 
     Raises:
         SettingError: the class cannot be loaded, or lacks a member of `AdmissionPolicy`.
@@ -193,7 +194,7 @@ def admission_policy(name: str) -> AdmissionPolicy:
 
 
 def asked(policy: AdmissionPolicy, question: str, *arguments: Any) -> Any:
-    """Return a policy's unchecked answer; raise PolicyError if the policy raised an exception."""
+    """Return what an admission policy's method returns, unchecked; raise PolicyError if the method raises."""
     try:
         return getattr(policy, question)(*arguments)
     except RecipeError:
@@ -203,15 +204,15 @@ def asked(policy: AdmissionPolicy, question: str, *arguments: Any) -> Any:
 
 
 def chosen_prompt(policy: AdmissionPolicy, prompts: Sequence[Prompt]) -> int | None:
-    """Return the index of the prompt that the policy starts now, or None if it starts none yet."""
+    """Return the index of the prompt that the admission policy starts now, or None if it starts no prompt yet."""
     place = asked(policy, "next_prompt", prompts)
     if place is None or (isinstance(place, int) and 0 <= place < len(prompts)):
         return None if place is None else int(place)
-    raise PolicyError(f"{_name(policy)}.next_prompt chose {place!r} of {len(prompts)} prompts: 0 is the first one")
+    raise PolicyError(f"{_name(policy)}.next_prompt chose index {place!r} of {len(prompts)} prompts, counted from 0")
 
 
 def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:
-    """Return the policy's rank for a trajectory that waits for a slot."""
+    """Return the admission policy's priority for a trajectory that waits for a slot."""
     rank = asked(policy, "rank", group, index)
     if isinstance(rank, int | float) and not math.isnan(rank):
         return rank
@@ -219,7 +220,7 @@ def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:
 
 
 def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
-    """Return the batch that the policy chooses; the groups of a lazy `Batch` are only verified later, by `checked`."""
+    """Return the batch that the admission policy chooses; the groups of a lazy `Batch` are verified by `checked`."""
     found = asked(policy, "next_batch", ready)
     if found is None or isinstance(found, Batch):
         return found

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which trajectory generates next, in a continuous stream or in turns that alternate with training.
 
-Contract. The ledger knows the groups; the prompt manager knows the trajectories of those that are not complete yet. A
+Contract. The ledger knows the groups; the prompt manager knows the trajectories of groups that are not complete. A
 trajectory is PENDING, RUNNING or SAMPLED, and
 
-- a trajectory starts only while generation is open, and only in one of `slots` free slots; the ledger's admission
-  policy ranks those that wait, and says whether a group needs slots for all of its trajectories to start;
-- an issued group goes before a new prompt, and a new prompt is issued only if the ledger admits it (its staleness gate,
-  its bound on live groups), so the number of groups in flight is bounded;
-- a running trajectory keeps its slot until its last token is sampled: beyond the end of a turn, after which it waits
-  with its tokens, and beyond a failed attempt, which is followed by another one.
+- a trajectory starts only while generation is open and only in one of `slots` free slots. The ledger's admission policy
+  sets the priority of waiting trajectories, and says whether a group starts only when slots are free for all of its
+  trajectories;
+- an issued group goes before a new prompt. A new prompt is issued only if the ledger admits it (staleness gate and
+  bound on live groups), so the number of groups in flight is bounded;
+- a running trajectory keeps its slot until its last token is sampled: also after the end of a turn, when it waits with
+  its tokens, and after a failed attempt that is followed by another one.
 
     PENDING -> RUNNING -> SAMPLED        a failed attempt leads from SAMPLED back to PENDING
 
-A stream is a single turn that no batch closes. It can be drained before a weight sync: then nothing starts, and running
-trajectories finish.
+A stream is a single turn that no batch closes. It can be drained before a weight sync: then no trajectory starts, and
+running trajectories finish.
 
-Plain state: no clock, no threads, no events. Its caller holds the ledger's lock. Tests:
+The prompt manager is plain state without clock, threads or events. Its caller holds the ledger's lock. Tests:
 tests/core/test_prompt_manager.py, tests/core/test_policy.py.
 """
 
@@ -43,8 +44,8 @@ class TrajectoryState(StrEnum):
 class Why(StrEnum):
     """Why no further trajectory starts to generate.
 
-    GENERATING: all slots are taken. LAST_...: trajectories generate, and no other one starts for the named reason. In
-    all other cases nothing generates.
+    GENERATING: all slots are taken. LAST_...: some trajectories generate, and no other one starts for the named reason.
+    With all other values no trajectory generates.
     """
 
     GENERATING = "generating"
@@ -68,7 +69,7 @@ LAST_OF = {
     Why.PROMPTS: Why.LAST_OF_PROMPTS,
     Why.END: Why.LAST_OF_END,
 }
-"""The reason to report while trajectories generate, for each reason that keeps others from starting."""
+"""For each reason that keeps trajectories from starting, the reason to report while others still generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
-    """Groups without a running trajectory that wait for a slot, and running trajectories.
+    """Numbers of groups and trajectories that wait for a slot, run or are interrupted.
 
-    Between turns running trajectories are interrupted: ``interrupted`` counts their groups,
-    ``interrupted_trajectories`` the trajectories.
+    pending: groups without a running trajectory that wait for a slot. Between turns running trajectories are
+    interrupted: ``interrupted`` is the number of their groups, ``interrupted_trajectories`` that of the trajectories.
     """
 
     pending: int
@@ -96,8 +97,8 @@ class PromptCounts:
 class PromptManager:
     """Assigns generation slots to trajectories, as the module's contract describes.
 
-    ledger: shared with the trainer. group_size: trajectories of a group. slots: trajectories that may run at once; it
-    may change. stream: whether generation is a stream instead of turns.
+    ledger: shared with the trainer. group_size: number of trajectories in a group. slots: number of trajectories that
+    may run at once; it may change. stream: whether generation is a stream instead of turns.
     """
 
     def __init__(self, ledger: SampleLedger, group_size: int, slots: int, stream: bool = False) -> None:
@@ -111,40 +112,40 @@ class PromptManager:
         self._states: dict[int, list[TrajectoryState]] = {}
         self._groups_in: Counter[TrajectoryState] = Counter()
         self._trajectories_in: Counter[TrajectoryState] = Counter()
-        # (rank, group id, index) of waiting trajectories; entries that no longer wait are skipped.
+        # Heap of (priority, group id, index) of waiting trajectories; entries that no longer wait are skipped.
         self._waiting: list[tuple[float, int, int]] = []
 
     @property
     def running(self) -> int:
-        """Trajectories that have a slot."""
+        """Return the number of trajectories that have a slot."""
         return self._trajectories_in[TrajectoryState.RUNNING]
 
     @property
     def generating(self) -> int:
-        """Trajectories that run and are not interrupted."""
+        """Return the number of trajectories that run and are not interrupted."""
         return self.running if self.is_open or self.stream else 0
 
     def open_turn(self) -> None:
-        """Start a generation turn, or let a stream go on."""
+        """Start a generation turn, or let a stream continue."""
         if self.is_open:
             raise LedgerError("a generation turn is open already")
         self.is_open = True
 
     def close_turn(self) -> int:
-        """Interrupt all running trajectories; return their number."""
+        """End the turn, which interrupts all running trajectories; return their number."""
         if not self.is_open:
             raise LedgerError("no generation turn is open")
         self.is_open = False
         return self.running
 
     def drain(self) -> None:
-        """Give out no slots until the stream is opened again; running trajectories continue."""
+        """Assign no more slots until the stream is opened again; running trajectories continue."""
         self.is_open = False
 
     def next(self) -> Trajectory | None:
-        """Give a free slot to the next trajectory and return it; None if no slot may be given or no trajectory waits.
+        """Assign a free slot to the next trajectory and return it, or None if no slot fits or no trajectory waits.
 
-        If groups start whole, call this until it returns None: the rest of a started group has its slots reserved.
+        If groups start whole, call this until it returns None, so that all trajectories of a started group get slots.
         """
         if not self.is_open or not self.anything_waits():
             return None
@@ -157,12 +158,13 @@ class PromptManager:
         return trajectory
 
     def picks(self, issue: Callable[[], bool], portion: int | None = None) -> Iterator[Trajectory]:
-        """Yield the trajectories that may start now, with those of new prompts once none waits.
+        """Yield the trajectories that may start now; when none waits, issue new prompts and yield theirs.
 
         Args:
-            issue: issues a group for the next prompt; returns False if there is none now.
-            portion: stop after about this many, so that the caller's lock is held only briefly; None for no limit. A
-                group is never split, since a drain would then leave it half started.
+            issue: issues a group for the next prompt; returns False if there is no prompt now.
+            portion: number of trajectories after which to stop, so that the caller's lock is held only briefly; None
+                for no limit. All trajectories of a group are yielded even beyond it, since a drain would otherwise
+                leave the group half started.
         """
         count, last = 0, None
         while portion is None or count < portion or self.first_waiting() == last:
@@ -178,7 +180,7 @@ class PromptManager:
 
         Args:
             prompts_left: whether there is a next prompt, now or later.
-            waits_for_rewards: whether nothing generates and the run waits only for rewards.
+            waits_for_rewards: whether no trajectory generates and the run waits only for rewards.
         """
         if self.generating:
             if self.is_open and (not self.has_room() or self.anything_waits()):
@@ -187,7 +189,7 @@ class PromptManager:
         return Why.REWARD if waits_for_rewards else self._held_by(prompts_left)
 
     def _held_by(self, prompts_left: bool) -> Why:
-        """Return what prevents a new trajectory from starting even though slots are free."""
+        """Return why no new trajectory may start although slots are free."""
         if not self.is_open:
             return Why.DRAIN if self.stream else Why.TURN
         if self.ledger.all_issued or not prompts_left:
@@ -195,7 +197,7 @@ class PromptManager:
         return Why.PROMPTS if self.ledger.can_issue() else Why.GATE
 
     def wants_prompt(self) -> bool:
-        """Return whether a new prompt may be issued for free slots; call it when `next` returns None."""
+        """Return whether a new prompt may be issued for free slots. Call this when `next` returns None."""
         return self.is_open and self.has_room() and not self.anything_waits() and self.ledger.can_issue()
 
     def has_room(self) -> bool:
@@ -205,18 +207,18 @@ class PromptManager:
     def issue(self, prompt: PromptRef) -> Group:
         """Issue a group for this prompt and queue its trajectories for slots."""
         if not self.is_open:
-            raise LedgerError("a prompt is issued in a generation turn only")
+            raise LedgerError("a prompt may be issued only in a generation turn")
         group = self.ledger.issue(prompt)
         self.adopt(group, [TrajectoryState.PENDING] * self.group_size)
         return group
 
     def adopt(self, group: Group, states: Sequence[TrajectoryState]) -> None:
-        """Take over a running group, new or from a checkpoint, none of whose trajectories runs."""
+        """Take over a running group that is new or from a checkpoint. None of its trajectories may be running."""
         if group.state is not GroupState.RUNNING or group.id in self._states:
             raise LedgerError(f"group {group.id} is {group.state} or known already: it cannot be adopted")
         if len(states) != self.group_size or TrajectoryState.RUNNING in states:
             raise LedgerError(
-                f"group {group.id} has {self.group_size} trajectories, none of which runs: {list(states)}"
+                f"group {group.id} needs {self.group_size} states other than RUNNING, but got {list(states)}"
             )
         self._states[group.id] = list(states)
         self._groups_in[_group_state(states)] += 1
@@ -231,14 +233,14 @@ class PromptManager:
         return self._states[trajectory.group_id][trajectory.index]
 
     def sampled(self, trajectory: Trajectory) -> None:
-        """Free the trajectory's slot, because its last token is sampled."""
+        """Free the slot of a trajectory, because its last token is sampled."""
         self._expect(trajectory, TrajectoryState.RUNNING)
         self._set(trajectory, TrajectoryState.SAMPLED)
 
     def begin_again(self, trajectory: Trajectory) -> bool:
         """Record that an attempt failed and its tokens are lost.
 
-        Returns True if the trajectory still has its slot and starts again at once; otherwise it waits for a slot.
+        Return True if the trajectory still has its slot and starts again at once, False if it waits for a slot.
         """
         self._expect(trajectory, TrajectoryState.RUNNING, TrajectoryState.SAMPLED)
         if self.state(trajectory) is TrajectoryState.RUNNING:
@@ -247,7 +249,7 @@ class PromptManager:
         return False
 
     def complete(self, group_id: int, oldest_version: int) -> Group:
-        """Mark a group as ready to be trained, once all of its trajectories are sampled and rewarded."""
+        """Mark a group as ready for training, because all of its trajectories are sampled and rewarded."""
         unfinished = [state for state in self._states[group_id] if state is not TrajectoryState.SAMPLED]
         if unfinished:
             raise LedgerError(f"group {group_id} is not complete: {[state.value for state in unfinished]}")
@@ -255,11 +257,11 @@ class PromptManager:
         return self.ledger.mark_ready(group_id, oldest_version)
 
     def forget(self, group_id: int) -> None:
-        """Drop a group that is given up and free its slots; the caller filters or fails it in the ledger."""
+        """Drop a group and free its slots. The caller filters the group or marks it as failed in the ledger."""
         self._leave(group_id)
 
     def counts(self) -> PromptCounts:
-        """Number of groups and trajectories by state."""
+        """Return the number of groups and trajectories by state."""
         interrupted = self.running > self.generating
         return PromptCounts(
             pending=self._groups_in[TrajectoryState.PENDING],
@@ -273,7 +275,7 @@ class PromptManager:
         return self.first_waiting() is not None
 
     def first_waiting(self) -> int | None:
-        """Return the group of the trajectory that gets the next slot, or None if none waits."""
+        """Return the id of the group whose trajectory gets the next slot, or None if no trajectory waits."""
         while self._waiting:
             _, group_id, index = self._waiting[0]
             states = self._states.get(group_id)
@@ -306,7 +308,7 @@ class PromptManager:
         self._trajectories_in.subtract(states)
 
     def _wait(self, trajectory: Trajectory) -> None:
-        """Queue the trajectory if it is pending, with the rank that the policy gives it now."""
+        """Queue the trajectory if it is pending, with the priority that the admission policy gives it now."""
         group = self.ledger.find(trajectory.group_id)
         if group is not None and self.state(trajectory) is TrajectoryState.PENDING:
             policy = self.ledger.policy
@@ -315,7 +317,7 @@ class PromptManager:
 
 
 def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
-    """Return RUNNING if one of these trajectories runs, else PENDING if one waits for a slot, else SAMPLED."""
+    """Return RUNNING if one of a group's trajectories runs, else PENDING if one waits for a slot, else SAMPLED."""
     for state in (TrajectoryState.RUNNING, TrajectoryState.PENDING):
         if state in states:
             return state
@@ -323,15 +325,15 @@ def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
 
 
 MEMORY = 4
-"""Number of recently ended trajectories that set the slot count, as a multiple of the slots without tools."""
+"""Number of recently ended trajectories that determine the slot count, as a multiple of the slots without tools."""
 
 
 class Slots:
     """Computes how many trajectories may have a generation slot while some of them wait for tools.
 
-    A trajectory keeps an engine busy only while it waits for an answer. If agent loops use tools, the slots are
-    increased by the ratio of the time that ended trajectories spent at tools to their time at engines, up to ``most``;
-    without tools there are exactly ``least``. Older trajectories have less weight. Shown by tests/core/test_slots.py.
+    A trajectory uses an engine only while it waits for an answer. If agent loops use tools, the number of slots grows
+    in proportion to the time that ended trajectories spent at tools, relative to their time at engines, up to ``most``.
+    Without tools there are ``least`` slots. Older trajectories have less weight. Test: tests/core/test_slots.py.
 
     count: present number of slots.
     """
@@ -342,7 +344,7 @@ class Slots:
         self._at_engines_s = self._at_tools_s = 0.0
 
     def ended(self, at_engines_s: float, at_tools_s: float) -> int:
-        """Record the seconds that an ended trajectory spent waiting for engines and at tools; return `count`."""
+        """Record how many seconds an ended trajectory waited for engines and for tools; return the new `count`."""
         kept = 1 - 1 / (MEMORY * self._least)
         self._at_engines_s = kept * self._at_engines_s + at_engines_s
         self._at_tools_s = kept * self._at_tools_s + at_tools_s

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a run's rehearsal, and the rule for whether two computations of log-probs agree.
+"""Results of a run's rehearsal, and the rule that decides whether two computations of log-probs agree.
 
-Contract: results are plain values, which go unchanged into ``summary.json`` and to trackers. Shown by
+Contract: results are plain values, which are passed unchanged to ``summary.json`` and to trackers. Shown by
 tests/core/test_rehearsed.py.
 """
 
@@ -17,14 +17,14 @@ PASSED, FELL_BACK, FAILED, LEFT_OUT = "passed", "fell back", "failed", "left out
 SHARES = {"float32": 0.02, "float16": 0.1}
 """Allowed difference of log-probs as a share of their spread, by the engine's dtype."""
 USUAL_SHARE = 0.25
-"""The share for bfloat16 and narrower dtypes."""
+"""The allowed share for bfloat16 and narrower dtypes."""
 LEAST_SPREAD = 0.2
-"""Smallest spread that is assumed, in nats, for log-probs that are nearly equal."""
+"""Smallest spread that is assumed, in nats, if log-probs are nearly equal."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Mean absolute difference of two computations of the same log-probs, and its limit, in nats."""
+    """Mean absolute difference between two computations of the same log-probs, and the allowed difference, in nats."""
 
     difference: float
     allowed: float
@@ -32,7 +32,7 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Return whether the two agree; a NaN never does."""
+        """Return whether the two computations agree. They never do if the difference is NaN."""
         return self.difference <= self.allowed
 
     def __str__(self) -> str:
@@ -42,12 +42,12 @@ class Agreement:
 def agreement(pairs: Sequence[tuple[float, float]], dtype: str) -> Agreement:
     """Compare two computations of each token's log-prob.
 
-    Rounding changes a log-prob by a small share of the spread of log-probs; other weights change it by about the spread
-    itself. So the difference is measured by the spread of the second computation.
+    Rounding changes a log-prob by a small share of the spread of log-probs (their mean absolute deviation); other
+    weights change it by about the spread itself. So the limit is a share of the second computation's spread.
 
     Args:
         pairs: the two log-probs of each token, in nats.
-        dtype: verl's name of the dtype in which the engine computed the first of each pair.
+        dtype: verl's name of the dtype in which the engine computed the first log-prob of each pair.
     """
     if not pairs:
         return Agreement(0.0, 0.0, 0)
@@ -60,7 +60,7 @@ def agreement(pairs: Sequence[tuple[float, float]], dtype: str) -> Agreement:
 
 @dataclass
 class Check:
-    """The outcome of one check of the rehearsal, its explanation, and how long it took."""
+    """The outcome of one check of the rehearsal, its explanation, and its duration in seconds."""
 
     name: str
     outcome: str = PASSED
@@ -72,8 +72,8 @@ class Check:
 class Rehearsed:
     """All checks of a rehearsal, in order.
 
-    ``fallbacks``: settings, as on a command line, that replace the run's own. ``passes``: forward and backward passes
-    of all trainer ranks while weights were transferred at the same time.
+    ``fallbacks``: settings, written as on a command line, that replace those of the run. ``passes``: number of forward
+    and backward passes that all trainer ranks made during weight transfers.
     """
 
     checks: list[Check] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Rehearsed:
         return any(check.outcome == FAILED for check in self.checks)
 
     def summary(self) -> dict[str, Any]:
-        """Return the values for ``summary.json``."""
+        """Return the results for ``summary.json``."""
         return asdict(self)
 
     def metrics(self) -> dict[str, float]:
@@ -102,7 +102,7 @@ class Rehearsed:
 
 
 def table(summary: dict[str, Any]) -> list[str]:
-    """Return lines of text that show a `Rehearsed.summary`."""
+    """Return the lines of text that display a `Rehearsed.summary`."""
     width = max((len(check["name"]) for check in summary["checks"]), default=0)
     lines = [
         f"  {check['name']:<{width}}  {check['outcome']:<9}  {check['seconds']:6.1f} s  {check['said']}".rstrip()

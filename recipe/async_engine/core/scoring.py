@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what a log-prob server does next: score a batch, move to newer weights, or wait.
+"""Decides what a log-prob server does next: score a batch, switch to newer weights, or wait.
 
-A pure state machine; the clock is passed in. Weights arrive in three steps: `begin_load`, `staged` (complete beside the
-live weights) and `promoted` (they have become the live weights). Contract:
+This is a pure state machine; the clock is passed in. Weights arrive in three steps: `begin_load`, `staged` (they are
+complete, next to the live weights) and `promoted` (they have become the live weights). Contract:
 
 - A batch is scored by one version, the live one, and nothing is promoted while a batch is being scored.
-- ``anchor: generation``: a request is scored by the version that sampled its tokens. A server moves on only when the
-  requests of its live version have been scored, or ``drain_s`` after the newer weights were complete; later requests
-  are scored by the live version and marked as late. It moves on only when a request needs the newer version or the next
-  weights arrive, so that a request on its way during a weight sync still finds its version.
-- ``anchor: latest``: a server moves on at once. A request names the oldest version that is acceptable, and waits for
-it.
-- Requests of the oldest groups go first. A batch has at most ``max_batch_tokens``, and a larger request is a batch of
-  its own; no request waits for a fuller batch longer than ``max_delay_s``.
-- A request whose version will not arrive is handed back, never kept.
+- ``anchor: generation``: a request is scored by the version that sampled its tokens. A server switches to staged
+  weights only after the requests for its live version have been scored, or ``drain_s`` seconds after the newer weights
+  were complete; requests for older versions are scored by the live version and marked as late. It switches only when a
+  request needs the newer version or the next weights arrive, so that a request that arrives during a weight sync still
+  finds its version.
+- ``anchor: latest``: a server switches at once. A request names the oldest acceptable version, and waits for it.
+- Requests of the oldest groups are scored first. A batch has at most ``max_batch_tokens`` tokens, and a larger request
+  is a batch of its own. No request waits longer than ``max_delay_s`` seconds for a fuller batch.
+- A request whose version will not arrive is returned to the caller, never kept.
 - Weights that differ from those that were sent (`refused`) score nothing, and nothing is scored until the next weights
   are live.
 - With ``holds_for_weights`` nothing is scored from `may_stage` to the end of a load.
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 STATIC = 0
-"""Version of weights that never change: those of the reference policy."""
+"""Version of weights that never change, which are those of the reference policy."""
 
 
 class Anchor(StrEnum):
@@ -37,7 +37,7 @@ class Anchor(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """How a server forms batches and when it moves on; times in seconds, sizes in tokens of prompt and response."""
+    """How a server forms batches and switches weights. Times are in seconds, sizes in tokens of prompt and response."""
 
     anchor: Anchor = Anchor.GENERATION
     max_batch_tokens: int = 16384
@@ -50,16 +50,16 @@ class ScoringSettings:
 class ScoringRequest:
     """One sequence to score."""
 
-    id: int  # unique at its server
+    id: int  # unique at the server
     version: int  # version that sampled the tokens; with ``anchor: latest``, the oldest acceptable version
     tokens: int  # length of the sequence
-    start: int  # start of its prompt group; the oldest are trained first
-    arrived: float  # time of arrival
+    start: int  # start version of the prompt group; groups with the oldest are trained first
+    arrived: float  # time of arrival in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringBatch:
-    """Sequences to score together by ``version``; requests in ``late`` should have been scored by an older version."""
+    """Sequences that ``version`` scores together. Those in ``late`` should have been scored by an older version."""
 
     version: int
     requests: tuple[ScoringRequest, ...]
@@ -72,20 +72,20 @@ class ScoringBatch:
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """The decision to swap in the staged weights."""
+    """The decision that the staged weights become the live ones."""
 
     version: int
 
 
 class ScoringQueue:
-    """The requests and versions of a server. Its owner carries out `next` and reports `scored` or `promoted`."""
+    """The requests and versions of a server. The caller carries out `next` and then calls `scored` or `promoted`."""
 
     def __init__(self, settings: ScoringSettings, live: int | None = None) -> None:
-        """``live``: version of the initial weights, or None if they are only placeholders."""
+        """Create the queue; ``live`` is the version of the initial weights, or None if they are only placeholders."""
         self.live = live
         self.paused = False
         self.joining = False
-        """True while the ranks join the group of a weight sync, when nothing may be scored beside it."""
+        """True while the ranks join the group of a weight sync; nothing may be scored during that time."""
         self._settings = settings
         self._loading: int | None = None
         self._staged: int | None = None
@@ -100,73 +100,73 @@ class ScoringQueue:
 
     @property
     def newest(self) -> int | None:
-        """The newest version that is live, staged or being loaded."""
+        """Return the newest version that is live, staged or being loaded."""
         staged = None if self._is_refused else self._staged
         return max((version for version in (self.live, staged, self._loading) if version is not None), default=None)
 
-    # Requests
+    # Methods about requests.
 
     def submit(self, request: ScoringRequest) -> bool:
-        """Queue a request; return False if its version never was and will not be here, so that it must go elsewhere."""
+        """Queue a request; return False if this server never had and will not have its version (ask another one)."""
         if request.id in self._waiting:
-            raise ValueError(f"request {request.id} waits already")
+            raise ValueError(f"request {request.id} is already queued")
         if not self._comes(request.version):
             return False
         self._waiting[request.id] = request
         return True
 
     def withdraw(self, request_id: int) -> bool:
-        """Drop a request that nobody needs any more; return False if it is being scored or has been."""
+        """Drop a request that is no longer needed; return False if it is already being scored or has been scored."""
         return self._waiting.pop(request_id, None) is not None
 
-    # Weights
+    # Methods about weights.
 
     def begin_load(self, version: int) -> None:
-        """Announce weights that will be loaded. If others are still staged, `next` promotes those first."""
+        """Announce that weights of ``version`` will be loaded. If others are staged, `next` promotes those first."""
         if self._loading is not None:
-            raise ValueError(f"version {self._loading} is on its way already")
+            raise ValueError(f"version {self._loading} is already being loaded")
         if self.newest is not None and version < self.newest:
             raise ValueError(f"version {version} is older than version {self.newest}")
         self._loading = version
 
     @property
     def loading(self) -> int | None:
-        """The version that is being loaded."""
+        """Return the version that is being loaded, or None."""
         return self._loading
 
     @property
     def may_stage(self) -> bool:
-        """Whether loading may begin: the staging area is free, and no batch is scored that must not run beside it."""
+        """Return whether loading weights may begin: the staging area is free, and `may_join` holds."""
         return self._staged is None and self.may_join
 
     @property
     def may_join(self) -> bool:
-        """Return whether no batch is scored that must not run beside a collective of the weight sync."""
+        """Return whether a collective of the weight sync may run; with ``holds_for_weights`` not during scoring."""
         return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:
-        """Mark the weights being loaded as complete on every rank, beside the live ones."""
+        """Record that the weights being loaded are complete on every rank, next to the live ones."""
         if self._loading is None or not self.may_stage:
-            raise ValueError("no weights are on their way, or others are staged")
+            raise ValueError("no weights are being loaded, or other weights are still staged")
         self._staged, self._loading, self._staged_at = self._loading, None, now
 
     def load_failed(self) -> list[ScoringRequest]:
-        """Give up the weights being loaded. Returns the requests that waited for them, which must go elsewhere."""
+        """Give up the weights being loaded. Return the requests that waited for them, for another server to score."""
         self._loading = None
         return self._lost()
 
     def refused(self) -> list[ScoringRequest]:
-        """Mark the weights that arrived last, staged or live, as different from those that were sent.
+        """Record that the weights that arrived last, staged or live, differ from those that were sent.
 
-        Returns the requests that waited for them, which must go elsewhere. Refused staged weights are still promoted
-        later, to free the staging area for the next ones.
+        Return the requests that waited for these weights, which another server must score. Refused staged weights are
+        still promoted later, to free the staging area for the next weights.
         """
         self.live = None
         self._is_refused = self._staged is not None
         return self._lost()
 
     def promoted(self) -> None:
-        """Make the staged weights the live ones."""
+        """Record that the staged weights have become the live ones."""
         assert self._staged is not None and not self._busy
         self.live, self._staged, self._is_refused = None if self._is_refused else self._staged, None, False
 
@@ -177,13 +177,13 @@ class ScoringQueue:
         return lost
 
     def _comes(self, version: int) -> bool:
-        """Return whether a request for ``version`` will be answered here without further announced weights."""
+        """Return whether this server will score a request for ``version``, with weights that it has or expects."""
         if self._settings.anchor is Anchor.LATEST:
             return self.newest is not None and version <= self.newest
         staged = None if self._is_refused else self._staged
         return version in (staged, self._loading) or (self.live is not None and version <= self.live)
 
-    # Decisions
+    # Methods that decide what the server does next.
 
     def next(self, now: float) -> ScoringBatch | Promotion | None:
         """Return what to do now, or None to wait for an event or until `wake_at`. A returned batch counts as begun."""
@@ -208,12 +208,12 @@ class ScoringQueue:
         return ScoringBatch(self.live, tuple(chosen), late)
 
     def scored(self) -> None:
-        """Record that the batch has been scored, or failed."""
+        """Record that scoring the present batch has ended, successfully or not."""
         assert self._busy
         self._busy = False
 
     def wake_at(self) -> float | None:
-        """Return when `next` may change its answer without another event, or None if it will not."""
+        """Return the time at which `next` may change its answer without another event, or None if it will not."""
         if self._busy:
             return None
         times = [request.arrived + self._settings.max_delay_s for request in self._ready()]
@@ -229,13 +229,13 @@ class ScoringQueue:
 
     @property
     def _is_wanted(self) -> bool:
-        """Return whether a request needs the staged weights, or the next weights need their place."""
+        """Return whether a request needs the staged weights, or the next weights need the staging area."""
         live = self.live
         assert live is not None
         return self._loading is not None or any(request.version > live for request in self._waiting.values())
 
     def _ready(self) -> list[ScoringRequest]:
-        """Return the requests that the live version may score now, oldest group first."""
+        """Return the requests that the live version may score now, those of the oldest groups first."""
         live = self.live
         holds = self.joining or (
             self._settings.holds_for_weights and self._loading is not None and self._staged is None

@@ -8,7 +8,7 @@ from typing import Any
 from recipe.async_engine.core.errors import SnapshotError
 
 STATE_FORMAT = 1
-"""Format number of the rollout part of a checkpoint, which contains a ledger's snapshot."""
+"""Format version of the rollout's state in a checkpoint, which contains the ledger's snapshot."""
 BATCH = "groups of a batch (ppo_mini_batch_size * require_batches)"
 PER_VERSION = "async_training.trigger_parameter_sync_step"
 WHOLE = "whole batches (async_training.admission_policy)"
@@ -21,7 +21,7 @@ RESUMED_PARTS = ("model", "optimizer", "extra")
 def not_carried(contents: Iterable[str], strategy: str) -> list[str]:
     """Return those of `RESUMED_PARTS` that a checkpoint with these contents lacks.
 
-    Megatron's engine takes its weights from ``hf_model`` too (utils/checkpoint/megatron_checkpoint_manager.py:256).
+    Megatron's engine can also take its weights from ``hf_model`` (utils/checkpoint/megatron_checkpoint_manager.py:256).
     """
     has = {*contents}
     if strategy == "megatron" and "hf_model" in has:
@@ -30,13 +30,13 @@ def not_carried(contents: Iterable[str], strategy: str) -> list[str]:
 
 
 class Changed(Enum):
-    """The consequence of changing a setting since the checkpoint."""
+    """The consequence of changing a setting after the checkpoint was written."""
 
     NOTED = auto()
     WITHOUT_EFFECT = auto()
-    """The change is noted, but verl continues with the value in the checkpoint."""
+    """The change is reported, but verl continues with the value in the checkpoint."""
     REFUSED_WITH_ANSWERS = auto()
-    """Refused if groups were live, since their answers depend on the saved value."""
+    """The change is refused if groups are live, because their answers depend on the saved value."""
     REFUSED = auto()
 
 
@@ -44,23 +44,23 @@ RULES: dict[str, Changed] = {
     "actor_rollout_ref.rollout.n": Changed.REFUSED_WITH_ANSWERS,
     "data.max_prompt_length": Changed.REFUSED_WITH_ANSWERS,
     "data.max_response_length": Changed.REFUSED_WITH_ANSWERS,
-    # These determine which groups may be trained when.
+    # These settings determine when a group may be trained.
     BATCH: Changed.REFUSED,
     PER_VERSION: Changed.REFUSED,
     WHOLE: Changed.REFUSED,
     "async_training.placement": Changed.REFUSED,
-    # The ledger refuses a bound that its live groups do not fit.
+    # The ledger itself refuses a bound that its live groups do not fit.
     "async_training.max_staleness": Changed.NOTED,
-    # verl writes one FSDP checkpoint file per rank.
+    # verl writes one FSDP checkpoint file per rank, so strategy and ranks must stay the same.
     "actor_rollout_ref.actor.strategy": Changed.REFUSED,
     "trainer.nnodes * trainer.n_gpus_per_node": Changed.REFUSED,
-    # A prompt is identified by its epoch and row.
+    # A prompt is identified by its epoch and row, so the order of the data must stay the same.
     "data.train_files": Changed.REFUSED,
     "rows of data.train_files": Changed.REFUSED,
     "data.shuffle": Changed.REFUSED,
     "data.seed": Changed.REFUSED,
     "trainer.total_epochs": Changed.NOTED,
-    # A change alters the shapes of tensors, the scaling of adapters, or their base model.
+    # Changing one of these alters the shapes of tensors, the scaling of adapters, or their base model.
     "sizes of actor_rollout_ref.model.path": Changed.REFUSED,
     "sizes of critic.model.path": Changed.REFUSED,
     "LoRA": Changed.REFUSED,
@@ -73,13 +73,14 @@ RULES: dict[str, Changed] = {
     "tokenizer": Changed.REFUSED,
     "chat template": Changed.NOTED,
 }
-"""Settings, and values derived from them, that a checkpoint records, with the consequence of a change."""
+"""The consequence of a change, for each setting or derived value that a checkpoint saves."""
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> list[str]:
     """Return what has changed since a checkpoint with ``live`` live groups was written, one text per change.
 
-    Raises `SnapshotError` if the run cannot continue with the present values; it names each of them and the saved one.
+    Raises `SnapshotError` if the run cannot resume with the present values. The message gives the present and the saved
+    value of each refused setting.
     """
     known = [name for name in RULES if name in saved and name in present]
     found = {name: f"{saved[name]} -> {present[name]}" for name in known if saved[name] != present[name]}

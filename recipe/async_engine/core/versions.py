@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy versions of tokens, run-length coded.
+"""Policy versions of tokens, as run-length codes.
 
 Contract. Each token of a trajectory is labelled with the version that sampled it; tokens that no policy sampled (tool
-and environment tokens) are labelled `NOT_SAMPLED`. The cost of handling a complete answer depends on the number of
-version changes in it, not on its tokens; only an answer that its agent loop has cut is read token by token. A label
-that cannot be known exactly is never newer than the recorded truth, and is marked as inexact. Test:
+and environment tokens) are labelled `NOT_SAMPLED`. The cost of handling a complete answer depends on its number of
+version changes, not on its number of tokens; only an answer that its agent loop has shortened is read token by token.
+If a label cannot be known exactly, it is not newer than the true version, and the labels are marked as inexact. Test:
 tests/core/test_versions.py.
 """
 
@@ -24,11 +24,11 @@ Runs = list[tuple[int, int]]
 """(version, token count) of each run of equal versions, in order."""
 
 ALIGNMENT_WORK = 32
-"""Limit on token comparisons of an alignment, per token; only degenerate answers (one repeated token) need more."""
+"""Limit on token comparisons of an alignment, per token. Only degenerate answers (one repeated token) need more."""
 
 
 def run_lengths(versions: Iterable[int]) -> Runs:
-    """Return the runs of equal consecutive versions."""
+    """Return (version, token count) of each run of equal consecutive versions."""
     return [(version, len(list(run))) for version, run in groupby(versions)]
 
 
@@ -54,16 +54,16 @@ def joined(runs: Iterable[tuple[int, int]], more: Iterable[tuple[int, int]]) -> 
 class RequestVersions:
     """Records which version sampled which tokens of the requests that a server holds.
 
-    A request is sampled by the version at its submission until a `swap`, which gives the number of tokens that each
-    request had by then; later tokens belong to the new version.
+    The version at a request's submission samples the request until a `swap`, which records how many tokens each request
+    had by then; later tokens belong to the new version.
     """
 
     def __init__(self) -> None:
-        # For each request: the versions that sample it, in order, each with the number of tokens before its first one.
+        # For each request, in order: each version that sampled it, and how many tokens were sampled before.
         self._begun: dict[str, list[tuple[int | None, int]]] = {}
 
     def submit(self, request_id: str, version: int | None) -> None:
-        """Record a request before it reaches the engine, with the version that samples (None if it is unknown)."""
+        """Record a request before it reaches the engine, with the version that samples it (None if unknown)."""
         self._begun[request_id] = [(version, 0)]
 
     def forget(self, request_id: str) -> None:
@@ -71,11 +71,11 @@ class RequestVersions:
         self._begun.pop(request_id, None)
 
     def submitted(self, request_id: str) -> int | None:
-        """Return the version at the request's submission, or None if it has not been submitted."""
+        """Return the version at the request's submission, or None if the request or its version is unknown."""
         return self._begun[request_id][0][0] if request_id in self._begun else None
 
     def swap(self, sampled: Mapping[str, int], version: int) -> None:
-        """Record that ``version`` samples from now on; ``sampled`` has each request's tokens so far (default 0)."""
+        """Record that ``version`` samples from now on; ``sampled`` is each request's token count so far (default 0)."""
         for request_id, begun in self._begun.items():
             begun.append((version, sampled.get(request_id, 0)))
 
@@ -84,7 +84,7 @@ class RequestVersions:
         return len(self._begun.get(request_id, ())) > 1
 
     def runs(self, request_id: str, tokens: int) -> list[tuple[int, int]] | None:
-        """Return the runs of a request's first ``tokens`` tokens, or None if a version is unknown."""
+        """Return the runs of equal versions in a request's first ``tokens`` tokens, or None if a version is unknown."""
         begun = self._begun.get(request_id, [(None, 0)])
         ends = [before for _, before in begun[1:]] + [tokens]
         found: list[tuple[int, int]] = []
@@ -123,26 +123,26 @@ def align(
     """Label the tokens of a response with the versions that were recorded while they were generated.
 
     generated: (version, token ids) of every piece that a server returned for the trajectory, in order. response_ids,
-    response_mask: what the agent loop made of them, of equal length; mask 0 marks tokens that it did not sample.
+    response_mask: the agent loop's response, of equal length; mask 0 marks tokens that no policy sampled.
 
-    The agent loop does not record versions. It may cut its response, drop the end of a turn, or discard whole turns. So
-    a possible reading of the response uses the pieces in order, each of them whole, only its beginning, or not at all.
-    A token is labelled with the oldest version that any reading gives it, and the labels are exact if all readings
+    The agent loop does not record versions. It may shorten its response, drop the end of a turn, or discard whole
+    turns. So a possible reading of the response uses the pieces in order: each one whole, only its beginning, or not at
+    all. A token is labelled with the oldest version that any reading gives it, and the labels are exact if all readings
     agree. If there is no reading, or finding all of them takes too much work, every sampled token gets the oldest
-    recorded version. A staleness computed from the labels is never too small.
+    recorded version. So a staleness computed from the labels is never too small.
 
-    Raises `VersionRecordError` if lengths differ, or if tokens are marked as sampled although nothing was recorded.
+    Raises `VersionRecordError` if lengths differ, or if tokens are marked as sampled but no generation was recorded.
     """
     if len(response_ids) != len(response_mask):
-        raise VersionRecordError(f"{len(response_ids)} response tokens, but a mask of {len(response_mask)}")
+        raise VersionRecordError(f"the response has {len(response_ids)} tokens, but its mask has {len(response_mask)}")
     sampled = list(compress(response_ids, response_mask))
     pieces = [(version, list(tokens)) for version, tokens in generated if len(tokens)]
     if any(version < 0 for version, _ in pieces):
-        raise VersionRecordError(f"generated tokens recorded under versions {[version for version, _ in pieces]}")
+        raise VersionRecordError(f"generated tokens have a negative version: {[version for version, _ in pieces]}")
     if sampled and not pieces:
         raise VersionRecordError(f"{len(sampled)} tokens are marked as sampled, but no generation was recorded")
     if sampled == list(chain.from_iterable(tokens for _, tokens in pieces)):
-        # Every piece is used whole: there is no other reading.
+        # Every piece is used whole, so there is no other reading.
         return Alignment(_with_unsampled([(version, len(tokens)) for version, tokens in pieces], response_mask), True)
     read = _readings(pieces, sampled)
     if read is None:
@@ -152,12 +152,12 @@ def align(
 
 
 def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
-    """Return the labels from all readings of the sampled tokens; None if there is no reading, or it is too much work.
+    """Return the labels from all readings of the sampled tokens; None without a reading, or if it is too much work.
 
-    A reading uses a beginning (none, a part, or all) of each piece in turn. The forward pass computes, piece by piece,
-    which numbers of sampled tokens the pieces so far can explain, and how far the next piece agrees from there. The
-    backward pass keeps those from which the end can be reached; each piece labels the tokens that it covers on such a
-    path.
+    A reading uses a beginning of each piece (nothing, a part, or all) in order. The forward pass computes, piece by
+    piece, which numbers of sampled tokens the pieces so far can explain, and how many tokens of the next piece match
+    from there. The backward pass keeps the numbers from which the end of the response can be reached; each piece labels
+    the tokens that it covers on such a path.
     """
     end = len(sampled)
     work_left = ALIGNMENT_WORK * (end + sum(len(tokens) for _, tokens in pieces))
@@ -188,8 +188,8 @@ def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Al
 def _oldest_of(labelled: Iterable[tuple[int, int, int]], end: int) -> Alignment | None:
     """Return the oldest label of each of ``end`` tokens, or None if a token has no label.
 
-    labelled: (first, end, version) of tokens first..end-1 that a reading gives this version. The result is exact if no
-    token has two labels.
+    labelled: (first, end, version) for each range of tokens first..end-1 to which a reading gives this version. The
+    result is exact if no token has two labels.
     """
     changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for first, last, version in labelled:
@@ -209,7 +209,7 @@ def _oldest_of(labelled: Iterable[tuple[int, int, int]], end: int) -> Alignment 
 
 
 def _append(runs: Runs, version: int, count: int) -> None:
-    """Append ``count`` tokens of a version to ``runs``, in place."""
+    """Append ``count`` tokens of a version to ``runs`` in place."""
     if runs and runs[-1][0] == version:
         count += runs.pop()[1]
     if count:
@@ -217,7 +217,7 @@ def _append(runs: Runs, version: int, count: int) -> None:
 
 
 def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int:
-    """Return the length of the longest common beginning of ``tokens`` and ``sampled[start:]``."""
+    """Return how many tokens at the beginning of ``tokens`` and of ``sampled[start:]`` are equal."""
     longest = min(len(tokens), len(sampled) - start)
     if tokens[:1] == sampled[start : start + 1] and tokens[:longest] == sampled[start : start + longest]:
         return longest
@@ -225,7 +225,7 @@ def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int
 
 
 def _with_unsampled(labels: Iterable[tuple[int, int]], response_mask: Sequence[int]) -> Runs:
-    """Return the runs of a whole response, given those of its sampled tokens."""
+    """Return the runs of a whole response, given the runs of its sampled tokens."""
     found: Runs = []
     left = iter(labels)
     version = count = 0
@@ -244,7 +244,7 @@ def _with_unsampled(labels: Iterable[tuple[int, int]], response_mask: Sequence[i
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One answered request: the version that sampled ``tokens``, and the ``context`` before them."""
+    """One answered request: ``version`` sampled ``tokens``, with ``context`` as the tokens before them."""
 
     version: int
     context: Sequence[int]
@@ -256,9 +256,9 @@ def place(
 ) -> list[tuple[int, int]] | None:
     """Return each part's position in the response and the number of its tokens that are used.
 
-    A part's log-probs are valid for the response only if its context is what precedes it there. Returns None if that is
-    wrong for some part, or if a token marked as sampled (``mask`` 1) is in no part: the agent loop has then rewritten
-    what was generated. Shown by tests/core/test_alignment.py.
+    The log-probs of a part are valid for the response only if the same context precedes the part there. Return None if
+    the context of a part differs, or if a token marked as sampled (``mask`` 1) is in no part: the agent loop has then
+    rewritten what was generated. Shown by tests/core/test_alignment.py.
     """
     sequence = [*prompt, *response]
     places, covered = [], bytearray(len(response))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder: written so that a crash leaves the old or the new file, and owned by one run at a time."""
+"""Files in a run's folder: a crash leaves either the old or the new content, and one run owns the folder."""

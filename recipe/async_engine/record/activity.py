@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what a process that serves trajectories does: a rollout engine, or an agent-loop worker.
 
-Contract: an engine works on several requests at once. For each stretch of time it leaves one span for each class of
-work, with that class's share of the engine's places. The shares add up to 1. Nothing is kept before the first question.
-The clock is passed in; it gives seconds and never goes backwards. Shown by tests/core/test_events.py.
+Contract: an engine works on several requests at once. For each interval it records one span per class of work, with the
+share of the engine's sequence slots that the class used; the shares of an interval add up to 1. Spans are kept only
+from the first call of ``take`` on. The clock is passed in; it returns seconds and never goes backwards. Shown by
+tests/core/test_events.py.
 """
 
 from collections import Counter
@@ -18,8 +19,9 @@ from recipe.async_engine.record.events import EMPTY, NOWHERE, Away, Class, Clock
 class Work(StrEnum):
     """The purpose of a request to an engine.
 
-    NEW: its tokens have not been computed before. AGAIN: a part of it was answered before and is computed again. RETRY:
-    an earlier attempt failed. VALIDATION: it is not trained. OTHER: it does not come from this run's agent loops.
+    NEW: the answer has not been generated before. AGAIN: a part of the answer was generated before and is computed
+    again. RETRY: an earlier attempt of the trajectory failed. VALIDATION: the answer is not trained on. OTHER: the
+    request does not come from this run's agent loops.
     """
 
     NEW = "new"
@@ -30,17 +32,17 @@ class Work(StrEnum):
 
 
 OF_ITS_OWN = {Work.RETRY: Class.RETRY, Work.VALIDATION: Class.VALIDATING}
-"""Work that counts as one class from a request's arrival to its end. Other work changes class at the first token."""
+"""Work that counts as one class from a request's arrival to its end. Other work changes class at its first token."""
 TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
 class AwayActivity:
-    """Records what the trajectories of an agent-loop worker do outside of engines. One event loop calls it.
+    """Records what the trajectories of one agent-loop worker do while not at an engine. One event loop calls it.
 
     Attributes:
-        lane: names everything that at least one trajectory is doing, joined by "+".
-        goes_on: for each agent loop that has ended once, whether its trajectories continue after an answer. A loop
-            whose trajectories do not has no tools, so the time after its answer is not tool time.
+        lane: the activities that at least one trajectory is in, joined by "+".
+        goes_on: for each agent loop of which a trajectory has ended, whether its trajectories send another request
+            after an answer. If they do not, the loop uses no tools, so the time after an answer is not tool time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -50,17 +52,17 @@ class AwayActivity:
         self.goes_on: dict[str, bool] = {}
 
     def tool_time(self, loop: str) -> "ToolTime":
-        """Return the tool time of a new trajectory, for the agent loop with this name."""
+        """Return the tool-time meter of a new trajectory of the agent loop named ``loop``."""
         return ToolTime(self, loop)
 
     def change(self, what: Away, by: int) -> None:
-        """Note that ``by`` more trajectories do this from now on."""
+        """Record that ``by`` more trajectories are in activity ``what`` from now on."""
         self._at[what] += by
         self.lane.turn_to("+".join(name for name in Away if self._at[name] > 0) or NOWHERE)
 
     @contextmanager
     def at(self, what: Away) -> Iterator[None]:
-        """Note that a trajectory does this inside the ``with`` block."""
+        """Record that one trajectory is in activity ``what`` inside the ``with`` block."""
         self.change(what, 1)
         try:
             yield
@@ -69,10 +71,10 @@ class AwayActivity:
 
 
 class ToolTime:
-    """Measures how long one trajectory is in its tools: from an answer to its next request.
+    """Measures how long one trajectory spends in tools: the time from each answer to the trajectory's next request.
 
     Attributes:
-        seconds: the time so far, without the present stay in a tool.
+        seconds: tool time so far, without the current tool call.
     """
 
     def __init__(self, activity: AwayActivity | None = None, loop: str = "") -> None:
@@ -81,7 +83,7 @@ class ToolTime:
         self._is_between = self._is_in = False
 
     def asks(self) -> None:
-        """Note that a request begins."""
+        """Record that the trajectory sends a request."""
         if self._activity is not None and self._is_between:
             self.seconds += self._activity.clock() - self._since
             self._activity.goes_on[self._loop] = True
@@ -89,7 +91,7 @@ class ToolTime:
         self._requests += 1
 
     def is_answered(self) -> None:
-        """Note that a request has its whole answer. Without another request the trajectory is in a tool now."""
+        """Record that a request was answered; if it was the trajectory's only open one, a tool call begins."""
         self._requests -= 1
         if self._activity is None or self._requests > 0:
             return
@@ -99,13 +101,13 @@ class ToolTime:
             self._is_in = True
 
     def end(self) -> None:
-        """Note that the trajectory has ended, so that it was in no tool after its last answer."""
+        """Record that the trajectory has ended, so the time since its last answer is not tool time."""
         if self._activity is not None:
             self._activity.goes_on.setdefault(self._loop, False)
         self.leave()
 
     def leave(self) -> None:
-        """Note that the trajectory is in no tool any more, however it continues."""
+        """Record that the trajectory is no longer in a tool."""
         self._is_between = False
         if self._activity is not None and self._is_in:
             self._activity.change(Away.TOOLS, -1)
@@ -128,17 +130,16 @@ class _Request:
 
 
 class EngineActivity:
-    """Records what a rollout engine used its places for while it served, and why it did not serve.
+    """Records which work used a rollout engine's sequence slots while it served requests, and why it did not serve.
 
-    It keeps counts from the beginning, and spans from the first question on.
+    Token counts run from construction, spans from the first call of `take`.
 
     Args:
-        clock: the clock.
-        places: requests for which the engine generates at once.
+        places: number of requests that the engine can run at once.
 
     Attributes:
-        sampled: tokens so far of requests that are trained.
-        answered: the tokens among them with which a request was answered.
+        sampled: number of tokens sampled so far for requests whose answers are trained on.
+        answered: number of these tokens that were returned in answers.
     """
 
     def __init__(self, clock: Clock, places: int) -> None:
@@ -147,7 +148,7 @@ class EngineActivity:
         self._closed: Class | None = Class.START_UP
         self._told: dict[str, Work] = {}
         self._requests: dict[str, _Request] = {}
-        # Requests with a token, which occupy a place, and requests without one.
+        # Number of requests by class: under True those that decode, and so hold a slot, under False those in prefill.
         self._kinds: dict[bool, Counter[Class]] = {True: Counter(), False: Counter()}
         self._used: dict[str, float] = {}
         self._tokens: Counter[str] = Counter()
@@ -155,37 +156,37 @@ class EngineActivity:
         self.sampled = self.answered = 0
 
     def close(self, why: Class) -> None:
-        """Note that the engine serves nothing from now on."""
+        """Record that the engine serves no requests from now on, for the reason ``why``."""
         if self._closed is not why:
             self._cut()
             self._closed = why
 
     def open(self) -> None:
-        """Note that the engine serves from now on."""
+        """Record that the engine serves requests from now on."""
         if self._closed is not None:
             self._cut()
             self._closed = None
 
     def expect(self, name: str, work: Work) -> None:
-        """Note the purpose of a request that may come. Without this note it is `Work.OTHER`."""
+        """Record the purpose of a request that may come. Requests of unknown purpose count as `Work.OTHER`."""
         self._told[name] = work
 
     def answer(self, name: str, tokens: int) -> None:
-        """Note that the request was answered with so many tokens."""
+        """Record that a request was answered with ``tokens`` tokens."""
         if self._told.get(name, Work.OTHER) in TRAINED_WORK:
             self.answered += tokens
 
     @property
     def under_way(self) -> int:
-        """The part of `sampled` that belongs to requests at the engine now."""
+        """Return how many of the `sampled` tokens belong to requests that are at the engine now."""
         return sum(request.tokens for request in self._requests.values() if request.work in TRAINED_WORK)
 
     def forget(self, name: str) -> None:
-        """Note that the request is over, whether or not it reached the engine."""
+        """Record that a request is over, whether or not it reached the engine."""
         self._told.pop(name, None)
 
     def enter(self, name: str) -> None:
-        """Note that the request is at the engine."""
+        """Record that a request has reached the engine."""
         if self._requests:
             self._advance()
         else:
@@ -194,10 +195,10 @@ class EngineActivity:
         self._kinds[request.answers][request.kind] += 1
 
     def output(self, name: str, tokens: int) -> None:
-        """Note that the engine has sampled so many tokens for the request in total."""
+        """Record that the engine has sampled ``tokens`` tokens in total for a request."""
         request = self._requests[name]
         if (new := tokens - request.tokens) <= 0:
-            return  # the last output of a cut request has no new token
+            return  # the last output of an interrupted request has no new token
         if request.work in TRAINED_WORK:
             self.sampled += new
         request.tokens = tokens
@@ -208,14 +209,14 @@ class EngineActivity:
         self._tokens[request.kind] += new
 
     def recompute(self, names: Iterable[str]) -> None:
-        """Note that the engine computes the tokens of these requests again before their next token."""
+        """Record that the engine must compute the tokens of these requests again before it samples their next token."""
         for request in (self._requests[name] for name in names if name in self._requests):
             if request.work is Work.NEW:
                 self._turn(request, answers=request.answers, work=Work.AGAIN)
             self._turn(request, answers=False)
 
     def leave(self, name: str) -> None:
-        """Note that the request has left the engine."""
+        """Record that a request has left the engine."""
         if len(self._requests) > 1:
             self._advance()
         else:
@@ -224,7 +225,7 @@ class EngineActivity:
         self._kinds[request.answers][request.kind] -= 1
 
     def take(self) -> list[Span]:
-        """Return the spans since the last call, or none at the first call."""
+        """Return the spans since the last call. The first call returns none and starts recording them."""
         self._cut()
         spans, self._spans = self._spans or [], []
         return spans
@@ -236,7 +237,7 @@ class EngineActivity:
         self._kinds[request.answers][request.kind] += 1
 
     def _advance(self) -> None:
-        """Account for the time up to now, in which nothing changed."""
+        """Divide the time since the last change among the classes of the present requests."""
         now = self._clock()
         seconds, self._since = now - self._since, now
         if seconds <= 0:
@@ -249,7 +250,7 @@ class EngineActivity:
             answering = self._kinds[True].total()
             waiting = len(self._requests) - answering
             places = max(answering, self._places)
-            # The other requests without a token wait in the engine's queue.
+            # Requests in prefill for which no slot is free wait in the engine's queue.
             entered = min(waiting, places - answering)
             for answers, part in ((True, 1.0), (False, entered / max(1, waiting))):
                 for kind, count in self._kinds[answers].items():
@@ -262,7 +263,7 @@ class EngineActivity:
         self._used[what] = self._used.get(what, 0.0) + seconds
 
     def _cut(self) -> None:
-        """End the present stretch of time."""
+        """End the present interval, and record its spans if `take` has been called."""
         self._advance()
         length = self._since - self._begun
         if length <= 0:

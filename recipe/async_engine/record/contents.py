@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether the folder of a verl checkpoint has what a run would load from it.
+"""Checks whether the folder of a verl checkpoint contains what a run would load from it.
 
-Contract: verl loads what ``load_contents`` names and does not mention the rest, so a checkpoint without weights would
-be resumed with the base model. Here everything that a resume needs and would not get is named before anything is
-loaded, for actor and critic. FSDP's checkpoints have a file for each part and rank. Megatron's have verl's manifest of
-their contents.
+Contract: verl loads only what ``load_contents`` names and reports nothing else as missing, so a checkpoint without
+weights would be resumed with the base model. This module names everything that a resume needs but would not get, for
+actor and critic, before anything is loaded. FSDP checkpoints have one file per part and rank; Megatron checkpoints have
+verl's manifest of their contents.
 
 Shown by tests/integration/test_contents.py.
 """
@@ -35,12 +35,12 @@ CHANGE = {
 
 
 def trained_models(has_critic: bool) -> dict[str, str]:
-    """Return the configuration sections of the trained models, by the folder of each in a checkpoint."""
+    """Return the configuration section of each trained model, keyed by the model's folder in a checkpoint."""
     return {"actor": "actor_rollout_ref.actor"} | ({"critic": "critic"} if has_critic else {})
 
 
 def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str]:
-    """Return what a resume on so many training ranks needs and would not get from this folder, one text each."""
+    """Return what a resume on ``ranks`` training ranks needs but would not get from this folder, one text per fault."""
     found = []
     for model, section in trained_models(has_critic).items():
         setting = f"{section}.checkpoint.load_contents"
@@ -57,7 +57,7 @@ def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str
 
 
 def without_weights(config: Any, ranks: int, has_critic: bool, folder: Path) -> str | None:
-    """Return why a run with so many training ranks cannot begin with the weights in this folder, or None if it can."""
+    """Return why a run with ``ranks`` training ranks cannot start from the weights in this folder, or None."""
     if not os.path.isdir(folder):
         return "is no folder"
     for model, section in trained_models(has_critic).items():
@@ -77,7 +77,7 @@ def without_weights(config: Any, ranks: int, has_critic: bool, folder: Path) -> 
 
 
 def _absent(folder: Path, strategy: str, ranks: int) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a resume that a model's folder lacks, each with its file or its key in the manifest."""
+    """Yield each part that a resume needs but the model's folder lacks, with the missing file or manifest key."""
     if strategy == "megatron":
         contents = _contents(folder)
         for part, keys in MANIFEST_KEYS.items():
@@ -96,7 +96,7 @@ def _contents(folder: Path) -> dict[str, Any]:
     try:
         contents = from_json(file.read_bytes())["contents"]
         if not isinstance(contents, dict):
-            raise TypeError("its contents are no object")
+            raise TypeError("its list of contents is not a JSON object")
         return contents
     except FileNotFoundError:
         return {}

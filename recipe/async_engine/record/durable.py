@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes files so that a reader finds either the whole new content or the old one, even after a power cut.
 
-Contract: content goes to a file beside its destination, is synced and renamed, and then the folder is synced. A write
-that fails, for example on a full disk, raises its ``OSError`` and leaves only the old content. Shown by
+Contract: content is written to a temporary file next to its destination, synced and renamed; then the folder is synced.
+A write that fails, for example on a full disk, raises its ``OSError`` and leaves the old content in place. Shown by
 tests/core/test_durable.py.
 """
 
@@ -18,7 +18,7 @@ REMOVED = ".removed"
 
 
 def write(path: Path, content: str | Callable[[BinaryIO], None]) -> None:
-    """Write a text, or whatever a function writes into the file that it is given."""
+    """Replace a file by the text ``content``, or by what the function ``content`` writes into the file it is given."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with open(partial, "wb") as file:
@@ -37,7 +37,7 @@ def write(path: Path, content: str | Callable[[BinaryIO], None]) -> None:
 
 
 def sync(path: str | Path) -> None:
-    """Wait until the file's content, or the folder's entries, are on the disk."""
+    """Wait until the content of a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,7 +46,7 @@ def sync(path: str | Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until everything below the folder, and the folder itself, are on the disk."""
+    """Wait until a folder and everything below it are on disk."""
     for place, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(Path(place, name))
@@ -55,9 +55,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, which readers see as gone at once. If there is no such folder, do nothing.
+    """Remove a folder so that readers see it disappear at once. Do nothing if the folder does not exist.
 
-    The folder gets another name first. What a kill leaves under that name is removed here too.
+    The folder is renamed before its files are deleted. What an earlier, killed call has left is removed too.
     """
     removed = folder.with_name(folder.name + REMOVED)
     if folder.exists():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of events on disk: one Arrow IPC stream for each start of a run, in ``events/`` of its folder.
+"""The event record on disk: one Arrow IPC stream for each launch of a run, in ``events/`` of the run's folder.
 
-Contract: what was written is readable at any moment, also after ``kill -9`` and while the run goes on. A batch that was
-cut off, and anything after it, is not read. A batch that cannot be written, for example on a full disk, leaves the file
-as it was and is tried again with the next one. Beyond `WAITING` waiting events, new ones are dropped and counted. The
-schema's metadata has the format's version and the run's header (docs/run-record.md).
+Contract: what was written is readable at any time, also after ``kill -9`` and while the run continues. A reader stops
+at an incomplete batch and ignores everything after it. If a batch cannot be written, for example on a full disk, the
+file stays as it was, and the batch is written together with the next one. When `WAITING` events wait to be written, new
+ones are dropped and counted. The schema's metadata holds the format version and the run's header (docs/run-record.md).
 
 Shown by tests/core/test_event_file.py.
 """
@@ -66,16 +66,16 @@ COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 
 
 def files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the record's files in a run's folder, one for each start, the newest last."""
+    """Return the event files in a run's folder, one for each launch, the newest last."""
     found = (path for path in Path(folder, FOLDER).glob("*.arrow") if path.stem.isdecimal())
     return sorted(found, key=lambda path: int(path.stem))
 
 
 class EventFile:
-    """A new file in ``folder`` for this start of the run; the constructor raises OSError if it cannot be made.
+    """A new event file in ``folder`` for this launch of the run. The constructor may raise OSError.
 
     Attributes:
-        lost: the number of dropped events.
+        lost: number of dropped events.
     """
 
     def __init__(self, folder: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
@@ -87,14 +87,14 @@ class EventFile:
         self._failed = False
         self._waiting: list[Event] = []
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 - it stays open as long as the run
-        # The output of the stream's writer that is not in the file yet.
+        # The stream's output that is not in the file yet, and the number of events in it.
         self._bytes, self._in_bytes = io.BytesIO(), 0
         metadata = {FORMAT: str(VERSION).encode(), HEADER: json.dumps(header).encode()}
         self._schema = COLUMNS.with_metadata(metadata)
         self._stream = pa.ipc.new_stream(self._bytes, self._schema, options=COMPRESSED)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Write these events, and those that could not be written before."""
+        """Write the events that could not be written before, and then these."""
         room = WAITING - len(self._waiting)
         self.lost += max(0, len(events) - room)
         self._waiting += events[:room]
@@ -106,7 +106,7 @@ class EventFile:
             self._flushed()
 
     def close(self) -> None:
-        """Write the waiting events and the stream's end. Events that still cannot be written are lost."""
+        """Write the waiting events and the end of the stream. Events that still cannot be written are lost."""
         self.write([])
         if self._flushed():
             self._stream.close()
@@ -115,7 +115,7 @@ class EventFile:
         self._file.close()
 
     def _flushed(self) -> bool:
-        """Copy the stream's output to the file, and return whether the file has all of it."""
+        """Copy the stream's output to the file, and return whether all of it was written."""
         content = self._bytes.getvalue()
         before = os.fstat(self._file.fileno()).st_size
         try:
@@ -140,30 +140,26 @@ NEEDS = {
     TOKENS: ("version", "tokens"),
     WEIGHTS: ("version",),
 }
-"""The fields that an event of each of these lanes must have."""
+"""Fields that every event on one of these lanes must have."""
 MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
 OFF_BY_S = 1.0
-"""An event may begin before the run, or end before it begins, by so many seconds, because clocks of several hosts
-are compared.
-"""
+"""Seconds by which an event may begin before the run or end before it begins, as clocks of several hosts differ."""
 NAMES_DEVICE = (BEGINS, ENDS, LOST, JOINED, SAMPLED)
 
 
 BROKEN = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, MemoryError, OverflowError)
-"""The errors that Arrow raises for an invalid stream."""
+"""Errors that Arrow raises for an invalid stream."""
 CUT = re.compile(r"only (read )?\d+|be able to read")
-"""The text of Arrow's errors for an incomplete message."""
+"""Matches the text of Arrow's errors for an incomplete message."""
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Recorded(NamedTuple):
-    """The record of one start, as far as it could be read.
+    """The event record of one launch, as far as it could be read.
 
     Attributes:
-        header: the header as it was written (`record.schema.Header`). It is empty if the run ended before it was
-            written.
-        events: the events.
-        notes: what is wrong with the record and was left out.
+        header: the header as it was written (`record.schema.Header`), or {} if the run ended before writing it.
+        notes: texts about damaged or invalid content that was left out.
     """
 
     header: dict[str, Any]
@@ -172,11 +168,11 @@ class Recorded(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> Recorded:
-    """Return the header and the events of one file.
+    """Return the header and the events of one event file.
 
     Raises:
-        OtherFormat: it is of another version.
-        BadFile: it cannot be read.
+        OtherFormat: the file has another format version.
+        BadFile: the file cannot be read.
     """
     tail, notes = Tail(path), []
     try:
@@ -200,13 +196,13 @@ def read(path: str | os.PathLike[str]) -> Recorded:
 
 
 class Tail:
-    """Reads the events of a file that may still be written, as they come, and stops at damage.
+    """Reads the events of a file that may still be written to, as they are added, and stops at damage.
 
     Attributes:
-        at: the number of bytes read so far.
-        header: the header as it was written. None before it is there.
-        damage: what is wrong with the file, if anything.
-        left_out: the number of rows so far that are no valid events.
+        at: number of bytes read so far.
+        header: the header as it was written, or None until it can be read.
+        damage: description of the file's damage, or None if the file is undamaged so far.
+        left_out: number of rows so far that are not valid events.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -217,15 +213,15 @@ class Tail:
         self.left_out = 0
 
     def new(self) -> list[Event]:
-        """Return the events of :meth:`table` as a list."""
+        """Return the valid events since the last call as a list."""
         return events_of(self.table())
 
     def table(self) -> pa.Table:
-        """Return the valid events since the last call.
+        """Return the valid events since the last call as a table.
 
         Raises:
-            OtherFormat: the file is of another version.
-            OSError: there is no such file.
+            OtherFormat: the file has another format version.
+            OSError: the file does not exist or cannot be opened.
         """
         batches: list[pa.RecordBatch] = []
         with pa.OSFile(self._path) as file:
@@ -234,9 +230,9 @@ class Tail:
                 try:
                     if (message := _message(file)) is None:
                         break
-                    # Arrow would read any message as the type that it is asked for.
+                    # Arrow does not check the type: it would decode any message as a schema or a batch.
                     if message.type != ("schema" if self._schema is None else "record batch"):
-                        raise BadFile(f"{message.type} is nothing that comes here")
+                        raise BadFile(f"the file has an unexpected Arrow message of type {message.type}")
                     if self._schema is None:
                         schema = pa.ipc.read_schema(message)
                         self.header, self._schema = _header(self._path, schema), schema
@@ -253,7 +249,7 @@ class Tail:
 
 
 def _message(file: pa.NativeFile) -> pa.Message | None:
-    """Return the next message of a stream, or None if there is none or if it is not complete."""
+    """Return the next message of a stream, or None if the stream ends here or the message is incomplete."""
     try:
         return pa.ipc.read_message(file)
     except EOFError:
@@ -269,23 +265,23 @@ def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
     if (found := metadata.get(FORMAT, b"none").decode(errors="replace")) != str(VERSION):
         raise OtherFormat(f"{path} has events of version {found}; this package reads version {VERSION}")
     if not schema.equals(COLUMNS):
-        raise BadFile(f"its columns are not those of version {VERSION}")
+        raise BadFile(f"the columns of the file are not those of format version {VERSION}")
     try:
         header = from_json(metadata.get(HEADER, b""))
     except ValueError as error:
-        raise BadFile(f"its header is no JSON ({error})") from None
+        raise BadFile(f"the header of the file is not valid JSON ({error})") from None
     if not isinstance(header, dict):
-        raise BadFile("its header is no object")
+        raise BadFile("the header of the file is not a JSON object")
     return header
 
 
 def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-    """Return a batch without invalid events, and how many these were; raise one of `BROKEN` if it is damaged."""
+    """Return the batch without invalid events, and their number; raise one of `BROKEN` if the batch is damaged."""
     batch.validate(full=True)
     of = {name: batch.column(name) for name in COLUMNS.names}
     lane, what = of["lane"], of["what"]
     names_device = pc.and_(pc.equal(lane, RUN), pc.is_in(what, pa.array(NAMES_DEVICE)))
-    # Comparisons with NaN are false, and those with null are null.
+    # A comparison with NaN is false, and one with null is null.
     conditions = [
         pc.and_(pc.greater(of["start"], -OFF_BY_S), pc.less(of["end"], LIMIT)),
         pc.less_equal(of["start"], pc.add(of["end"], OFF_BY_S)),
@@ -305,5 +301,5 @@ def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
 
 
 def events_of(table: pa.Table) -> list[Event]:
-    """Return the rows of a table that `read` returned."""
+    """Convert the rows of a table of events, as `read` returns it, to `Event` objects."""
     return [Event(*row) for row in zip(*(column.to_pylist() for column in table.columns), strict=True)]

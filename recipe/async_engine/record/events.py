@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary of a run's record: the events, and what a process answers when it is asked what it did.
+"""The vocabulary of a run's event record: the events, and what a process answers when it is asked what it did.
 
-Contract: each part reports what it does to a `Tell` and reads nothing back, and no decision imports this module. A part
-that does one thing at a time (:class:`Lane`) leaves events that follow each other without a gap. The clock is passed
-in; it gives seconds and never goes backwards. docs/run-record.md describes the lanes and their events. Shown by
-tests/core/test_events.py.
+Contract: a component reports what it does to a `Tell` and reads nothing back, and no code that makes decisions imports
+this module. A component that does one thing at a time (:class:`Lane`) produces events that follow each other without a
+gap. Clocks are passed in; they return seconds and never go backwards. docs/run-record.md describes the lanes and their
+events. Shown by tests/core/test_events.py.
 
-The classes hold plain state. A lane may be changed and read on different threads.
+The classes hold plain state. A lane may be changed on one thread and read on another.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ TRAJECTORIES, GROUPS, WEIGHTS, TOKENS = "trajectories", "groups", "weights", "to
 
 
 class Event(NamedTuple):
-    """A row of the record. docs/run-record.md has the meaning of each field by lane."""
+    """One row of the event record. docs/run-record.md gives the meaning of each field by lane."""
 
     lane: str
     what: str
@@ -42,11 +42,11 @@ Tell = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Drop the event, because no record is written."""
+    """Drop the event; this is used when no event record is written."""
 
 
 class Class(StrEnum):
-    """The classes of an accelerator's time, for `recipe.report.account`."""
+    """The classes into which the time account (`recipe.report.account`) divides the time of the accelerators."""
 
     TRAINING = "training"
     LOG_PROBS = "log_probs"
@@ -78,13 +78,13 @@ class Class(StrEnum):
 
 
 SAMPLED = "sampled"
-"""An event on the lane `RUN`: how many tokens a rollout engine has sampled so far."""
+"""Event on the lane `RUN` with the number of tokens that a rollout engine has sampled so far."""
 EMPTY = "empty"
-"""An engine has no request. The scheduler's lane says why."""
+"""Event of an engine that has no request. The scheduler's lane says why."""
 
 
 class Away(StrEnum):
-    """What a trajectory does while it is at no engine, as shown on the lane of an agent-loop worker."""
+    """What a trajectory does while it has no request at an engine, as shown on the lane of its agent-loop worker."""
 
     TOOLS = "tools"
     REWARD = "reward"
@@ -92,15 +92,15 @@ class Away(StrEnum):
 
 
 NOWHERE = "none"
-"""An event on the lane of an agent-loop worker: none of its trajectories is outside of an engine."""
+"""Event on the lane of an agent-loop worker: none of its trajectories is outside an engine."""
 
 
 class Span(NamedTuple):
-    """An event of a process that does not know its lane's name, with times of its own clock.
+    """An event of a process that does not know the name of its lane, with times of the process's own clock.
 
     Attributes:
-        tokens: tokens that an engine sampled in this way. A request's first token counts with the work before it. None
-            if they are not counted.
+        tokens: number of tokens that an engine sampled in this class of work, or None if they are not counted. A
+            request's first token counts for the work that precedes it, such as prefill.
     """
 
     what: str
@@ -115,10 +115,9 @@ class Activity:
     """What a process did since it was last asked.
 
     Attributes:
-        now: its clock when it answered.
-        life: differs between a process and its replacement.
-        spans: what it did.
-        tokens: its token counts so far, by name.
+        now: reading of the process's clock when it answered, in seconds.
+        life: identifier that differs between a process and its replacement.
+        tokens: the process's token counts so far, by name.
     """
 
     now: float
@@ -128,7 +127,7 @@ class Activity:
 
 
 class Lane:
-    """A part that does one thing at a time. It keeps no spans before the first question. Any thread may call it."""
+    """A component that does one thing at a time. Spans are kept from the first `take` on. Any thread may call it."""
 
     def __init__(self, clock: Clock, what: str) -> None:
         self._clock, self._what, self._since = clock, what, clock()
@@ -137,18 +136,18 @@ class Lane:
 
     @property
     def what(self) -> str:
-        """What the part does now."""
+        """Return what the component does now."""
         return self._what
 
     def turn_to(self, what: str) -> None:
-        """Note that the part does this from now on."""
+        """Record that the component does ``what`` from now on."""
         if what != self._what:
             with self._lock:
                 self._cut()
                 self._what = what
 
     def take(self) -> list[Span]:
-        """Return the spans since the last call, or none at the first call."""
+        """Return the spans since the last call. The first call returns none and starts recording them."""
         with self._lock:
             self._cut()
             spans, self._spans = self._spans or [], []
@@ -162,11 +161,11 @@ class Lane:
 
 
 class Exchange(NamedTuple):
-    """A question to another process.
+    """The times of one question to another process, in seconds.
 
     Attributes:
-        asked, came: when it was asked and when its answer came, by this process's clock.
-        answered: when it was answered, by the other's clock.
+        asked, came: when the question was sent and when its answer arrived, by this process's clock.
+        answered: when the other process answered, by its own clock.
     """
 
     asked: float
@@ -175,12 +174,13 @@ class Exchange(NamedTuple):
 
 
 class OtherClock:
-    """Maps the times of another process to this one's clock, by questions that the other answered with its time.
+    """Converts times of another process's clock to times of this process's clock.
 
-    The answer was given between the question and its arrival, so each exchange bounds the difference of the two clocks.
-    Times are mapped without gaps and in order. The other's clock is followed from one exchange to the next, and is
-    corrected only when it has left the bounds. For clocks of the same pace the error is at most the shortest round trip
-    so far. A clock with another pace is followed too.
+    In an exchange, this process asks and the other answers with its time. The answer was given between the question and
+    its arrival, so each exchange bounds the difference of the clocks. From one exchange to the next, the clocks are
+    assumed to run at the same pace; the difference is corrected only if it is outside the bounds of the later exchange.
+    If the paces are equal, the error is at most the shortest round trip so far; otherwise the corrections follow the
+    other clock. Converted times keep their order and have no gaps.
     """
 
     def __init__(self, first: Exchange) -> None:
@@ -188,15 +188,15 @@ class OtherClock:
         self._here = self._here_before = (first.asked + first.came) / 2
 
     def note(self, exchange: Exchange) -> None:
-        """Take in another exchange, up to which times are mapped from now on."""
+        """Add another exchange, which is used from now on to convert times up to its answer."""
         self._theirs_before, self._here_before = self._theirs, self._here
         guess = self._here + exchange.answered - self._theirs
         self._theirs = exchange.answered
-        # Never go back behind a time that was given already.
+        # Converted times never go backwards.
         self._here = max(self._here_before, min(max(guess, exchange.asked), exchange.came))
 
     def here(self, theirs: float) -> float:
-        """Return this process's time at the other's time ``theirs``."""
+        """Return the time on this process's clock when the other process's clock showed ``theirs``."""
         if theirs <= self._theirs_before:
             return self._here_before - (self._theirs_before - theirs)
         if theirs >= self._theirs:
@@ -206,46 +206,44 @@ class OtherClock:
 
 
 RECORDED = "recorded"
-"""The key of the `Recorded` in the trainer's state, which the writer of the summary reads."""
+"""Key of the `Recorded` in the trainer's state, which the writer of the summary reads."""
 SCORES = "scores"
-"""The phase of the trainer's timeline in which it waits for log-prob servers."""
+"""Phase of the trainer's timeline in which the trainer waits for log-prob servers."""
 BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
-"""Events on the run's lane about the device that `text` names: it begins later than the run, ends earlier, was lost,
-or replaced a lost one.
-"""
+"""Events on the lane `RUN` about the device named in ``text``: it began late, ended early, was lost, or is new."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a run's account.
+    """The devices in the time account (`recipe.report.account`): the trainer, rollout engines and log-prob servers.
 
     Attributes:
-        accelerators: the accelerators of one device, by the first word of its lane.
-        shared: whether training and generation use the same accelerators.
+        accelerators: number of accelerators of one device, by the first word of the device's lane.
+        shared: whether training and generation use the same accelerators; if so, the trainer is not a separate device.
     """
 
     accelerators: Mapping[str, int]
     shared: bool = False
 
     def counts(self, lane: str) -> bool:
-        """Return whether this lane is a device of the account."""
+        """Return whether this lane is the lane of a device in the time account."""
         kind = lane.partition(" ")[0]
         return kind in (ROLLOUT, LOG_PROBS) or (lane == TRAINER and not self.shared)
 
     def size(self, lane: str) -> int:
-        """Return the number of accelerators of a device, which all do the same at any moment."""
+        """Return the number of accelerators of a device. All of them do the same at any time."""
         return int(self.accelerators.get(lane.partition(" ")[0], 1))
 
 
 @dataclass(frozen=True)
 class TokenBooks:
-    """What became of every token that an engine sampled for training since this start of the run.
+    """Token counts: what became of every token that an engine sampled for training since this launch of the run.
 
     Attributes:
-        sampled: tokens by the engines' own counts.
-        restored: tokens of a checkpoint.
-        trained, filtered, failed: tokens in answers of groups that ended in this way.
-        cut: tokens that retries, ended requests or agent loops threw away.
+        sampled: tokens sampled, by the engines' own counts.
+        restored: tokens restored from a checkpoint.
+        trained, filtered, failed: tokens in answers of groups that ended in this state.
+        cut: tokens discarded by retries, by ended requests or by agent loops.
         in_flight: tokens in groups that had not ended.
     """
 
@@ -259,7 +257,7 @@ class TokenBooks:
 
     @property
     def not_known(self) -> int:
-        """The tokens that no class has. It is negative if more tokens came out than went in."""
+        """Return the tokens that no field explains: sampled and restored ones minus all others. It may be negative."""
         ended = self.trained + self.filtered + self.failed + self.cut + self.in_flight
         return self.sampled + self.restored - ended
 
@@ -269,14 +267,12 @@ NO_TOKENS = TokenBooks()
 
 @dataclass(frozen=True)
 class Recorded:
-    """The record of a run that has ended.
+    """The event record of a run that has ended.
 
     Attributes:
-        file: the file of events.
-        devices: the devices of the account.
-        until: the seconds of the run that it covers.
-        tokens: the token books. None if they could not be closed.
-        events_lost: events that could not be written.
+        until: seconds of the run that the record covers.
+        tokens: the final token counts, or None if they could not be completed.
+        events_lost: number of events that could not be written.
         cpu_seconds: CPU time of the thread that wrote the record.
     """
 

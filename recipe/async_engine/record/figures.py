@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures by which a person watches a run: in the terminal, with ``--follow``, in trackers and in Prometheus.
+"""The figures that show a run's progress: in the terminal, with ``--follow``, in trackers and in Prometheus.
 
-Contract: a figure is a metric under its name of docs/metrics.md, so each place shows the same value. Only the terminal
-also says in words what each side does now. Shown by tests/core/test_figures.py.
+Contract: each figure is a metric with its name from docs/metrics.md, so every display shows the same value. Only the
+terminal also says in words what the trainer and the rollout do now. Shown by tests/core/test_figures.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Figures = Mapping[str, Any]
 
 
 class Exported(NamedTuple):
-    """A metric for Prometheus. Ray puts ``ray_`` before its name."""
+    """A metric for Prometheus. Ray adds the prefix ``ray_`` to its name."""
 
     name: str
     meaning: str
@@ -70,7 +70,7 @@ TRAINER_SHARE = Exported("recipe_trainer_share", "Share of the trainer's time so
 
 
 def sides(figures: Figures) -> list[tuple[str, str]]:
-    """Return (name, text) of a line for each side of the run that has figures."""
+    """Return the (name, text) lines to display: trainer, rollout, log-probs, alarms and staleness, if not empty."""
     lines = [
         ("trainer", _trainer(figures)),
         ("rollout", _rollout(figures)),
@@ -129,7 +129,7 @@ STALENESS_SAYS = {
 
 
 def percent(share: float) -> str:
-    """Return a share in whole percent, with halves rounded up. ``:.0%`` would round 0.5% and 2.5% down but 1.5% up."""
+    """Return a share in whole percent, rounding halves up; ``:.0%`` would round 0.5% and 2.5% down but 1.5% up."""
     return f"{floor(round(100 * share, 9) + 0.5)}%"
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives a run's folder one owner at a time, so that a second start ends before it changes anything.
+"""Gives a run's folder one owner at a time, so that a second launch fails before it changes anything.
 
-Contract: the owner holds a lock of the kernel on ``run.lock`` in the folder, which ends with the process in any case.
-The lock belongs to the process (``fcntl.lockf``) and not to an open file, so no fork, worker or child inherits it. Two
-parts are locked separately. The main owns the run. The trainer's process owns the checkpoints, because it may outlive a
-killed main for a moment, and a new start waits for it to end. Over NFS the lock works between machines if the mount
-supports locks (NFSv4, or v3 with lockd). If locks are refused, the run goes on with a warning.
+Contract: the owner holds a kernel lock on ``run.lock`` in the folder, which the kernel releases when the process ends,
+however it ends. The lock belongs to the process (``fcntl.lockf``) and not to an open file, so no fork, worker or child
+inherits it. Two bytes of the file are locked separately: the main process owns the run, and the trainer's process owns
+the checkpoints. The trainer may briefly outlive a killed main process; a new launch waits until it has ended. Over NFS
+the lock works between machines if the mount supports locks (NFSv4, or v3 with lockd). If the file system refuses locks,
+the run continues with a warning.
 
 Shown by tests/integration/test_owner.py.
 """
@@ -35,10 +36,10 @@ class FolderTaken(RecipeError):
 
 
 def is_owned(folder: str | os.PathLike[str], part: int = RUN) -> bool:
-    """Return whether somebody owns this part of a run's folder, without taking it and without waiting."""
+    """Return whether a process owns this part of a run's folder (`RUN` or `CHECKPOINTS`), without trying to lock it."""
     try:
         with open(Path(folder, LOCK_FILE), "rb") as file:
-            # The fields of the kernel's struct flock on 64-bit Linux: type, whence, start, length, process.
+            # Fields of the kernel's struct flock on 64-bit Linux: type, whence, start, length, process id.
             asked = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, part, 1, 0)
             (found, *_) = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
     except OSError:
@@ -47,7 +48,7 @@ def is_owned(folder: str | os.PathLike[str], part: int = RUN) -> bool:
 
 
 def owner_of(folder: str | os.PathLike[str]) -> str:
-    """Return the machine of a run folder's present or last owner, or an empty text if it is not known."""
+    """Return the host name of the present or last owner of a run's folder, or "" if it is unknown."""
     with suppress(OSError):
         words = Path(folder, LOCK_FILE).read_text(errors="replace").partition(" on ")[2]
         return words.partition(",")[0]
@@ -58,12 +59,12 @@ class Owner:
     """Owns a part of a run's folder until `release`, or until the process ends.
 
     Args:
-        folder: the folder of the run, ``trainer.default_local_dir``. It must exist.
+        folder: the run's folder, ``trainer.default_local_dir``. It must exist.
         part: `RUN` or `CHECKPOINTS`.
-        wait_s: how long another owner may take to end.
+        wait_s: seconds to wait for another owner to end.
 
     Raises:
-        FolderTaken: the folder has another owner, which the message names.
+        FolderTaken: another process owns this part of the folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str], part: int, wait_s: float = 0.0) -> None:
@@ -81,13 +82,13 @@ class Owner:
                 )
             time.sleep(POLL_S)
         if part == RUN:
-            with suppress(OSError):  # the disk may be full; the lock holds without the text
+            with suppress(OSError):  # the disk may be full; the lock does not depend on the text
                 self._file.truncate(0)
                 since = time.strftime("%F %T %z")
                 self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())
 
     def release(self) -> None:
-        """Free the folder for another start."""
+        """Release the lock, so that another launch may use the folder."""
         self._file.close()
 
     def _locked(self, part: int) -> bool:

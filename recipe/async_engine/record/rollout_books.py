@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accounts for the rollout side of a run: its capacity over time, and its answers and their tokens.
+"""Counts what the rollout of a run does: its generation capacity over time, and its answers and their tokens.
 
-Contract. Time is accounted by the number of trajectories that generate, against the number that could. Reward seconds
-are counted once for each trajectory that is being scored. They are exposed while nothing generates and the trainer
-waits for a batch, because then only rewards hold the run up. All others are hidden. Engines count the tokens that they
-sample, workers those that they are answered with, and this module those of complete answers and how their groups end.
-`TokenBooks.not_known` is 0 only if the three agree. If a worker or an engine died, its count is lost, and the count of
-the next stage is used instead.
+Contract. Capacity-seconds are the trajectories that could generate at once, multiplied by time; they are compared with
+the trajectories that did generate. Reward seconds are the time that rewards took to compute, summed over trajectories.
+Reward seconds are exposed if nothing generates meanwhile and the trainer waits for a batch, because the run then waits
+only for rewards; all others are hidden. Tokens are counted three times: engines count the tokens that they sample,
+agent-loop workers those that they receive in answers, and this module those of complete answers, by how their groups
+end. `TokenBooks.not_known` is 0 only if the three counts agree. If a worker or an engine died, its count is lost, and
+the count of the next stage is used instead.
 
 Shown by tests/core/test_timeline.py, tests/integration/test_token_books.py and, for real runs, tests/accounts.py. The
-books hold plain state without threads. The scheduler updates them under its lock.
+module uses no threads and no locks; the scheduler calls it under its own lock.
 """
 
 from collections import Counter
@@ -25,29 +26,29 @@ SUMMED = ("reprefilled_tokens", "recovered_tokens", "restored_tokens")
 
 
 class RolloutBooks:
-    """The books of the module's contract.
+    """Counts capacity, rewards, answers and tokens, as the module's contract describes.
 
     Args:
-        clock: the clock of the levels, which may be stopped.
-        capacity: trajectories that generate at once, on all live replicas together.
-        lane_clock: the clock of the lane.
+        clock: clock for capacity and rewards, in seconds; it may be stopped.
+        capacity: number of trajectories that can generate at once on all live replicas together.
+        lane_clock: clock of the lane, by default ``clock``.
 
     Attributes:
-        lane: why no more trajectories begin to generate.
-        seconds: the time accounted for.
-        offered: its capacity-seconds.
-        used: the capacity-seconds that generated. Trajectories above the capacity do not count.
-        idle: the capacity-seconds in which nothing generated at all.
-        scored, exposed: reward seconds, and the exposed ones among them.
-        tokens: tokens of complete answers: received in this start, restored from a checkpoint, trained, filtered,
-            failed and cut.
+        lane: why no further trajectory begins to generate.
+        seconds: time counted so far.
+        offered: capacity-seconds in this time.
+        used: capacity-seconds that generated. Trajectories beyond the capacity do not count.
+        idle: capacity-seconds in which no trajectory generated.
+        scored, exposed: reward seconds, and how many of them were exposed.
+        tokens: numbers of tokens in complete answers: received since this launch, restored from a checkpoint, trained,
+            filtered, failed and cut (discarded).
     """
 
     def __init__(self, clock: Clock, capacity: int, lane_clock: Clock | None = None) -> None:
         self._clock, self._places = clock, capacity
         self.lane = Lane(lane_clock or clock, Class.START_UP)
-        # The levels are the trajectories that generate, the capacity, the trajectories being scored, and whether the
-        # trainer waits.
+        # Present numbers of trajectories that generate, that could generate and whose reward is being computed, and 1
+        # while the trainer waits for a batch.
         self._levels = {"running": 0, "capacity": capacity, "scoring": 0, "waiting": 0}
         self._since = clock()
         self.tokens: Counter[str] = Counter()
@@ -59,26 +60,26 @@ class RolloutBooks:
         self._turn_occupancy: float | None = None
         self.seconds = self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
 
-    # Time.
+    # Methods about time.
 
     def set(self, **levels: int) -> None:
-        """Set these levels from now on."""
+        """Set any of these from now on: running trajectories, capacity, trajectories scored, 1 if the trainer waits."""
         self.advance()
         self._levels.update(levels)
 
     @property
     def waits_for_rewards(self) -> bool:
-        """Whether only rewards hold the run up."""
+        """Return whether the run waits only for rewards."""
         running, _, scoring, waiting = self._levels.values()
         return bool(running == 0 and scoring and waiting)
 
     @property
     def scoring(self) -> int:
-        """The number of trajectories that are being scored now."""
+        """Return the number of trajectories whose reward is being computed."""
         return self._levels["scoring"]
 
     def advance(self) -> None:
-        """Account for the time up to now."""
+        """Add the time since the last call to all counts of time."""
         running, capacity, scoring, waiting = self._levels.values()
         now = self._clock()
         seconds, self._since = now - self._since, now
@@ -91,30 +92,30 @@ class RolloutBooks:
             self.exposed += seconds * scoring * waiting
 
     def reset(self) -> None:
-        """Forget the time before now, but not the present levels."""
+        """Set all counts of time to 0, but keep the present numbers of trajectories."""
         self.advance()
         self.seconds = self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
 
     @property
     def idle_share(self) -> float:
-        """The share of the capacity-seconds in which no trajectory generated, 0.0 if there were none."""
+        """Return the share of capacity-seconds in which no trajectory generated, or 0.0 without capacity."""
         self.advance()
         return self.idle / self.offered if self.offered else 0.0
 
     @property
     def occupancy(self) -> float:
-        """The share of the capacity-seconds that generated, 0.0 if there were none."""
+        """Return the share of capacity-seconds that were used to generate, or 0.0 without capacity."""
         self.advance()
         return self.used / self.offered if self.offered else 0.0
 
     @property
     def hidden_share(self) -> float:
-        """The share of the reward seconds that were hidden, 1.0 if there were none."""
+        """Return the share of reward seconds that did not hold up the run, or 1.0 if no rewards were computed."""
         self.advance()
         return 1.0 - self.exposed / self.scored if self.scored else 1.0
 
     def end_version(self) -> None:
-        """Account for the time since the version before was announced, as stock verl's rollouter does."""
+        """Compute the metrics that stock verl's rollouter reports, for the time since a version was last announced."""
         self.advance()
         now = self.seconds, self.offered, self.idle, self._groups
         since = zip(now, self._version_began, strict=True)
@@ -129,34 +130,34 @@ class RolloutBooks:
         }
 
     def wait_for_turns(self) -> None:
-        """Note that generation happens in turns, so that there is no capacity outside of them."""
+        """Record that generation happens in turns, so that there is no capacity outside a turn."""
         self.set(capacity=0)
         self._turn_occupancy = 0.0
 
     def begin_turn(self) -> None:
-        """Note that a generation turn begins."""
+        """Record that a generation turn begins."""
         self.set(capacity=self._places)
         self._turn_began = self.offered, self.used
 
     def end_turn(self, interrupted: int) -> None:
-        """Note that the turn is over and interrupted so many trajectories."""
+        """Record that the turn has ended and that ``interrupted`` trajectories were interrupted."""
         self._interruptions += interrupted
         self.set(capacity=0)
         offered, used = self._turn_began
         offered, used = self.offered - offered, self.used - used
         self._turn_occupancy = used / offered if offered else 0.0
 
-    # Answers and their tokens.
+    # Methods about answers and their tokens.
 
     def arrived(self, scored: Any, is_wanted: bool) -> None:
-        """Count a complete answer (`TrajectoryScored`). It is wanted unless its group has ended before."""
+        """Count the tokens of a complete answer (`TrajectoryScored`); ``is_wanted`` is False if its group has ended."""
         arrived = scored.received_tokens + scored.restored_tokens
         self.tokens["received"] += scored.received_tokens
         self.tokens["restored"] += scored.restored_tokens
         self.tokens["cut"] += arrived - scored.sampled_tokens if is_wanted else arrived
 
     def completed(self, answers: Iterable[Any]) -> None:
-        """Count a group that has all its answers (`TrajectoryScored`)."""
+        """Count a group whose answers (`TrajectoryScored`) are all complete."""
         self._groups += 1
         for scored in answers:
             self._complete["interrupted_trajectories"] += scored.interruptions > 0
@@ -173,10 +174,10 @@ class RolloutBooks:
         """Return what became of every token, at the end of the run.
 
         Args:
-            live: tokens in complete answers of groups that have not ended.
-            workers: the workers' counts together: received, dropped, unfinished. None if one of them is not known.
-            before: the engines' counts before the unfinished trajectories were ended.
-            engines: the engines' counts afterwards. None if one of them is not known.
+            live: number of tokens in complete answers of groups that have not ended.
+            workers: token counts received, dropped and unfinished of all workers; None if those of one are unknown.
+            before: token counts of the engines before the unfinished trajectories were ended.
+            engines: token counts of the engines after that; None if an engine's counts are unknown.
         """
         of_workers = Counter(workers if workers is not None else {"received": self.tokens["received"]})
         known = before is not None and engines is not None
@@ -188,7 +189,7 @@ class RolloutBooks:
             trained=self.tokens["trained"],
             filtered=self.tokens["filtered"],
             failed=self.tokens["failed"],
-            # An answer that was on its way to an ended trajectory reached nobody.
+            # An answer to a trajectory that had ended meanwhile was received by no worker.
             cut=self.tokens["cut"]
             + _thrown_away(begun)
             + max(0, answered - of_workers["received"])
@@ -197,7 +198,7 @@ class RolloutBooks:
         )
 
     def metrics(self, groups: LedgerCounts, prompts: PromptCounts) -> dict[str, float]:
-        """Return the metrics of docs/metrics.md, and with turns also those of docs/partial-rollout.md."""
+        """Return the metrics of docs/metrics.md and, with generation in turns, those of docs/partial-rollout.md."""
         in_turns = {
             "partial_rollout/groups_pending": prompts.pending,
             "partial_rollout/groups_interrupted": prompts.interrupted,
@@ -228,5 +229,5 @@ class RolloutBooks:
 
 
 def _thrown_away(engines: Mapping[str, int]) -> int:
-    """Return the tokens of requests that ended without an answer."""
+    """Return the number of tokens of requests that ended without an answer."""
     return engines["sampled"] - engines["answered"] - engines["under_way"]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what a run leaves behind: ``metrics.jsonl``, one line a step, and ``summary.json``.
+"""Writes the files that a run leaves behind: ``metrics.jsonl``, with one line per step, and ``summary.json``.
 
-Contract: both files exist however the run ended, and the summary of a failed run names the error. ``summary.json``
-appears whole or not at all. After a resume, ``metrics.jsonl`` continues after the last step of the checkpoint, and
-``steps``, ``ledger`` and ``staleness`` count from the beginning of the training. Lines that cannot be written, for
-example on a full disk, are counted and do not end the run. While the record is open, its process owns the folder.
+Contract: both files exist however the run ended, and the summary of a failed run names the error. ``summary.json`` is
+written completely or not at all. After a resume, ``metrics.jsonl`` continues after the last step of the checkpoint, and
+``steps``, ``ledger`` and ``staleness`` count from the beginning of training. Lines that cannot be written, for example
+on a full disk, are counted and do not end the run. While a `RunRecord` is open, its process owns the folder.
 docs/run-record.md describes the keys.
 
 Shown by tests/core/test_record.py and every end-to-end test.
@@ -33,29 +33,32 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 NON_FINITE = "fully_async/non_finite/metrics"
 WITH_ALARMS = 3
-"""The exit status of a main after a run that ended with alarms."""
+"""Exit status of the main process after a run that ended with alarms."""
 
 
 def exit_status(summary: Mapping[str, Any], says_alarms: bool) -> int:
-    """Return the exit status of a run that ended by itself and without an error.
+    """Return the exit status of the main process after a run that ended by itself and without an error.
 
-    ``says_alarms`` is `async_training.alarms.exit_status`.
+    ``says_alarms`` is the setting `async_training.alarms.exit_status`.
     """
     return WITH_ALARMS if says_alarms and summary.get("ended") == Ended.WITH_ALARMS else 0
 
 
 class RunRecord:
-    """Writes the record of one run into ``folder``, with times that count from ``began``, by default from now.
+    """Writes the metrics and the summary of one run into ``folder``.
+
+    Args:
+        began: seconds since 1970 from which times count, by default now.
 
     Raises:
-        FolderTaken: another run owns the folder, in which nothing was changed.
+        FolderTaken: another run owns the folder. Nothing in the folder was changed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], mode: str, began: float | None = None) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._owner = Owner(self._folder, RUN)
-        # There is a summary only of a finished run.
+        # Only a finished run has a summary, so the one of an earlier launch is removed.
         (self._folder / SUMMARY_FILE).unlink(missing_ok=True)
         self._began = time.time() if began is None else began
         self._recorded: Recorded | None = None
@@ -86,7 +89,7 @@ class RunRecord:
         }
 
     def begin_at(self, step: int) -> None:
-        """Keep the lines of an earlier start up to ``step``, from which the run resumes."""
+        """Keep the lines of earlier launches up to ``step``, from which the run resumes, and remove later ones."""
         path = self._folder / METRICS_FILE
         kept = []
         try:
@@ -108,7 +111,7 @@ class RunRecord:
             with open(self._folder / METRICS_FILE, "ab", buffering=0) as file:
                 before = os.fstat(file.fileno()).st_size
                 if file.write(line) < len(line):
-                    # Otherwise the next line would be appended to the incomplete one.
+                    # Remove the incomplete line, or the next one would be appended to it.
                     file.truncate(before)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -120,12 +123,12 @@ class RunRecord:
         self.summary["metrics_lost"] += 1
 
     def update(self, state: Mapping[str, Any]) -> None:
-        """Take in the trainer's account of the run so far."""
+        """Update the summary with the trainer's report on the run so far."""
         self._recorded = state.get(RECORDED, self._recorded)
         self.summary.update({name: value for name, value in state.items() if name != RECORDED})
 
     def settle(self, account: Callable[[Recorded], dict[str, Any]]) -> None:
-        """Have the run's account made, if there is a record of events. An error here costs only the account."""
+        """Compute the time account from the event record, if there is one. If this fails, the run ends without one."""
         if self._recorded is None:
             return
         try:
@@ -134,13 +137,13 @@ class RunRecord:
             logger.exception("there is no account of the run")
 
     def fail(self, error: BaseException | Mapping[str, str]) -> None:
-        """Note the error that ended the run."""
+        """Record the error that ended the run."""
         if isinstance(error, BaseException):
             error = {"name": type(error).__name__, "message": str(error)}
         self.summary["error"] = {"name": error["name"], "message": error["message"]}
 
     def close(self, peak_memory_gib: float | None) -> dict[str, Any]:
-        """Write the summary and return it, or raise OSError. The folder is free for another start in both cases."""
+        """Write the summary and return it, or raise OSError. In both cases the folder is free for another launch."""
         self.summary["ended"] = how_it_ended(self.summary["error"], self.summary["alarms"])
         self.summary["wall_seconds"] = time.time() - self._began
         self.summary["peak_memory_gib"] = peak_memory_gib
@@ -153,13 +156,13 @@ class RunRecord:
 
 
 def _step_of(line: str) -> float:
-    """Return the step of one line of metrics, or infinity for an invalid line, such as one that a kill cut off."""
+    """Return the step of a line of metrics, or infinity for an invalid line, such as one that was cut off by a kill."""
     found, _ = steps_of([line.encode()], METRICS_FILE)
     return float(found[0].get(STEP) or 0) if found else math.inf
 
 
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the metrics that are a single number, with 1 for True."""
+    """Yield the metrics that are single numbers; True becomes 1."""
     for key, value in metrics.items():
         if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
             value = value.item()

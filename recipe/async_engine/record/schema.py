@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of the files in a run's folder, which say what a file must look like when it is read.
+"""Types of the files in a run's folder. Every file is validated against its type when it is read.
 
-Contract: a file is read through its type or not at all. An invalid file is refused with `BadFile`, which names it. If
-only an optional part is invalid, that part is left out, and a note says so. Numbers are finite and within `LIMIT`, so
-code that computes with them needs no checks. A file of another version of its format is refused for that reason.
+Contract: an invalid file is refused with `BadFile`, whose message names the file. If only an optional part is invalid,
+that part is left out, and a note says so. Numbers are finite and bounded, so code that computes with them needs no
+checks. A file with another format version is refused with a message that says so.
 
 Shown by tests/integration/test_damaged_files.py.
 """
@@ -20,12 +20,12 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 FORMAT = 1
-"""The format of summaries and of checkpoints' markers. Older ones that do not name it have the same."""
+"""Format version of summaries and checkpoint markers. Older files that do not name a version have this one."""
 LIMIT = 1e9
-"""An upper limit for the seconds of a run and for counts."""
+"""Upper limit for the seconds of a run and for scores."""
 MOST = 1_000_000
 TOO_LARGE = 1e100
-"""A metric beyond this value cannot be a measurement."""
+"""A metric of at least this size cannot be a measurement."""
 SHOWN = 3
 
 Finite = Annotated[float, Field(allow_inf_nan=False, ge=-LIMIT, le=LIMIT)]
@@ -38,15 +38,15 @@ Format = Annotated[int, Field(ge=FORMAT, le=FORMAT)]
 
 
 class BadFile(ValueError):
-    """A file of a run's folder cannot be used. The message names it and says what is wrong with it."""
+    """A file in a run's folder cannot be used. The message names the file and what is wrong with it."""
 
 
 class OtherFormat(BadFile):
-    """A file has another version of its format than this package reads."""
+    """A file has a format version that this package does not read."""
 
 
 class Settings(TypedDict, total=False):
-    """The settings that a record keeps for advice and for plans."""
+    """The settings that an event record contains; advice and plans for later runs use them."""
 
     max_staleness: Count
     pipeline_depth: Annotated[float, Field(allow_inf_nan=False, ge=0, le=MOST)]
@@ -66,9 +66,9 @@ class Settings(TypedDict, total=False):
 
 
 class Header(BaseModel):
-    """The header of a record of events.
+    """The header of an event record.
 
-    ``accelerators`` has those of one device by the first word of its lane, and ``began`` is in seconds since 1970.
+    ``accelerators``: accelerators of one device, by the first word of its lane. ``began``: seconds since 1970.
     """
 
     accelerators: dict[str, Count]
@@ -112,7 +112,7 @@ class Alarm(TypedDict):
 
 
 class Summary(TypedDict, total=False):
-    """The keys of ``summary.json`` that are read back. docs/run-record.md has the meaning of each key."""
+    """The keys of ``summary.json`` that this package reads. docs/run-record.md gives the meaning of each key."""
 
     format: Long
     began: Moment
@@ -131,7 +131,7 @@ class Summary(TypedDict, total=False):
 
 def _inside(name: str) -> str:
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError("leads out of the folder")
+        raise ValueError("the path leads out of the checkpoint's folder")
     return name
 
 
@@ -139,7 +139,7 @@ FileSize = tuple[Annotated[int, Field(ge=0)], str | None]
 
 
 class Marker(BaseModel):
-    """The marker of a complete checkpoint: every file in it with its size, and the digests of small ones."""
+    """The marker of a complete checkpoint: it lists every file with its size, and small files with their digests."""
 
     format: Format = FORMAT
     step: Annotated[int, Field(ge=0)]
@@ -152,7 +152,7 @@ Metrics = dict[str, Any]
 
 
 def said(error: ValidationError) -> str:
-    """Return in one line what is wrong, with the place of each fault."""
+    """Return one line that names each validation error and its location in the file."""
     found = [f"{'.'.join(map(str, each['loc'])) or 'it'}: {each['msg']}" for each in error.errors()]
     return "; ".join([*found[:SHOWN], *([f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])])
 
@@ -160,10 +160,10 @@ def said(error: ValidationError) -> str:
 def sound_part(adapter: TypeAdapter[T], content: Any, what: str) -> tuple[T, list[str]]:
     """Return the content without its invalid parts, and notes on what was left out.
 
-    The parts are removed from ``content`` in place. ``what`` names the file.
+    Invalid parts are removed from ``content`` in place. ``what`` names the file in messages.
 
     Raises:
-        BadFile: nothing is left, or a required part is missing or invalid.
+        BadFile: a required part is missing or invalid.
     """
     notes: list[str] = []
     while True:
@@ -177,7 +177,7 @@ def sound_part(adapter: TypeAdapter[T], content: Any, what: str) -> tuple[T, lis
 
 
 def _left_out(content: Any, place: tuple[Any, ...]) -> bool:
-    """Remove the part at the place that an error names, and return whether there was one."""
+    """Remove the entry at ``place``, the location that a validation error names; return whether there was one."""
     parent: dict[Any, Any] = {}
     last = None
     for key in place:
@@ -188,14 +188,16 @@ def _left_out(content: Any, place: tuple[Any, ...]) -> bool:
 
 
 def header_of(content: Mapping[str, Any], what: str) -> tuple[Header, list[str]]:
-    """Return a record's header without invalid settings, and notes on what was left out; raise `BadFile`."""
+    """Return an event record's header without invalid settings, and notes on what was left out.
+
+    Raises:
+        BadFile: a required field of the header is missing or invalid.
+    """
     return sound_part(HEADERS, content, what)
 
 
 def summary_in(folder: Path) -> tuple[Summary | None, list[str]]:
-    """Return the summary of a run and notes on what is wrong with it. It is None if it is not there or cannot be
-    read.
-    """
+    """Return a run's summary, or None if it does not exist or cannot be read, and notes on what is wrong with it."""
     file = folder / "summary.json"
     try:
         found, notes = sound_part(SUMMARIES, from_json(file.read_bytes()), str(file))
@@ -211,7 +213,7 @@ def summary_in(folder: Path) -> tuple[Summary | None, list[str]]:
 
 
 def metrics_in(folder: Path) -> tuple[list[Metrics], list[str]]:
-    """Return the metrics of the steps, and notes on what is wrong with them."""
+    """Return the metrics of each step in ``metrics.jsonl``, and notes on what was left out."""
     file = folder / "metrics.jsonl"
     try:
         lines = file.read_bytes().splitlines(keepends=True)
@@ -223,9 +225,10 @@ def metrics_in(folder: Path) -> tuple[list[Metrics], list[str]]:
 
 
 def steps_of(lines: Iterable[bytes], what: str) -> tuple[list[Metrics], list[str]]:
-    """Return the metrics of lines of ``metrics.jsonl``, and notes on what was left out. ``what`` names the file.
+    """Return the metrics in the lines of ``metrics.jsonl``, and notes on what was left out.
 
-    A last line without a line end is still being written, or was when the run was killed, so no note mentions it.
+    ``what`` names the file in notes. An invalid last line without a line end gets no note, because it is still being
+    written, or was when the run was killed.
     """
     found, bad, values = [], 0, 0
     for line in lines:
@@ -254,7 +257,7 @@ def marker_in(folder: Path, name: str) -> Marker:
 
     Raises:
         FileNotFoundError: the checkpoint has no marker.
-        BadFile: the marker is invalid. The message does not name the folder.
+        BadFile: the marker is invalid. The message does not name the checkpoint's folder.
     """
     try:
         return Marker.model_validate_json((folder / name).read_bytes(), strict=True)
@@ -267,5 +270,5 @@ def marker_in(folder: Path, name: str) -> Marker:
 
 
 def unsaid(settings: Mapping[str, Any], but: Iterable[str] = ()) -> list[str]:
-    """Return the settings that a record lacks, except for those in ``but``."""
+    """Return the settings that are missing in an event record, except those in ``but``."""
     return [name for name in Settings.__annotations__ if name not in settings and name not in but]

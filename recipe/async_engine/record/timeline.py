@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The single stream of events in the trainer's process, and where the trainer's time went.
+"""The single stream of events in the trainer's process, and how the trainer spent its time.
 
-Contract. Each part of the trainer's process reports to the timeline, on any thread, and reads nothing back. Reports go
-into the books of the rollout side and on to `listener`, which writes them down. The trainer is in exactly one phase at
-any moment (`IDLE_PHASE` if it entered none), so the shares of its time add up to 1. A phase that is entered inside
-another one suspends it. Time is counted from construction or the last `restart`, up to now or to `stop`. The clock is
-passed in; it gives seconds and never goes backwards (`time.monotonic`).
+Contract. The components of the trainer's process report to the timeline on any thread and read nothing back. The
+timeline updates the counts of the rollout (`RolloutBooks`) and passes every event to `listener`, which writes it to the
+event record. The trainer is in exactly one phase at any time (`IDLE_PHASE` if it has entered none), so the shares of
+its time add up to 1. A phase that is entered inside another one suspends the outer one. Time is counted from
+construction or the last `restart`, until now or until `stop`. The clock is passed in; it returns seconds and never goes
+backwards (`time.monotonic`).
 
-Test: tests/core/test_timeline.py. There is no lock: the trainer's thread enters the phases, and the scheduler reports
-on the rollout side under its own lock.
+Test: tests/core/test_timeline.py. The timeline has no lock: only the trainer's thread enters phases, and the scheduler
+reports on the rollout under its own lock.
 """
 
 from collections import defaultdict
@@ -23,12 +24,12 @@ ENDS_OF_A_GROUP = ("trained", "filtered", "failed")
 
 
 class Timeline:
-    """The timeline of the module's contract.
+    """Collects events and measures the trainer's phases, as the module's contract describes.
 
     Attributes:
-        lane: the trainer's phases, which begin with the first `restart`. Before that the trainer is starting up.
-        rollout: the time, answers and tokens of the rollout side.
-        listener: is given every event, with times of this process's clock.
+        lane: the trainer's phase. Until the first `restart` it is start-up.
+        rollout: counts of the rollout's time, answers and tokens.
+        listener: function that receives every event, with times of this process's clock.
     """
 
     def __init__(self, clock: Clock, rollout_capacity: int = 1) -> None:
@@ -44,7 +45,7 @@ class Timeline:
         self.note("the run began")
         self.rollout = RolloutBooks(self._now, rollout_capacity, clock)
 
-    # What is told.
+    # Methods that report events and phases.
 
     def tell(self, event: Event) -> None:
         """Report an event. Any thread may call this."""
@@ -53,12 +54,12 @@ class Timeline:
         self.listener(event)
 
     def note(self, what: str) -> None:
-        """Note that something began or was finished, so the run is not standing still. Any thread may call this."""
+        """Record that ``what`` just began or ended, so the run is making progress. Any thread may call this."""
         self._noted[what] = self._clock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the ``with`` block to this phase, except for phases entered within it."""
+        """Count the time inside the ``with`` block for the phase ``name``, except for phases entered inside it."""
         self._advance()
         self.note(f"trainer: {name} begins")
         self._entered.append(name)
@@ -73,9 +74,7 @@ class Timeline:
 
     @contextmanager
     def during(self, what: str, version: int) -> Iterator[None]:
-        """Report the time inside the ``with`` block as a part of bringing a version to the replicas. Any thread may
-        call this.
-        """
+        """Report the time inside the ``with`` block as step ``what`` of bringing a version to the replicas."""
         began = self._clock()
         try:
             yield
@@ -83,7 +82,7 @@ class Timeline:
             self.tell(Event(WEIGHTS, what, began, self._clock(), version=version))
 
     def restart(self) -> None:
-        """Count from now on, because the time before (starting up, loading) is not part of the run."""
+        """Count time from now on, because the time before (start-up, loading) is not part of the run."""
         self._advance()
         self._seconds.clear()
         self.rollout.reset()
@@ -91,31 +90,31 @@ class Timeline:
         self._show()
 
     def stop(self) -> None:
-        """Count no further, because the last step is trained."""
+        """Stop counting time, because the last step is trained."""
         if self._stopped is None:
             self._stopped = self._clock()
 
-    # What follows from it.
+    # Methods that return figures.
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the newest note. Every phase makes a note when it begins and when it ends."""
+        """Return the seconds since the newest note. Every phase makes a note when it begins and when it ends."""
         return self._clock() - max(self._noted.values())
 
     def notes(self) -> list[tuple[str, float]]:
-        """Return the notes and how many seconds ago each was made, newest first."""
+        """Return the text of each note and the seconds since it was made, newest first."""
         now = self._clock()
         return sorted(((what, now - at) for what, at in dict(self._noted).items()), key=lambda note: note[1])
 
     @property
     def doing(self) -> str:
-        """The present phase. Any thread may read it."""
+        """Return the trainer's present phase. Any thread may call this."""
         return self._entered[-1] if self._started else Class.START_UP
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the trainer's time by phase, up to now. The shares add up to 1 unless no time has passed.
+        """Return the share of the trainer's time in each phase, up to now. If any time has passed, they add up to 1.
 
-        Any thread may call this. A phase that ends at the same moment may count twice.
+        Any thread may call this. A phase that ends during the call may be counted twice.
         """
         seconds = dict(self._seconds)
         entered = self._entered[-1]
@@ -125,12 +124,12 @@ class Timeline:
 
     @property
     def trainer_wait_share(self) -> float:
-        """The share of its time in which the trainer waited for a batch: the phase `wait`."""
+        """Return the share of time in which the trainer waited for a batch (the phase `wait`)."""
         return self.shares().get("wait", 0.0)
 
     @property
     def end(self) -> float:
-        """The time when it was stopped, or now."""
+        """Return the time at which counting stopped, or the present time if it has not stopped."""
         return self._now()
 
     def _show(self) -> None:

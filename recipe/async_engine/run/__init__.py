@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main of a run: it starts and watches the run's processes, handles signals and writes the summary."""
+"""The main process of a run: it starts and watches the run's processes, handles signals and writes the summary."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the accelerators of the main's machine, and the Ray cluster that a run would join.
+"""Finds the accelerators of the main process's machine, and the Ray cluster that a run would join.
 
-`inspect_machine` looks at files only; it neither imports torch nor starts a process. The platform of a run is chosen
-outside the engine (`recipe.laptop.choice`), never guessed by the plugin. It has to be in the environment before torch,
-vLLM or verl is imported.
+`inspect_machine` only looks at files; it neither imports torch nor starts a process. The platform of a run is chosen
+outside the engine (`recipe.laptop.choice`), never guessed by verl's platform plugin. The choice has to be in the
+environment before torch, vLLM or verl is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/da
 ACCELERATOR_COMMANDS = ("nvidia-smi", "rocm-smi", "npu-smi")
 LOCAL_RAY_ADDRESS = "local"
 
-# A package that vLLM imports sets the root logger to this level, by default to ERROR, which would hide all warnings.
+# A package that vLLM imports sets the root logger to this level. Its default, ERROR, would hide all warnings.
 LOG_LEVEL = {"SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING"}
 
 
@@ -29,9 +29,9 @@ class PlatformChoice:
     """The platform of a run.
 
     Attributes:
-        name: "cpu", the user's VERL_PLATFORM, or None when verl detects the accelerator.
-        environment: variables for the driver and, through Ray's ``runtime_env.env_vars``, for every worker. Values that
-            the user has set are kept.
+        name: "cpu", the user's VERL_PLATFORM, or None if verl detects the accelerator.
+        environment: environment variables for the main process and, through Ray's ``runtime_env.env_vars``, for every
+            worker. They never replace values that the user has set.
     """
 
     name: str | None
@@ -44,11 +44,11 @@ class PlatformChoice:
 
 @dataclass(frozen=True)
 class Machine:
-    """The result of `inspect_machine`.
+    """What `inspect_machine` found.
 
     Attributes:
-        accelerator: a device file or program that shows that there is an accelerator, None if there is none.
-        cluster_address: the address of a Ray cluster that was started on this machine.
+        accelerator: a device file or program that indicates an accelerator, or None without one.
+        cluster_address: address of a Ray cluster that was started on this machine, or None.
     """
 
     accelerator: str | None = None
@@ -56,10 +56,10 @@ class Machine:
 
 
 def cluster_to_join(environ: Mapping[str, str], machine: Machine, ray_address: str | None) -> str | None:
-    """Return what makes ray.init join a cluster, None if it starts one.
+    """Return the setting or command that makes ray.init join a cluster, or None if ray.init starts one.
 
-    ray.init looks at the configuration, then at the environment, then for a cluster on this machine. ``ray job submit``
-    sets RAY_ADDRESS for the command that it runs.
+    ray.init looks for an address in the configuration, then in the environment, then for a cluster on this machine.
+    ``ray job submit`` sets RAY_ADDRESS for the command that it runs.
     """
     if ray_address:
         return None if ray_address == LOCAL_RAY_ADDRESS else f"ray_kwargs.ray_init.address={ray_address}"
@@ -70,7 +70,7 @@ def cluster_to_join(environ: Mapping[str, str], machine: Machine, ray_address: s
 
 
 def inspect_machine(ray_temp_dir: str | None = None) -> Machine:
-    """Look for accelerators, and for the file in which Ray notes the cluster that was started on this machine."""
+    """Look for accelerators, and for the file in which Ray saves the address of this machine's cluster."""
     return Machine(_find_accelerator(), _find_cluster(ray_temp_dir))
 
 
@@ -80,7 +80,7 @@ def _find_accelerator() -> str | None:
 
 
 def _find_cluster(ray_temp_dir: str | None) -> str | None:
-    # Ray chooses its folder in the same way (ray/_common/utils.py:327).
+    # Ray chooses its temporary folder in the same way (ray/_common/utils.py:327).
     temporary = next((os.environ[name] for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "/tmp")
     folder = ray_temp_dir or os.path.join(temporary, "ray")
     note = Path(folder, "ray_current_cluster")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows a run on the terminal: a progress bar, one line each for training and generation, and a summary at the end.
+"""Shows a run on the terminal: a progress bar, lines about trainer and rollout, and a summary at the end.
 
 Contract: on a large enough terminal, bar and lines are a panel that is updated in place. Elsewhere (no terminal,
 `TERM=dumb`, a narrow window) the bar is a line of its own, and the other lines are printed every `PLAIN_S` seconds. The
-cursor is never hidden, so a main that is killed leaves the terminal as it was. If nothing can be written any more (the
-terminal was closed, the pipe's reader has ended) the run continues and shows nothing. Shown by
+cursor is never hidden, so a main process that is killed leaves the terminal as it was. If nothing can be written any
+more (the terminal was closed, the reader of the pipe has ended), the run continues and shows nothing. Shown by
 tests/core/test_display.py.
 """
 
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 PLAIN_S = 30.0
 ENDED = {Ended.WELL: "well", Ended.WITH_ALARMS: "with alarms", Ended.FAILED: "with an error"}
 COLUMNS, LINES = 90, 12
-"""A smaller window gets no panel."""
+"""Smallest window for which a panel is shown."""
 
 
 class Bar:
-    """A progress bar on any stream, with lines from time to time."""
+    """A progress bar on any stream, which also prints lines every `PLAIN_S` seconds."""
 
     def __init__(
         self, mode: str, total_steps: int, stream: TextIO, clock: Callable[[], float] = time.monotonic
@@ -64,14 +64,14 @@ class Bar:
 
 
 class _Console(Console):
-    """A console that leaves the cursor visible, because nothing would show it again after a `kill -9`."""
+    """A console that leaves the cursor visible, because after a `kill -9` nothing would show a hidden cursor again."""
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
 
 
 class LivePanel:
-    """A panel with bar and lines that is updated in place, below what the process prints otherwise."""
+    """A panel with the bar and the lines, updated in place below the other output of the process."""
 
     def __init__(self, mode: str, total_steps: int, stream: TextIO) -> None:
         self._progress = Progress(
@@ -108,7 +108,7 @@ class LivePanel:
         self._live.stop()
 
     def _panel(self) -> Panel:
-        # The window may have changed; rich itself would ask for the size of standard input's terminal.
+        # The window may have changed; rich itself would read the size of standard input's terminal.
         with suppress(OSError):  # the terminal was closed
             self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
         table = Table.grid(padding=(0, 2))
@@ -126,7 +126,7 @@ def has_room(stream: TextIO) -> bool:
 
 
 class Display:
-    """Shows a run on the driver's standard error, or on ``stream``, as the module's contract says."""
+    """Shows a run on the main process's standard error, or on ``stream``, as the module's contract describes."""
 
     def __init__(self, mode: str, total_steps: int, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -149,7 +149,7 @@ class Display:
             self._shown.resume(step)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Show a step that was trained."""
+        """Show a training step that is complete."""
         seconds = metrics.get("timing_s/step")
         samples = metrics.get("fully_async/trained_samples")
         shown = {
@@ -163,7 +163,7 @@ class Display:
             self._shown.step(int(metrics[STEP]), said)
 
     def live(self, figures: Mapping[str, Any]) -> None:
-        """Show what training and generation do now (`recipe.async_engine.record.figures`)."""
+        """Show what the trainer and the rollout do now (`recipe.async_engine.record.figures`)."""
         with self._while_it_can_be_written():
             self._shown.live(sides(figures))
 

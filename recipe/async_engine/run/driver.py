@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main of every mode: it checks the configuration, starts Ray and the trainer, and records the run.
+"""The main process of every mode: it checks the configuration, starts Ray and the trainer, and writes the run's files.
 
-Contract: a configuration that cannot run is refused before any process starts. A run that fails ends with the error
-and its traceback on standard error, a non-zero exit status and a summary that names the error. On the CPU platform this
-process imports neither torch nor verl, because imports take most of a start.
+Contract: a configuration that cannot run is refused before any process starts. A run that fails ends with the error and
+its traceback on standard error, a non-zero exit status and a summary that names the error. On the CPU platform this
+process imports neither torch nor verl, because their imports would take most of the start-up time.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ REHEARSAL_FOLDER = "rehearsal"
 
 
 class RunFailed(RecipeError):
-    """The run ended with an error, which has been shown."""
+    """The run ended with an error that the user has already been shown."""
 
 
 class Laptop(Protocol):
-    """What a run needs from outside the engine on a machine without an accelerator."""
+    """What a run needs, from outside the engine, on a machine without an accelerator."""
 
     def choose_platform(
         self, environ: Mapping[str, str], machine: Machine, ray_address: str | None = None, device: str | None = None
     ) -> PlatformChoice:
-        """Choose the platform of a run by the driver's environment, its machine, and two settings."""
+        """Choose the platform of a run from the main process's environment, its machine, and two settings."""
 
     def fill_builtin_task(self, config: DictConfig) -> None:
-        """Make the built-in task if it is configured, and set the paths that are null to its files."""
+        """Create the built-in task's files if it is configured, and set null paths in ``config`` to these files."""
 
     def forks(self, config: DictConfig, choice: PlatformChoice) -> Forks | None:
         """Start the process from which this run's Ray forks its workers; return None if the run cannot use forks."""
@@ -82,11 +82,11 @@ class Laptop(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a main gives to a run and the engine must not import; `recipe.mains.run` has this package's own.
+    """Objects that a main process passes to a run because the engine must not import them; see `recipe.mains.run`.
 
     Attributes:
-        judges: judge the configuration in addition to the engine's rules.
-        account: makes the run's account from its record.
+        judges: rules that check the configuration in addition to the engine's own.
+        account: computes the time account (share of accelerator time in each class) from the event record.
     """
 
     laptop: Laptop
@@ -95,18 +95,18 @@ class Parts:
 
 
 def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None = None) -> None:
-    """Run ``config``; exit with status 1 if it cannot run or fails, with 128 + signal if one ended it, 3 with alarms.
+    """Run ``config``, then exit: with status 1 after a failure, 128 + signal after a signal, 3 after alarms, else 0.
 
     Args:
         mode: one of `MODES`.
-        trainer_class: the fully qualified name of a trainer that replaces the mode's own.
+        trainer_class: fully qualified name of a trainer that replaces the mode's own.
     """
     if config.get("plan_only"):
-        # Hydra's command line shows the plan and does not come here; other callers do.
+        # Hydra's command line shows the plan and does not call this function; other callers do.
         sys.stderr.write("plan_only=true: nothing is started; Hydra's command line shows the plan\n")
         sys.exit(1)
     try:
-        plain(config)  # this checks the whole configuration before single settings are read
+        plain(config)  # this checks the whole configuration before any single setting is read
         trainer_class = trainer_class or MODES[mode].trainer
         summary = run(config, mode, parts, trainer_class, began=psutil.Process().create_time())
     except MissingMandatoryValue as error:
@@ -125,7 +125,7 @@ def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None 
 
 
 def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: float | None = None) -> dict[str, Any]:
-    """Run ``config`` and return the summary, whose times count from ``began`` in epoch seconds, by default from now.
+    """Run ``config`` and return the summary. Its times count from ``began`` (seconds since 1970), by default from now.
 
     Raises:
         WrongInstallation: another package hides one of the modes by its name.
@@ -161,9 +161,9 @@ def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: 
 
 
 def only_rehearse(config: DictConfig) -> None:
-    """If ``rehearse_only`` is set, change ``config`` to a run that rehearses and ends, in a folder of its own.
+    """If ``rehearse_only`` is set, change ``config`` to a run that only rehearses, in a folder of its own.
 
-    It reads and writes no checkpoint, validates nothing and tells no tracker (`recipe.async_engine.trainer.rehearsal`).
+    That run uses no checkpoint, validation or tracker (`recipe.async_engine.trainer.rehearsal`).
     """
     if not config.get("rehearse_only"):
         return
@@ -176,7 +176,7 @@ def only_rehearse(config: DictConfig) -> None:
 
 
 def _write_settings(config: DictConfig) -> None:
-    """Write the run's settings without secrets; Hydra's own copies, which have secrets in plain text, are off."""
+    """Write the run's settings without secrets. Hydra's own copies would contain them in plain text and are off."""
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
     file = Path(config.trainer.default_local_dir, SETTINGS_FILE)
     durable.write(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
@@ -184,8 +184,6 @@ def _write_settings(config: DictConfig) -> None:
 
 @dataclass
 class _Run:
-    """One run, from its first process to its last."""
-
     config: DictConfig
     parts: Parts
     choice: PlatformChoice
@@ -196,7 +194,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self._timeouts = self.plan.settings.async_training.timeouts
-        # Ray's own processes are among them, unless they belong to a cluster or to the caller.
+        # These include Ray's own processes, unless Ray belongs to a cluster or to the caller.
         self._started = StartedProcesses(own=self.ray_of_its_own)
         self._look_at = 0.0
         self._forks: Forks | None = None
@@ -204,7 +202,7 @@ class _Run:
         self._last_resort = LastResort(self._end_by_force)
 
     def run(self, mode: str, trainer_class: str) -> dict[str, Any]:
-        """Carry out the run and return its summary."""
+        """Carry out the run and return the summary."""
         try:
             self._start()
             self._display = Display(mode, self.plan.total_steps)
@@ -229,7 +227,7 @@ class _Run:
         _write_settings(self.config)
         given = take_environment(self.config)
         if self.ray_of_its_own:
-            # Workers inherit these variables; if they were in runtime_env, Ray would write their values to its log.
+            # Workers inherit these variables. In runtime_env they would be in Ray's log with their values.
             os.environ.update(given)
             given = {}
             self._forks = self.parts.laptop.forks(self.config, self.choice)
@@ -244,8 +242,8 @@ class _Run:
             check_nodes(plain(self.config), self._timeouts.startup)
 
     def _follow(self, trainer_class: str, display: Display) -> None:
-        """Start the trainer's actor and take in what it yields until it ends."""
-        # On the main's node if that has a free CPU, because the loss of either node ends the run.
+        """Start the trainer's actor and process its events until the run ends."""
+        # Place the trainer on the main's node if that has a free CPU, because the loss of either node ends the run.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         actor = ray.remote(concurrency_groups={"beside": 2, "live": 1})(TaskRunner)
         runner = actor.options(num_cpus=1, scheduling_strategy=here, **under_nsight(self.config)).remote()
@@ -267,16 +265,16 @@ class _Run:
             2 * self._timeouts.heartbeat,
         )
         if time.monotonic() >= self._look_at:
-            # Descendants are found by their parents, so they are noted while those live.
+            # Descendants are found through their parents, so look for them while the parents live.
             self._started.look()
             self._started.measure()
             self._look_at = time.monotonic() + LOOK_S
-        with suppress(RayError):  # the run's own errors come with its events
+        with suppress(RayError):  # errors of the run itself arrive with its events
             for _, figures in live.answered():
                 display.live(ray.get(figures, timeout=0))
 
     def _end(self) -> BaseException | None:
-        """End everything, then write and show the summary; return the first error."""
+        """End all processes, then write and show the summary; return the first error."""
         self._last_resort.allow("ending the run's processes and writing its summary", END_S)
         steps = {
             "ending stopped processes": self._started.end_stopped,
@@ -314,7 +312,7 @@ class _Run:
             logger.warning("%d processes of the run did not end by themselves and were killed", len(killed))
 
     def _end_by_force(self, why: str) -> None:
-        """End what this main has started, then report that it is stuck."""
+        """End all processes that this main process has started, then report that it is stuck."""
         lost = self._started.lost()
         self._started.look()
         self._started.end(grace_s=0)
@@ -326,7 +324,7 @@ class _Run:
 
 
 def take_in(event: Any, record: RunRecord, display: Display) -> None:
-    """Take one event of `TaskRunner.run` into the run's record and onto the screen."""
+    """Process one event of `TaskRunner.run`: add it to the run's files and show it."""
     if isinstance(event, Began):
         record.begin_at(event.step)
         record.update(event.state)

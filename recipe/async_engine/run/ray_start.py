@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a main starts Ray, or joins a cluster, and which of its settings Ray gets.
+"""How a main process starts Ray or joins a cluster, and which settings Ray gets.
 
-Contract: a Ray that the run starts has as long for that as the whole run has (``async_training.timeouts.startup``).
-Its sockets have paths short enough for Linux, however long the path of their folder is. Shown by
-tests/integration/test_ray_start.py, test_joining.py and test_profiled.py.
+Contract: if the run starts Ray, Ray's start may take as long as that of the whole run
+(``async_training.timeouts.startup``). Ray's sockets have paths short enough for Linux, however long the path of their
+folder is. Shown by tests/integration/test_ray_start.py, test_joining.py and test_profiled.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from recipe.async_engine.run.shutdown import StartedProcesses
 logger = logging.getLogger(__name__)
 
 FOLDERS = ("RAY_TMPDIR", "TMPDIR")
-"""Variables that name the folders in which Ray, vLLM, multiprocessing and this package put files and sockets."""
+"""Variables that name the folders in which Ray, vLLM, multiprocessing and this package create files and sockets."""
 RESOURCES = (
     "num_cpus",
     "num_gpus",
@@ -42,32 +42,33 @@ RESOURCES = (
     "_enable_object_reconstruction",
     "_node_name",
 )
-"""Arguments of ray.init that describe a Ray which it starts."""
+"""Arguments of ray.init that describe a Ray node which ray.init starts."""
 ASK_AGAIN_S = 0.2
 GIVEN_UP = ("timed out during startup", "Timed out waiting for file")
-"""Parts of Ray's messages when it gives up its own start (ray/_private/node.py:440, :1407). The second one also comes
-when its node has ended: a node gives its agents 30 s, a fixed number, to write their ports to files, and then ends."""
+"""Parts of Ray's messages when Ray gives up its own start (ray/_private/node.py:440, :1407). The second one also
+appears when Ray's node has ended: a node gives its agents a fixed 30 s to write their ports to files, and then ends.
+"""
 
 
 class Forks(Protocol):
-    """Starts the processes of a local run as forks of one that has imported everything."""
+    """Starts the processes of a local run as forks of one process that has imported everything."""
 
     @property
     def runtime_env(self) -> dict[str, Any]:
-        """The part of Ray's ``runtime_env`` by which every worker of a job becomes one of these forks."""
+        """Return the part of Ray's ``runtime_env`` that makes every worker of a job one of these forks."""
 
     def joined(self, job_id: str) -> None:
-        """Take note that Ray has accepted the run as this job."""
+        """Record that Ray has accepted the run as job ``job_id``."""
 
     def stop(self) -> None:
-        """End the process that is forked, since the run has ended."""
+        """End the process that the workers are forked from, since the run has ended."""
 
 
 def shorten_folders(ray_init: DictConfig) -> None:
-    """Make this process, and those that it starts from now on, use short paths for the folders of sockets.
+    """Use short paths for the folders of sockets, in this process and in those that it starts from now on.
 
     Raises:
-        RecipeError: one of the folders cannot be written to; Ray's own error would not name it.
+        RecipeError: one of the folders is not writable. Ray's own error would not name the folder.
     """
     for name in FOLDERS:
         if given := os.environ.pop(name, None):
@@ -79,7 +80,7 @@ def shorten_folders(ray_init: DictConfig) -> None:
 
 
 def leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
-    """Remove the settings that describe a Ray which the run would start: Ray refuses them when it joins a cluster."""
+    """Remove settings that describe a Ray node which the run would start; Ray refuses them when it joins a cluster."""
     left_out = [name for name in RESOURCES if ray_init.pop(name, None) is not None]
     if left_out:
         names = ", ".join(left_out)
@@ -87,7 +88,7 @@ def leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
 
 
 def take_environment(config: DictConfig) -> dict[str, str]:
-    """Move the variables for the run's processes out of the configuration, so that it can be written without them."""
+    """Remove the environment variables for workers from the configuration, which can then be saved, and return them."""
     given = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True).get("runtime_env") or {}
     variables = given.get("env_vars") or {}
     if variables:
@@ -96,15 +97,15 @@ def take_environment(config: DictConfig) -> dict[str, str]:
     taken = {str(name): str(value) for name, value in variables.items() if value is not None}
     loggers = OmegaConf.select(config, "trainer.logger")
     if "rl_insight" in ([loggers] if isinstance(loggers, str) else loggers or ()):
-        # verl's main does so too (verl/trainer/main_ppo.py:52); without it that tracker shows nothing.
+        # verl's main sets this variable too (verl/trainer/main_ppo.py:52); without it the tracker shows nothing.
         taken.setdefault("VERL_RL_INSIGHT_ENABLE", "1")
     return taken
 
 
 def under_nsight(config: DictConfig) -> dict[str, Any]:
-    """Return options by which Ray starts the trainer's actor under Nsight Systems, if the configuration asks for that.
+    """Return the options with which Ray starts the trainer's actor under Nsight Systems, if so configured, else {}.
 
-    Stock verl's main does the same (main_ppo.py:76).
+    Stock verl's main uses the same options (main_ppo.py:76).
     """
     profiler = config.global_profiler
     if config.trainer.device != "cuda" or profiler.tool != "nsys" or not profiler.steps:
@@ -114,29 +115,29 @@ def under_nsight(config: DictConfig) -> dict[str, Any]:
 
 
 def write_timeline(config: DictConfig) -> None:
-    """Write the timeline of Ray's tasks to ``ray_kwargs.timeline_json_file``, if it is set, as stock verl does."""
+    """Write the timeline of Ray's tasks to ``ray_kwargs.timeline_json_file`` if that is set, as stock verl does."""
     file = config.ray_kwargs.get("timeline_json_file")
     if file and ray.is_initialized():
         try:
             ray.timeline(filename=str(file))
-        except Exception as error:  # the run is over, and must not fail because of this
+        except Exception as error:  # the run is over and must not fail because of the timeline
             logger.warning("ray_kwargs.timeline_json_file=%s could not be written: %r", file, error)
 
 
 def start_ray(
     config: DictConfig, choice: PlatformChoice, forks: Forks | None, given: Mapping[str, str], own: bool
 ) -> None:
-    """Start Ray, or join a cluster, whose workers are told their platform in ``runtime_env``.
+    """Start Ray, or join a cluster. Ray's workers get the run's platform in ``runtime_env``.
 
     Args:
         given: environment variables for workers that cannot inherit them.
-        own: whether Ray is started here, so that its processes inherit this one's environment.
+        own: whether Ray is started here, so that its processes inherit this process's environment.
     """
     if ray.is_initialized():
         return
     arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     if own and arguments.get("include_dashboard") is False:
-        # Only the dashboard shows events of tasks; Ray's control process keeps 100 MiB of them for 1,000 small steps.
+        # Only the dashboard shows task events, of which Ray's control process keeps 100 MiB in 1,000 small steps.
         arguments["_system_config"] = {"task_events_report_interval_ms": 0} | (arguments.get("_system_config") or {})
     if choice.is_cpu:
         defaults: dict[str, Any] = {"env_vars": {} if own else dict(choice.environment)}
@@ -145,7 +146,7 @@ def start_ray(
 
         defaults = get_ppo_ray_runtime_env(config)
         defaults["env_vars"] = LOG_LEVEL | dict(defaults.get("env_vars") or {})
-    # verl's configuration sets py_executable to null.
+    # Leave out nulls: verl's configuration sets py_executable to null.
     asked = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
     forked = {} if forks is None else forks.runtime_env
     variables = _not_the_jobs(defaults.get("env_vars", {}) | dict(given))
@@ -159,7 +160,7 @@ def start_ray(
 
 
 def start_own(arguments: Mapping[str, Any], startup_s: float) -> None:
-    """Call ``ray.init``, and repeat it while Ray gives up the node that it starts, for up to ``startup_s`` seconds."""
+    """Call ``ray.init``, and repeat the call if Ray gives up starting its node, for up to ``startup_s`` seconds."""
     deadline = time.monotonic() + startup_s
     while True:
         started = StartedProcesses()
@@ -177,11 +178,11 @@ def start_own(arguments: Mapping[str, Any], startup_s: float) -> None:
 
 @contextmanager
 def patience(startup_s: float) -> Iterator[None]:
-    """Give a Ray that is started within this context ``startup_s`` seconds, although its own limits are shorter.
+    """Allow ``startup_s`` seconds for a start of Ray within this context, although Ray's own limits are shorter.
 
-    Ray gives up a node that is not registered after 30 s, a fixed number (ray/_private/node.py:428). So its question
-    for the node is repeated here until the node is there, as long as a process of the node lives. Ray's other limits
-    are environment variables, which its processes inherit.
+    Ray gives up a node that is not registered after 30 s, a fixed number (ray/_private/node.py:428). So within this
+    context Ray's query for the node is repeated until it succeeds, as long as the node's raylet lives. Ray's other
+    limits are environment variables, which its processes inherit.
     """
     asked, deadline = services.get_node, time.monotonic() + startup_s
 
@@ -210,6 +211,6 @@ def _raylet_lives() -> bool:
 
 
 def _not_the_jobs(environment: Mapping[str, str]) -> dict[str, str]:
-    """Leave out variables that ``ray job submit --runtime-env-json`` has set: Ray refuses to be told them twice."""
+    """Remove variables that ``ray job submit --runtime-env-json`` has set, because Ray refuses to set them twice."""
     job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env", {}).get("env_vars", {})
     return {name: value for name, value in environment.items() if name not in job}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ray actor in which a run's trainer works.
 
-Contract: ``run`` yields ``Began``, then (account of the run, metrics) for every step, then ``Ended`` with the trainer's
-account, even if the run failed. An error is sent as text, because its class may not exist where it is read. A
-`RunWatch` watches the run from its first moment to its last.
+Contract: ``run`` yields ``Began``, then (the trainer's report on the run so far, metrics) for every step, then
+``Ended`` with the trainer's last report, even if the run failed. An error is sent as text, because its class may not
+exist in the process that reads it. A `RunWatch` watches the run from start-up to its end.
 """
 
 import gc
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Began:
-    """The processes are up and a checkpoint, if there is one, is loaded; ``step`` is the last step that it contains."""
+    """All processes run and the checkpoint, if there is one, is loaded; ``step`` is the checkpoint's last step."""
 
     step: int
     state: dict[str, Any]
@@ -38,14 +38,14 @@ class Began:
 
 @dataclass(frozen=True)
 class Ended:
-    """The run is over; ``error`` has the name, message and traceback of what it failed with, or is None."""
+    """The run is over. ``error`` has the name, message and traceback of the error that ended it, or is None."""
 
     state: dict[str, Any]
     error: dict[str, str] | None
 
 
 class TaskRunner:
-    """Builds a mode's trainer and runs it, while `stop`, `beat` and `live` are called on threads of their own."""
+    """Builds a mode's trainer and runs it. `stop`, `beat` and `live` are called meanwhile, on threads of their own."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
@@ -53,26 +53,26 @@ class TaskRunner:
         self._stopped_by: str | None = None
 
     def stop(self, why: str) -> None:
-        """Ask the trainer to end the run after its present step (`AsyncPPOTrainer.request_stop`)."""
+        """Ask the trainer to end the run after the present step (`AsyncPPOTrainer.request_stop`)."""
         self._stopped_by = why
         if self._trainer is not None:
             self._trainer.request_stop(why)
 
     def beat(self) -> dict[str, str] | None:
-        """Give a sign of life, with name and message of the error if the watch is ending the run."""
+        """Give a sign of life; return name and message of the error with which the watch is ending the run, or None."""
         return None if self._watch is None else self._watch.last_words()
 
     def live(self) -> dict[str, Any]:
-        """Return what training and generation do now, with figures (`recipe.async_engine.record.figures`)."""
+        """Return what the trainer and the rollout do now, with figures (`recipe.async_engine.record.figures`)."""
         return {TRAINER_DOES: Class.START_UP} if self._trainer is None else self._trainer.live()
 
     def run(self, config: dict[str, Any], trainer_class: str, timeouts: Timeouts) -> Iterator[Any]:
-        """Run to the end and yield events as the module's contract says.
+        """Run to the end, and yield events as the module's contract describes.
 
         Args:
-            trainer_class: the fully qualified name of an ``AsyncPPOTrainer``.
+            trainer_class: fully qualified name of an ``AsyncPPOTrainer``.
         """
-        # Imported here, because the main imports this module and does not need the trainer.
+        # This is imported here because the main process imports this module and does not need the trainer.
         from recipe.async_engine.trainer.diagnosis import describe
 
         trainer: Any = None
@@ -93,7 +93,7 @@ class TaskRunner:
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()
-            # A full garbage collection stops every thread, half a second for imported modules alone, so exclude those.
+            # A full garbage collection halts all threads, half a second for imported modules alone: exclude those.
             gc.collect()
             gc.freeze()
             watch.hold(trainer.irreplaceable_actors())
@@ -132,7 +132,7 @@ class TaskRunner:
         from recipe.async_engine.trainer.data_sets import tokenizer_and_processor
 
         conf = OmegaConf.create(migrated(config))
-        # A main on a CPU does not import verl, so verl's types have not been checked yet.
+        # On a CPU the main process does not import verl, so verl's types have not been checked yet.
         check_types(OmegaConf.to_container(conf, resolve=True))
         os.environ.setdefault("TENSORBOARD_DIR", os.path.join(conf.trainer.default_local_dir, "tensorboard"))
         return load_class_from_fqn(trainer_class, "trainer")(conf, *tokenizer_and_processor(conf))

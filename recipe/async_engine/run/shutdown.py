@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run ends: by a signal, or by itself, with all of its processes.
+"""How a run and all of its processes end, by a signal or by themselves.
 
-Contract: the first signal asks the run to end after its present step, with a checkpoint if it saves any. A second
-signal, or the deadline, ends it at once, and so does the first one while there is no trainer yet. No process that a run
-has started on its own machine outlives it, even one that was stopped or hangs. Processes are ended first and the
-summary is written last; a step that fails prevents none of the others, and hides no earlier error. A main that is stuck
-is ended by `run/supervisor.py`. Shown by tests/integration/test_shutdown.py, tests/e2e/test_signals.py and
-test_stalls.py.
+Contract: the first signal asks the run to end after the present step, with a checkpoint if the run saves any. A second
+signal, or the deadline, ends the run at once; so does the first signal while there is no trainer yet. No process that a
+run has started on its own machine outlives the run, even one that is suspended or hangs. Processes are ended first and
+the summary is written last. A step of this shutdown that fails does not prevent the others, and does not hide an
+earlier error. A main process that is stuck is ended by `run/supervisor.py`. Shown by
+tests/integration/test_shutdown.py, tests/e2e/test_signals.py and test_stalls.py.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NEEDED = {
     "/gcs/gcs_server ": "Ray's control process",
     FORK_SERVER: "the process that workers are forked from",
 }
-"""Processes that a run cannot do without, by a part of their command lines."""
+"""Processes without which a run cannot continue, each identified by a part of its command line."""
 STOPPED = "is stopped"
 
 
 class EndAtOnce(KeyboardInterrupt):
-    """A second signal came, or the run did not end in time; ``status`` is the exit status of the process."""
+    """A second signal came, or the run did not end in time. ``status`` is the exit status of the process."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ class EndAtOnce(KeyboardInterrupt):
 
 
 class EndingOnSignal:
-    """A context manager of the main thread that ends a run on signals, as the module's contract says.
+    """A context manager of the main thread that ends a run on signals, as the module's contract describes.
 
     Attributes:
-        status: the exit status of the process, None if no signal came.
+        status: exit status of the process, None if no signal came.
     """
 
     def __init__(self) -> None:
@@ -67,14 +67,14 @@ class EndingOnSignal:
         return self
 
     def ask(self, stop: Callable[[str], Any], deadline_s: float) -> None:
-        """Let the first signal from now on ask the run to end.
+        """From now on, let the first signal ask the run to end.
 
         Args:
-            stop: asks the run to end; it gets the signal's name and must not wait.
-            deadline_s: how long the run may take from the first signal to its end.
+            stop: function that asks the run to end; it gets the signal's name and must not wait.
+            deadline_s: seconds that the run may take from the first signal to its end.
         """
         self._stop, self._deadline_s = stop, deadline_s
-        for number in SIGNALS:  # Ray has installed its own handlers when it started
+        for number in SIGNALS:  # Ray installed its own handlers when it started
             signal.signal(number, self._on_signal)
 
     def __exit__(
@@ -84,7 +84,7 @@ class EndingOnSignal:
             self._timer.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        # One of Ray's calls turns what is raised within it into a plain KeyboardInterrupt.
+        # One of Ray's calls turns an exception of a signal handler into a plain KeyboardInterrupt.
         if self._at_once is not None and kind is KeyboardInterrupt:
             raise self._at_once
 
@@ -105,7 +105,7 @@ class EndingOnSignal:
 
 
 def end_in_order(steps: Mapping[str, Callable[[], Any]]) -> BaseException | None:
-    """Take every step in order, even if others fail, and return the first error; keys say what a step does."""
+    """Carry out every step in order, even if others fail; return the first error. Keys name the steps in messages."""
     first: BaseException | None = None
     for what, step in steps.items():
         try:
@@ -117,13 +117,13 @@ def end_in_order(steps: Mapping[str, Callable[[], Any]]) -> BaseException | None
 
 
 class StartedProcesses:
-    """The processes that this one starts from now on, with all that they start, and the memory that they take.
+    """The processes that this process starts from now on, including their descendants, and the memory that they use.
 
     Args:
-        own: whether they belong to the run; if not, none of them is noted or ended.
+        own: whether the processes belong to the run; if not, they are neither recorded nor ended.
 
     Attributes:
-        peak_gib: the most memory that this process and its descendants had when it was measured.
+        peak_gib: largest measured memory of this process and its descendants together, in GiB.
     """
 
     def __init__(self, own: bool = True) -> None:
@@ -135,7 +135,7 @@ class StartedProcesses:
         self._needed: dict[psutil.Process, str] = {}
 
     def look(self) -> None:
-        """Note which processes there are now, since their parents may be gone later."""
+        """Record which descendants exist now. A descendant whose parent has ended cannot be found any more."""
         if self._own:
             self._found = {process for process in self._found if _runs(process)}
             self._found.update(set(psutil.Process().children(recursive=True)) - self._others)
@@ -143,9 +143,9 @@ class StartedProcesses:
     def measure(self) -> None:
         """Measure the memory of this process and its descendants; short peaks between two calls are missed.
 
-        Each process counts with its proportional share (Linux's PSS): its own memory, and its part of what it shares
-        with others, for example with the process that it was forked from. Reading the share stops a process for
-        milliseconds, so it is read only when an upper bound that costs nothing has risen.
+        Each process counts with its proportional share (Linux's PSS): its own memory, and its part of memory shared
+        with other processes, for example with the one it was forked from. Reading the share halts a process for
+        milliseconds, so it is read only when an upper bound that is cheap to read has risen.
         """
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
         bound = sum(_bytes(process, exactly=False) for process in family)
@@ -154,7 +154,7 @@ class StartedProcesses:
             self.peak_gib = max(self.peak_gib, sum(_bytes(process, exactly=True) for process in family) / 2**30)
 
     def look_for_needed(self) -> None:
-        """Note the processes that the rest of a run cannot do without."""
+        """Record the processes without which the run cannot continue."""
         for child in psutil.Process().children() if self._own else ():
             with suppress(psutil.NoSuchProcess):
                 command = " ".join(child.cmdline())
@@ -162,24 +162,24 @@ class StartedProcesses:
                     self._needed[child] = name
 
     def lost(self) -> CannotGoOn | None:
-        """Return an error that names the needed processes which do not run any more, or None if all of them run."""
+        """Return an error that names the needed processes that have ended or are suspended, or None if all run."""
         states = {f"{name} (process {process.pid})": _state(process) for process, name in self._needed.items()}
         said = [f"{name} {state}" for name, state in states.items() if state]
         return CannotGoOn(", ".join(said)) if said else None
 
     def end_stopped(self) -> None:
-        """Kill needed processes that are stopped, because leaving Ray would wait for their answer."""
+        """Kill needed processes that are suspended, because shutting down Ray would wait for their answers."""
         for process in self._needed:
             if _state(process) == STOPPED:
                 process.kill()
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return what caused an error: the loss of a needed process if one was lost, else the error itself."""
+        """Return what caused an error: the loss of a needed process if there was one, else the error itself."""
         lost = self.lost() if isinstance(error, Exception) else None
         return lost or error
 
     def end(self, grace_s: float = PROCESS_END_S) -> list[int]:
-        """Kill the noted processes that do not end by themselves in time; return the ids of those killed."""
+        """Kill the recorded processes that do not end by themselves within ``grace_s`` seconds; return their ids."""
         deadline = time.monotonic() + grace_s
         while (left := [process for process in self._found if _runs(process)]) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -190,7 +190,7 @@ class StartedProcesses:
 
 
 def _bytes(process: psutil.Process, exactly: bool) -> int:
-    """Return a process's memory, 0 if it has ended: with ``exactly`` its proportional share, else all that it maps."""
+    """Return a process's memory in bytes: proportional share if ``exactly``, else resident set; 0 if it has ended."""
     try:
         memory = process.memory_full_info() if exactly else process.memory_info()
     except psutil.Error:
@@ -199,14 +199,14 @@ def _bytes(process: psutil.Process, exactly: bool) -> int:
 
 
 def _state(process: psutil.Process) -> str | None:
-    """Return what keeps a process from working, or None if nothing does."""
+    """Return why a process cannot work, or None if it can."""
     if not _runs(process):
         return "has ended"
     return STOPPED if process.status() == psutil.STATUS_STOPPED else None
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether a process has not ended; one whose parent has yet to read its exit status has ended."""
+    """Return whether a process has not ended. A zombie counts as ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

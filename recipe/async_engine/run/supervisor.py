@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the main of a run watches: the trainer's process, Ray's control process, and its own main thread.
+"""What the main process of a run watches: the trainer's process, Ray's control process, and its own main thread.
 
-Contract: the main never waits without a deadline. While it waits for the trainer's events it asks the trainer's process
-for a sign of life every second, on a thread there that nothing else uses, and Ray's control process for its nodes. The
-run ends when the trainer has not answered for ``async_training.timeouts.heartbeat`` seconds (``startup`` before its
-first answer), or the control process for `CONTROL_S`: Ray would end the main after 60 s without a message. If the main
-itself is stuck, `LastResort` ends it. `core/deadlines.py` lists all limits.
+Contract: the main process never waits without a deadline. While it waits for the trainer's events, it asks two
+processes every second for a sign of life: the trainer's process, on a thread there that nothing else uses, and Ray's
+control process, by a query for its nodes. The run ends if the trainer has not answered for
+``async_training.timeouts.heartbeat`` seconds (``startup`` before its first answer), or the control process for
+`CONTROL_S` seconds, because Ray would end the main process after 60 s without a message. If the main thread itself is
+stuck, `LastResort` ends the process. `core/deadlines.py` lists all limits.
 
 Shown by tests/integration/test_supervisor.py, test_shutdown.py and tests/e2e/test_ends.py.
 """
@@ -36,18 +37,18 @@ CONTROL_LOST = "it died, was stopped, or its node is gone; its log is gcs_server
 
 @contextmanager
 def control_probe(limit_s: float, ask: Callable[[], Any] = ray.nodes) -> Iterator[Silence]:
-    """Ask Ray's control process for its nodes every second, on a thread, since the call may never return.
+    """Ask Ray's control process for its nodes every second, on a thread, because the call may never return.
 
-    Yields how long it has been silent.
+    Yields a `Silence`, which measures how long the control process has not answered.
     """
     silence = Silence("Ray's control process (GCS) has not answered", min(limit_s, CONTROL_S))
     over = threading.Event()
 
     def probe() -> None:
         while not over.wait(BEAT_S):
-            # `ray.nodes` would start another Ray once the main has left its own.
+            # `ray.nodes` would start another Ray if the main process has already shut down its own.
             if ray.is_initialized():
-                with suppress(Exception):  # any failure is no sign of life
+                with suppress(Exception):  # a failed call is not a sign of life
                     ask()
                     silence.heard()
 
@@ -67,17 +68,17 @@ def listen(
     timeouts: Timeouts,
     alive: Callable[[], Any] = lambda: None,
 ) -> Iterator[Any]:
-    """Yield the trainer's events up to the end of its run, as the module's contract says.
+    """Yield the trainer's events until its run ends, as the module's contract describes.
 
     Args:
-        events: the object-reference generator of `TaskRunner.run`.
+        events: object-reference generator of `TaskRunner.run`.
         beat: calls `TaskRunner.beat`.
-        control: how long the control process of the run's Ray has been silent (`control_probe`).
-        alive: is called every second, so that whoever watches the caller knows that it works.
+        control: measures how long Ray's control process has been silent (`control_probe`).
+        alive: called every second, to show that the caller of this function is not stuck.
 
     Raises:
         CannotGoOn: the trainer's process, or Ray's control process, gives no sign of life.
-        RayActorError: the trainer's process has died, and its watch had not said why.
+        RayActorError: the trainer's process has died without an error from its watch.
     """
     trainer, missing = Silence("the trainer's process has given no sign of life", timeouts.startup), NOT_STARTED
     closing: Silence | None = None
@@ -86,7 +87,7 @@ def listen(
     while closing is None or not closing.too_long():
         alive()
         ready, _ = ray.wait([events], timeout=BEAT_S)
-        with suppress(RayActorError):  # the events end with it
+        with suppress(RayActorError):  # if the actor has died, the events end with the same error
             for _, answer in questions.answered():
                 last_words = ray.get(answer, timeout=timeouts.heartbeat) or last_words
                 trainer.heard()
@@ -102,7 +103,7 @@ def listen(
                 if last_words is None:
                     raise
                 event = Ended({}, {**last_words, "traceback": ""})
-            if isinstance(event, Ended):  # its last files may still be being written
+            if isinstance(event, Ended):  # the trainer may still be writing its last files
                 closing = Silence("the trainer is closing", CLOSE_S)
             yield event
         if control.too_long():
@@ -115,10 +116,10 @@ def listen(
 
 
 class LastResort:
-    """Ends this process when its main thread does not finish what it does, from a thread of its own.
+    """Ends this process if its main thread does not finish a task in time, from a thread of its own.
 
     Args:
-        end: is called with the reason before that; it may hang or fail.
+        end: called with the reason before the process ends; it may hang or fail.
     """
 
     def __init__(self, end: Callable[[str], Any]) -> None:
@@ -127,11 +128,11 @@ class LastResort:
         threading.Thread(target=self._watch, name="last-resort", daemon=True).start()
 
     def allow(self, what: str, limit_s: float) -> None:
-        """Say what the main thread does from now on, and how long that may take, up to the next call."""
+        """Declare what the main thread does from now on and how many seconds that may take, until the next call."""
         self._allowed = Silence(what, limit_s)
 
     def stop(self) -> None:
-        """Allow any time from now on."""
+        """Stop limiting the main thread's time."""
         self._allowed = None
 
     def _watch(self) -> None:
