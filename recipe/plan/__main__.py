@@ -29,7 +29,7 @@ WIDEST = 10.0
 
 
 def of_run(run: Run, steps: int) -> Scenario:
-    """Return the scenario of the run in a record."""
+    """Return the scenario of a recorded run, to be simulated for ``steps`` steps."""
     said = run.settings
     replicas = max(1, said["rollout_replicas"])
     return Scenario(
@@ -53,7 +53,7 @@ def of_run(run: Run, steps: int) -> Scenario:
 
 
 def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times]:
-    """Return a scenario and times for a model's config.json, answers of given lengths and a device."""
+    """Return a scenario and times from a model's config.json, and the options for answer lengths and device."""
     if options.lengths is None:
         raise CannotPlan(f"{folder} has a model's config.json and no record of a run: give --lengths MEDIAN,SIGMA,MOST")
     try:
@@ -81,7 +81,7 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
 
 
 def assumed(scenario: Scenario) -> str:
-    """Return overrides for what an estimate assumes; a run with a record has these settings already."""
+    """Return overrides for the settings that an estimate assumes; a recorded run has these settings already."""
     rollout = "actor_rollout_ref.rollout"
     return (
         f" actor_rollout_ref.actor.ppo_mini_batch_size={scenario.batch_groups} {rollout}.n={scenario.answers} "
@@ -101,7 +101,7 @@ def _lengths(text: str) -> tuple[float, float, float]:
 
 
 def table(found: Sequence[Advice]) -> str:
-    """Return a table of the best candidates."""
+    """Return a table of the best `SHOWN` candidates as text."""
     rows = [("trainer", "rollout", "bound", "k", "tokens/s", "over seeds", "staleness", "why not")]
     for advice in found[:SHOWN]:
         row = advice.row(found[0])
@@ -113,7 +113,7 @@ def table(found: Sequence[Advice]) -> str:
 
 
 def picture(found: Sequence[Advice], file: Path) -> None:
-    """Write a page with throughput over the trainer's accelerators, a line for each staleness bound."""
+    """Write an HTML page: throughput against the trainer's accelerators, one line per staleness bound."""
     from bokeh.embed import file_html
     from bokeh.palettes import Category10
     from bokeh.plotting import figure
@@ -133,7 +133,7 @@ def picture(found: Sequence[Advice], file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit status: 2 if a plan cannot be made, with the reason on standard error."""
+    """Print the plan and return the exit status: 0, or 2 with the reason on standard error if there is no plan."""
     parser = argparse.ArgumentParser(prog="python -m recipe.plan", description="Says how to split accelerators.")
     parser.add_argument("run", type=Path, help="a run's folder with its record, or one with a model's config.json")
     parser.add_argument("--accelerators", type=int, required=True)
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
-    """Return the candidates, the best first, and whether they are only an estimate."""
+    """Return the candidates, best first, and whether they are only estimated from a device profile."""
     most_staleness(options.goal)
     for name, least in (("seeds", 1), ("steps", 6), ("batch", 1), ("replica_size", 1), ("per_node", 1)):
         if getattr(options, name) < least:
