@@ -35,7 +35,7 @@ def most_staleness(goal: str) -> float | None:
     with suppress(ValueError):
         if name == "staleness":
             return float(number)
-    raise CannotPlan(f"--goal {goal!r} is not known: throughput, cost, or staleness<=N with a number N")
+    raise CannotPlan(f"--goal {goal!r} is not known: give throughput, cost, or staleness<=N with a number N")
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
     size, rows = base.replica_size, base.batch_groups * base.answers
     if not 1 + size <= accelerators <= MOST:
         raise CannotPlan(
-            f"--accelerators {accelerators}: at least {1 + size}, one to train and {size} for a replica, and at most "
-            f"{MOST}"
+            f"--accelerators {accelerators}: it must be at least {1 + size}, 1 to train and {size} for a replica, and "
+            f"at most {MOST}"
         )
     found = []
     for trainer in sorted({_ranks(rows, accelerators * eighth // 8, accelerators - size) for eighth in range(1, 8)}):

@@ -159,7 +159,7 @@ class Simulation:
         if not self._over:
             raise CannotPlan(
                 f"the simulated run stands still at {self.clock.now:g} s, with {self.ledger.counts()} and "
-                f"{self.scenario}: the times and settings of its record cannot be those of a run"
+                f"{self.scenario}: the times and settings in the event record cannot be those of a run"
             )
         self._timeline.stop()
         return self._result()
@@ -172,7 +172,7 @@ class Simulation:
             self._issue()
         self.clock.start(self._train())
 
-    # The trainer, in the order of `AsyncPPOTrainer`'s steps.
+    # The methods below simulate the trainer, in the order of `AsyncPPOTrainer`'s steps.
 
     def _train(self) -> Process:
         scenario, times = self.scenario, self.times
@@ -220,7 +220,7 @@ class Simulation:
         self._books["trained"] += sum(lengths)
         self._issue()
 
-    # Publishing a version, in the order of the real publication.
+    # The methods below simulate publishing a version, in the order of a real weight sync.
 
     def _bring(self) -> Process:
         scenario, times = self.scenario, self.times
@@ -280,7 +280,7 @@ class Simulation:
         self._why()
         return rest
 
-    # Generation.
+    # The methods below simulate generation and rewards.
 
     def _issue(self) -> None:
         began = time.process_time()
@@ -374,7 +374,7 @@ class Simulation:
             self._timed(lambda: self.manager.complete(request.group, start))
             self._issue()
 
-    # Reports.
+    # The methods below record events and figures for the result.
 
     def _timed(self, decide: Callable[[], Decided]) -> Decided:
         """Call a decision of the state machines, and add its CPU time to `decisions_s`."""

@@ -107,23 +107,25 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     run = load(folder)
     if absent := unsaid(run.settings, but=OLDER):
         also = "".join(f"; {note}" for note in run.notes)
-        raise CannotPlan(f"the record in {folder} does not have these settings of its run: {', '.join(absent)}{also}")
+        raise CannotPlan(f"the event record in {folder} lacks settings of its run: {', '.join(absent)}{also}")
     answers = _answers(run)
     lengths = [tokens for group in answers.values() for tokens, *_ in group]
     updates, synced = _phases(run, "update"), [event for event in run.events if event.lane == WEIGHTS]
     if not lengths or not updates or not synced:
         missing = "answer" if not lengths else "update" if not updates else "weight sync"
-        raise CannotPlan(f"{folder} has no {missing} in its record: let the run train some steps first")
+        raise CannotPlan(f"the event record in {folder} has no {missing}: let the run train some steps first")
     replicas = max(1, run.settings["rollout_replicas"])
     places = run.settings["engine_places"] / replicas
     if min(run.settings["engine_places"], run.settings["max_concurrent_trajectories"]) < replicas:
-        raise CannotPlan(f"the record in {folder} has fewer places or trajectories than its {replicas} engines")
+        raise CannotPlan(
+            f"the event record in {folder} has fewer sequence slots or trajectories than its {replicas} engines"
+        )
     used = _place_seconds(run.pieces, places)
     ends = [(tokens, end) for group in answers.values() for tokens, _, end in group]
     prompt = _prompt(run)
     steps = fit_steps(run.events, ends, places, replicas, prompt)
     if steps is None:
-        raise CannotPlan(f"{folder} has no tokens of its engines in its record")
+        raise CannotPlan(f"the event record in {folder} has no sampled tokens of engines")
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
     first = used[Class.PREFILL] / len(lengths)
     overhead = [end - start - first - step * (tokens - 1) for group in answers.values() for tokens, start, end in group]
@@ -131,7 +133,7 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     latency = max(0.0, min(overhead))
     agents = _agents_s(run, used, len(lengths), places, replicas)
     if not pc.sum(about(run.groups, "trained")["tokens"]).as_py():
-        raise CannotPlan(f"{folder} has no trained group in its record: let the run train some steps first")
+        raise CannotPlan(f"the event record in {folder} has no trained group: let the run train some steps first")
     parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
     resumes = [event.end - event.start for event in synced if event.what == "resume"]
     swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])

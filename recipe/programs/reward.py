@@ -145,6 +145,6 @@ def _tests(ground_truth: str, data_source: str) -> tuple[list[tuple[Any, Any]], 
         ) from error
     wrong = [given for given, _ in tests if not isinstance(given, str if name is None else list)]
     if not tests or wrong:
-        kind = "a string each, what the program reads" if name is None else "a list each, the arguments of fn_name"
-        raise TestCaseError(f"a row of {data_source} has test cases of another form: inputs must be {kind}")
+        kind = "a string, the standard input of the program" if name is None else "a list, the arguments of fn_name"
+        raise TestCaseError(f"a row of {data_source} has test cases in a wrong format: each input must be {kind}")
     return tests, name

@@ -70,7 +70,7 @@ class SandboxUnavailable(RecipeError):
 
 
 class Ending(StrEnum):
-    """How a program ended."""
+    """The ways in which a program can end: by itself, or at a limit."""
 
     EXIT = "exit"
     CPU = "cpu limit"
@@ -174,7 +174,7 @@ def run(
         stdout, stderr = (_content(file, limits.output_bytes) for file in (written, said))
     if not has_begun:
         why = stderr.decode(errors="replace").strip()[-500:] or f"it did not start within {START_S:g} s"
-        raise SandboxUnavailable(f"the program was not run: {why}. {ADVICE}")
+        raise SandboxUnavailable(f"the answer's program was not run: {why}. {ADVICE}")
     status = process.returncode
     if sum(outputs) > limits.output_bytes:
         ending, status = Ending.OUTPUT, 128 + signal.SIGKILL
@@ -230,10 +230,10 @@ def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> I
                 mapped.write(b"+")
         yield
     except ProcessLookupError:
-        raise SandboxUnavailable(f"the sandbox ended while it was made. {ADVICE}") from None
+        raise SandboxUnavailable(f"the sandbox ended during its start. {ADVICE}") from None
     finally:
         if first is not None:
-            # The namespace's other processes die with its first one, and bubblewrap exits after them.
+            # When the namespace's first process dies, its other processes die too, and bubblewrap exits.
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
             os.close(first)

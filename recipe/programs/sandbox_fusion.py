@@ -45,7 +45,7 @@ def run(url: str, source: str, stdin: str, limits: Limits, call: tuple[str, Sequ
     answer, error = call_sandbox_api(url, source, stdin, seconds, seconds, limits.memory_bytes >> 20)
     if answer is None or answer.get("status") == "SandboxError":
         said = error if answer is None else answer.get("message")
-        raise SandboxUnavailable(f"the Sandbox Fusion service at {url} ran no program: {said}")
+        raise SandboxUnavailable(f"the Sandbox Fusion service at {url} did not run the program: {said}")
     result = answer.get("run_result") or {}
     stdout, stderr = ((result.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
     status = result.get("return_code")

@@ -66,7 +66,7 @@ def _seconds(text: str) -> float:
     """Parse a finite, non-negative number of seconds."""
     seconds = float(text)
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise argparse.ArgumentTypeError(f"{text}: give seconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: give a number of seconds, 0 or more")
     return seconds
 
 

@@ -103,7 +103,7 @@ class DeviceAccount:
 
 @dataclass(frozen=True)
 class Account:
-    """The time account of a run. ``devices`` has seconds per accelerator; ``tokens`` is None if not known."""
+    """The time account of a run of ``duration`` seconds; ``tokens`` is None if the token counts are not known."""
 
     duration: float
     devices: Mapping[str, DeviceAccount]
@@ -243,7 +243,7 @@ def account_of(recorded: Recorded) -> Account:
 
 
 def settled(recorded: Recorded) -> dict[str, Any]:
-    """Return the time account for ``summary.json``, and log a warning if it does not close."""
+    """Return the time account for ``summary.json``; log a warning if its seconds or tokens do not add up."""
     account = account_of(recorded)
     if not account.closes:
         logger.warning("the account of the run does not close: %s", account.summary())

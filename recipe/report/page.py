@@ -111,7 +111,7 @@ def _useful(run: Run) -> str:
     return ", ".join(f"{side} {useful_share(seconds):.0%}" for side, seconds in sides(run.account).items())
 
 
-# Parts of both pages.
+# The functions below build the parts of both pages.
 
 
 def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "") -> str:
@@ -226,7 +226,7 @@ def _news(run: Run) -> str:
     return _table("Deaths and replacements", ["when", "device", "what"], rows, numbers=False) if rows else ""
 
 
-# Figures in the comparison of two runs.
+# The functions below compute the figures in the comparison of two runs.
 
 
 def _steps(run: Run) -> int:

@@ -132,7 +132,7 @@ def load(folder: Path) -> Run:
     if until <= 0:
         also = "".join(f"; {note}" for note in notes)
         raise BadFile(
-            f"{found[-1]} has no events yet: the run has only just begun, or ended before its first ones{also}"
+            f"{found[-1]} has no events yet: the run has just begun, or it ended before its first event{also}"
         )
     header, of_header = header_of(written, str(found[-1]))
     summary, of_summary = summary_in(folder)

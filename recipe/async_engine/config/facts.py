@@ -54,7 +54,7 @@ class NodeFact:
 
 @dataclass(frozen=True, slots=True)
 class RowFault:
-    """Rows of a data file that cannot be used."""
+    """A fault that rows of a data file have in common, so that they cannot be used."""
 
     column: str
     what: Literal["empty", "too long", "text", "missing", "no mapping"]
@@ -65,7 +65,7 @@ class RowFault:
 
 @dataclass(frozen=True, slots=True)
 class FileFact:
-    """What was found at a path that a setting names."""
+    """The findings about a path or module that a setting names."""
 
     setting: str
     path: str  # as configured

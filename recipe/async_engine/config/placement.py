@@ -21,7 +21,8 @@ from recipe.async_engine.config.plan import replica_size, rollout_accelerators
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.config.sections import SHARED, Settings
 
-# The CPUs in verl's bundle for an accelerator (single_controller/ray/base.py:214, workers/rollout/replica.py:185).
+# Number of CPUs that verl reserves with each accelerator (single_controller/ray/base.py:214,
+# workers/rollout/replica.py:185).
 TRAINER_CPUS, REPLICA_CPUS = 3, 2
 TRAINER_POOL = "trainer_pool"
 

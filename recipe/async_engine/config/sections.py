@@ -138,7 +138,7 @@ class Alarms:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class AsyncTraining:
-    """How far generation and training may run apart, and what happens at a weight sync."""
+    """The settings of asynchronous training: staleness, batches, weight sync, fault tolerance, recording."""
 
     staleness_threshold: float = setting(
         0.1,

@@ -55,7 +55,7 @@ def judge_v1(
 
 
 def as_placed(context: RuleContext, trainer: str) -> RuleContext:
-    """Return the context with this package's settings for how the v1 trainer places engines and publishes weights."""
+    """Return the context with `placement`, `weights` and `rollout` set to describe what the v1 trainer does."""
     training = context.settings.async_training
     rollout = {
         name: context.count(f"{ROLLOUT}.{name}") or default for name, default in (("nnodes", 1), ("n_gpus_per_node", 8))

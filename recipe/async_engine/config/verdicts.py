@@ -157,7 +157,7 @@ TABLE: tuple[Verdict, ...] = (
         "Other rollout engines are not supported yet in this mode.",
         "ROLLOUT.name",
         allowed=" or ".join(ENGINES),
-        refuses=lambda name: name not in tuple(ENGINES),  # The value may even be a list.
+        refuses=lambda name: name not in tuple(ENGINES),  # A list is unhashable, so a tuple is searched.
     ),
     *_refused(
         "Other engines are not supported for reward models.",
@@ -306,7 +306,7 @@ for _verdict in TABLE:
 
 
 def refusals(context: RuleContext) -> Iterator[Problem]:
-    """Report every setting whose value is refused."""
+    """Yield a problem for every setting whose value is refused."""
     for verdict in TABLE:
         if verdict.kind is Kind.REFUSED and verdict.here(context):
             setting = f"{verdict.setting}.{verdict.switch}" if verdict.switch else verdict.setting

@@ -25,7 +25,7 @@ from recipe.async_engine.config.rules.names import BACKEND, MODULE, OWN_ENGINES,
 EXTERNAL = "actor_rollout_ref.model.external_lib"
 ROLES = "actor_rollout_ref"
 ALLOWED = "what verl's own types accept"
-# How verl renames settings when it builds the reference policy (engine_workers.py:556-566).
+# Settings that verl renames when it builds the reference policy, with their new names (engine_workers.py:556-566).
 RENAMED = {
     "log_prob_micro_batch_size": "ppo_micro_batch_size",
     "log_prob_micro_batch_size_per_gpu": "ppo_micro_batch_size_per_gpu",
@@ -139,7 +139,7 @@ def _known_keys(section: DictConfig, cls: type[Any]) -> None:
     """Raise `TypeError` if the section has keys that its type lacks."""
     unknown = set(section) - {field.name for field in dataclasses.fields(cls)} - {"_target_"}
     if unknown:
-        raise TypeError(f"{cls.__name__} has no {', '.join(sorted(map(str, unknown)))}")
+        raise TypeError(f"{cls.__name__} has no setting {', '.join(sorted(map(str, unknown)))}")
 
 
 def _validate(config: DictConfig, context: RuleContext) -> None:

@@ -126,7 +126,7 @@ class _Run:
                 yield Moment("log-probs" if name == POLICY else f"log-probs of the {name}", (*rank.scoring, *rest))
 
     def _ranks(self) -> dict[str, Rank]:
-        """Return the models of a training rank, by name."""
+        """Return the memory of each model on a training rank, by the model's name."""
         ranks = {POLICY: actor_rank(self.config, self.models.policy)}
         if self.context.has_critic and self.models.critic is not None:
             ranks["critic"] = critic_rank(self.config, self.models.critic)

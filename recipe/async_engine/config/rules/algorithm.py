@@ -41,7 +41,7 @@ REJECTIONS = (
 )
 # Losses with a ratio to the proximal policy. If the behaviour policy is proximal, the ratio is the importance weight.
 RATIO_LOSSES = ("vanilla", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "geo_mean", "gspo", "kl_cov", "sapo")
-# The names of verl's PPO loss.
+# Both are names of verl's PPO loss.
 PPO = ("vanilla", "bypass_mode")
 
 
@@ -54,7 +54,7 @@ def has_ratio(loss: str) -> bool:
 
 
 def chosen_loss(mode: str, loss_type: str | None, source: Proximal) -> str:
-    """Return the name of the loss of an update: ``mode``, unless ``loss_type`` turns verl's PPO loss into another."""
+    """Return the name of the loss of an update: ``mode``, or for verl's PPO loss the one that ``loss_type`` selects."""
     if mode not in PPO:
         return mode
     return "reinforce" if loss_type == "reinforce" and source is Proximal.BYPASS else "vanilla"

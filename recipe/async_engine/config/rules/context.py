@@ -18,7 +18,7 @@ REWARD_MODEL = "reward.reward_model"
 
 @dataclass(frozen=True, slots=True)
 class RuleContext:
-    """The input of every rule."""
+    """A configuration, and the facts about files, data and resources that rules check it against."""
 
     config: Mapping[str, Any]
     settings: Settings

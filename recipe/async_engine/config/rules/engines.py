@@ -18,8 +18,8 @@ from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 AT_SWAP = "async_training.weights.at_swap"
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
-# Model families whose experts have other names in a checkpoint, whose names vLLM expects, than in Transformers' model,
-# whose names verl's FSDP engines send.
+# Model families whose experts have different names in Transformers' model than in a checkpoint. verl's FSDP engines
+# send the former names, and vLLM expects the latter.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 STRATEGIES = {
     "dp": ("fsdp", "fsdp2"),

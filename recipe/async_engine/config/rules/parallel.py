@@ -124,7 +124,7 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
             name = sizing.old_rows.rpartition(".")[2]
             advice = f"Set it, or {switch}=True, and remove {name}."
             yield context.problem(sizing.rows, allowed, advice)
-        # verl's critic is always sized by tokens (engine.use_dynamic_bsz).
+        # verl always sizes the critic's micro-batches by tokens (engine.use_dynamic_bsz).
         tokens = context.count(sizing.tokens)
         # The last of the parallel sizes is the one that splits sequences.
         shares = list(shared_by(context, "critic" if section == "critic" else ACTOR).values())[-1]
