@@ -63,7 +63,7 @@ def loading_routes(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def check_loaded(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `WrongInstallation` if workers with this environment would not load the plugin; it names the remedy."""
+    """Raise `WrongInstallation`, with the remedy, if workers with this environment would not load the plugin."""
     if loading_routes(environ):
         return
     policy = environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")

@@ -166,7 +166,7 @@ def advise(
 
 
 def _judge(scenario: Scenario, results: list[Result], per_node: int) -> Advice:
-    """Return the summary of a candidate's results, of which there is one per seed."""
+    """Return the summary of a candidate's ``results``, one for each seed."""
     rates = [result.tokens_per_s(SKIP) for result in results]
     totals = results[0].account.total
     whole = sum(totals.values())

@@ -179,7 +179,7 @@ def close(
 
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:
-    """Yield the class of each device over time, from its start-up to ``until``, without gaps between events."""
+    """Yield the pieces of each device's time up to ``until``, including start-up; gaps between events are omitted."""
     context = Context.of(events)
     lives = _lives(events, devices, until)
     starting = dict(lives)
@@ -215,7 +215,10 @@ def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Clas
 
 
 def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each: float) -> dict[Class, float]:
-    """Return ``each`` times the seconds of ``waiting`` in class ``what``, by the class of ``others`` at the time."""
+    """Return the seconds of ``waiting`` in class ``what``, split by the class of ``others`` at the time.
+
+    A second in which one of ``others`` is in a class counts ``each`` seconds.
+    """
     changes: defaultdict[float, float] = defaultdict(float)
     for piece in waiting:
         if piece.what == what:

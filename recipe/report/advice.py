@@ -225,7 +225,7 @@ def _batch(facts: Facts) -> Said:
 
 
 def _slots(facts: Facts) -> tuple[int | None, int, int]:
-    """Return the groups per replica (None if not set), and the used and the existing sequence slots of all engines."""
+    """Return the groups per replica (None if not set), and the numbers of used and of all sequence slots."""
     settings = facts.settings
     places = int(settings.get("engine_places", 0))
     room = int(settings.get("max_num_seqs") or 0) * int(settings.get("rollout_replicas", 1))

@@ -155,7 +155,7 @@ def lanes(run: Run) -> figure:
 
 
 def _most(name: str, classes: Sequence[Class], top: np.ndarray, edges: np.ndarray) -> Iterable[Bar]:
-    """Yield a bar for each series of bins with the same index in ``top``, that of its class; -1 is no class."""
+    """Yield a bar for each series of bins of one class; ``top`` has each bin's index in ``classes``, -1 for none."""
     for which, found in groupby(range(len(top)), key=lambda at: int(top[at])):
         run = list(found)
         if which >= 0:
@@ -262,7 +262,7 @@ def _axes(run: Run) -> dict[str, list[Any]]:
 def curves(runs: Mapping[str, Run], keys: Sequence[str], title: str) -> list[figure]:
     """Return charts of the metrics ``keys`` against steps, time and tokens; metrics that no run has are left out.
 
-    ``runs`` has the runs by the names that their lines get, which is "" for a single run.
+    The keys of ``runs`` are the names of the runs in legends; the key of a single run is "".
     """
     present = [key for key in keys if any(step.get(key) is not None for run in runs.values() for step in run.metrics)]
     along = {name: _axes(run) for name, run in runs.items()}

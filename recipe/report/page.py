@@ -280,7 +280,7 @@ def _settings(runs: Mapping[str, Run]) -> str:
 
 
 def _account_a_step(runs: Mapping[str, Run]) -> str:
-    """Return a table of accelerator-seconds per step by class, since two runs may have different numbers of steps."""
+    """Return a table of accelerator-seconds per step by class, for comparing runs of different numbers of steps."""
     first, second = (
         {what: seconds / max(1, _steps_of_start(run)) for what, seconds in run.account.total.items()}
         for run in runs.values()

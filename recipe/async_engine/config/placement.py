@@ -48,7 +48,7 @@ def replica_pool(number: int, kind: str = "") -> str:
 
 
 def wanted(config: Mapping[str, Any], settings: Settings) -> list[Wanted]:
-    """Return what each component of a run reserves: larger groups first, the trainer before servers of equal groups."""
+    """Return what each component of a run reserves, by decreasing group size; in a tie the trainer comes first."""
     nodes, per_node = int(lookup(config, "trainer.nnodes")), int(lookup(config, "trainer.n_gpus_per_node"))
     setting = "trainer.n_gpus_per_node"
     parts = [Wanted(TRAINER_POOL, "the training ranks", setting, per_node, nodes, TRAINER_CPUS)]

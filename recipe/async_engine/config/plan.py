@@ -153,7 +153,7 @@ def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining)
 
 
 def proximal_source(config: Mapping[str, Any], settings: Settings) -> Proximal:
-    """Return the source of the proximal log-probs: `async_training.proximal_log_probs`, or by default a derived one."""
+    """Return the source of the proximal log-probs, which is derived from other settings if not set."""
     if settings.async_training.proximal_log_probs is not None:
         return Proximal(settings.async_training.proximal_log_probs)
     if settings.servers.enabled:

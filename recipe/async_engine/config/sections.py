@@ -89,7 +89,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Weights:
-    """How new weights reach the rollout replicas."""
+    """The settings for the transfer of new weights to the rollout replicas."""
 
     staging: Literal["device", "host", "none"] = setting(
         "device",

@@ -136,7 +136,7 @@ def judge(
 
 
 def training_rows(config: Mapping[str, Any], files: Sequence[FileFact]) -> int | None:
-    """Return the number of prompts in the training data; None if that of a file is not known."""
+    """Return the number of prompts in the training data; None if a file's number of rows is not known."""
     counts = [fact.rows for fact in files if fact.setting == "data.train_files"]
     known = [count for count in counts if count is not None]
     if not known or len(known) < len(counts):

@@ -239,7 +239,7 @@ def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
         return None, "does not exist: ~ is taken as it is written; write the whole path"
     if not is_hub_name(path):
         return None, "does not exist"
-    # With this variable, which verl documents, verl downloads models from ModelScope instead of the hub.
+    # With VERL_USE_MODELSCOPE=true, which verl documents, verl downloads models from ModelScope instead of the hub.
     if os.environ.get("VERL_USE_MODELSCOPE", "").lower() == "true":
         return None, None
     file, fault = _on_hub(path)
@@ -270,7 +270,7 @@ def _on_hub(name: str) -> tuple[Path | None, str | None]:
         if constants.HF_HUB_OFFLINE:
             return None, f"{absent} is offline (HF_HUB_OFFLINE)"
     try:
-        HfApi().model_info(name, timeout=HUB_S)  # This call makes no retries, unlike a download.
+        HfApi().model_info(name, timeout=HUB_S)  # Unlike a download, `model_info` makes no retries.
         return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_S)), None
     except HfHubHTTPError as error:
         return None, f"does not exist as a directory, and the hub refuses it ({type(error).__name__})"

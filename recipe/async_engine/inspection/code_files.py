@@ -89,8 +89,8 @@ def _description(setting: str, path: str, names_modules: bool) -> FileFact:
 
 
 def _places(path: str) -> Iterator[Path]:
-    """Yield the candidates that verl tries for a path: as given, then relative to the parent folder of the package
-    verl, then to the package (verl/utils/import_utils.py:91).
+    """Yield the candidates that verl tries for a path: as given, relative to the parent folder of the
+    package verl, and relative to the package itself (verl/utils/import_utils.py:91).
     """
     yield Path(path)
     verl = importlib.util.find_spec("verl")

@@ -58,7 +58,7 @@ class Unreadable(Exception):
 
 
 def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield a fact for each training and validation file, and another if it cannot be joined with the files before."""
+    """Yield a fact for each data file, and another fact if the file cannot be joined with the files before."""
     for setting in (TRAIN_FILES, VAL_FILES):
         value = lookup(config, setting)
         paths = value if isinstance(value, list) else [value] if value else []
@@ -131,7 +131,7 @@ def _within(limit_s: float, path: str, reader: str) -> Dataset:
 
 @lru_cache(maxsize=32)
 def _read(path: str, reader: str, found: tuple[Any, ...]) -> Dataset:
-    """Read the files; the cached result holds while ``found``, their names, times and sizes, is the same."""
+    """Return the table of the files, cached as long as ``found`` (their names, times and sizes) is the same."""
     import datasets
 
     shown = datasets.is_progress_bar_enabled()
@@ -183,7 +183,7 @@ def _is_registered(config: Mapping[str, Any]) -> bool:
 
 
 def _lack_answers(column: pyarrow.ChunkedArray, config: Mapping[str, Any]) -> bool:
-    """Return whether a ground truth is missing that verl's own reward managers pass to every reward function."""
+    """Return whether the column lacks the ground truth, which verl's own reward managers read from every row."""
     manager = lookup(config, "reward.reward_manager.name", VERLS_MANAGERS[0])
     taken = _is_registered(config) and manager in VERLS_MANAGERS
     return bool(

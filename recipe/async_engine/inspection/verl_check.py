@@ -79,7 +79,7 @@ def external_names(context: RuleContext) -> list[Problem]:
 
 
 def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
-    """Return the problems of verl's types; if these and ``known`` are empty, those of `validate_config`."""
+    """Return the problems that verl's types find; without these and ``known``, call `validate_config` too."""
     config = OmegaConf.create(dict(context.config))
     with open_dict(config):
         # verl reads this setting as the number of prompts of a step.

@@ -212,7 +212,8 @@ def rollout_engine(config: Mapping[str, Any], shape: ModelShape) -> Engine:
     """Return the memory of one accelerator of a rollout replica."""
     tensor = int(lookup(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)
     ranks, item = replica_size(config), dtype_bytes(lookup(config, f"{ROLLOUT}.dtype", "bfloat16"), 2)
-    # With expert parallelism, experts are split over all ranks of a replica, all other weights over a tensor group.
+    # With expert parallelism, experts are split over all ranks of a replica; other weights are split over a tensor
+    # group.
     spread = ranks if int(lookup(config, f"{ROLLOUT}.expert_parallel_size") or 1) > 1 else tensor
     dense = shape.parameters - shape.expert_parameters
     # A tied embedding is stored once, as in the model's files.

@@ -229,7 +229,7 @@ class Megatron:
 
 
 def megatron_rank(shape: ModelShape, layout: Megatron, update: Work | None, forward: Work | None) -> Rank:
-    """Return the memory of the larger of two ranks: one of the first and one of the last pipeline stage."""
+    """Return the memory of a rank of the first or the last pipeline stage, whichever needs more."""
     stages = [_stage(shape, layout, update, forward, first=True)]
     if layout.pipeline > 1:
         stages.append(_stage(shape, layout, update, forward, first=False))

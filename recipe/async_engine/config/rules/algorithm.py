@@ -61,7 +61,7 @@ def chosen_loss(mode: str, loss_type: str | None, source: Proximal) -> str:
 
 
 def advantages(context: RuleContext) -> Iterator[Problem]:
-    """Check that the settings that the advantage estimator depends on fit it."""
+    """Check the settings that the advantage estimator requires."""
     estimator = str(context.get("algorithm.adv_estimator"))
     if estimator == "remax":
         advice = "It needs a greedy answer for each prompt, which is not supported yet; choose another estimator."

@@ -66,7 +66,7 @@ class RuleContext:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the trainer's workers keep weights of a reference policy; with LoRA the actor's base model serves."""
+        """Whether the trainer's workers keep reference-policy weights; with LoRA they use the actor's base model."""
         return has_reference(self.config)
 
     @property

@@ -81,7 +81,7 @@ def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
 
 
 def lengths(context: RuleContext) -> Iterator[Problem]:
-    """Check that the engines' length limits equal those of the data, which all other rules use."""
+    """Check that the engines' prompt and response lengths equal the limits of the data, which other rules use."""
     for engines, datas in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         length = context.get(f"data.{datas}")
         if context.get(f"{ROLLOUT}.{engines}") not in (None, length):

@@ -46,7 +46,7 @@ LOGGERS: Mapping[str, str] = {
 
 
 def _is_no_described_loop(context: RuleContext) -> bool:
-    """Return whether the default agent loop is absent from the user's file of agent loops, if that can be read."""
+    """Return whether the user's file of agent loops, if it can be read, lacks the default agent loop."""
     setting = f"{ROLLOUT}.agent.agent_loop_config_path"
     described = next((fact.columns for fact in context.files if fact.setting == setting), None)
     if described is None:
@@ -175,7 +175,7 @@ def unknown(context: RuleContext, setting: str, known: Sequence[str]) -> Problem
 
 
 def unusual(context: RuleContext) -> list[Name]:
-    """Return the settings whose values are not among verl's own names, so that only a registry can tell."""
+    """Return the settings whose names are not verl's own, so that they must be looked up in verl's registries."""
     ours = OWN_ENGINES.get(context.get(MODULE))
     asked = ((name, context.get(name.setting)) for name in NAMES if name.registry and name.used(context))
     return [name for name, value in asked if value is not None and value not in (*name.own, ours)]
