@@ -222,7 +222,7 @@ def steps_trained(run: Run) -> int:
 def estimated(
     rollout: DeviceTimes, trainer: Callable[[int], DeviceTimes], groups: Sequence[Sequence[int]], prompt: int
 ) -> Times:
-    """Return times by a device profile; ``trainer`` returns the device times of a trainer with a number of ranks."""
+    """Return times by a device profile; ``trainer`` returns the trainer's device times for a number of ranks."""
     return Times(
         groups=tuple(tuple(group) for group in groups),
         step_s=rollout.decode_step_s,

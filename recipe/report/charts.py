@@ -250,7 +250,7 @@ def histograms(run: Run) -> list[figure]:
 
 
 def _axes(run: Run) -> dict[str, list[Any]]:
-    """Return the x axes of the curves: for each step its number, its end, and the tokens trained until then."""
+    """Return the x axes of the curves: for each step its number, its end time, and the tokens trained until then."""
     tokens = np.cumsum([step.get("fully_async/sampled_tokens") or 0 for step in run.metrics])
     return {
         "step": [step.get("training/global_step") for step in run.metrics],

@@ -68,7 +68,7 @@ class FileFact:
     """The findings about a path or module that a setting names."""
 
     setting: str
-    path: str  # as configured
+    path: str  # the path as the configuration gives it
     # What the path names; a "description" is a YAML file that lists agent loops or tools.
     kind: Literal["model", "checkpoint", "data", "code", "description", "folder", "module", "written"]
     fault: str | None = None  # why the path cannot be used, as the end of a sentence: "does not exist"

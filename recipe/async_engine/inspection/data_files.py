@@ -54,7 +54,7 @@ NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
 
 
 class Unreadable(Exception):
-    """A data file cannot be read; the message has the error of `datasets`."""
+    """A data file cannot be read; the message says why."""
 
 
 def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:

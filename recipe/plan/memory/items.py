@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amounts of memory, grouped by the phase of a run in which they are on a device together."""
+"""Named amounts of memory, and the phases of a run in which a device holds them at the same time."""
 
 from dataclasses import dataclass
 
