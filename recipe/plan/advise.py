@@ -43,7 +43,6 @@ class Advice:
     """A candidate and its simulated results: medians and ranges over the seeds.
 
     Attributes:
-        scenario: the candidate.
         accelerators: number of accelerators in total.
         tokens_per_s: median of the trained tokens per second; `lowest` and `highest` are the range.
         staleness: median of the mean staleness of groups, in versions.

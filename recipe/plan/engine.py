@@ -95,7 +95,6 @@ class Engine:
     """A simulated rollout engine; the docstring of the module has its contract.
 
     Args:
-        clock: the virtual clock.
         places: number of sequence slots, the requests that it decodes at once.
         step_s: returns the seconds of a decode step, given the number of requests and their tokens of context.
         read_s: returns the seconds that prefilling a number of tokens adds to a step.

@@ -109,7 +109,6 @@ class Simulation:
     """A simulated run; the docstring of the module has its contract.
 
     Args:
-        scenario: the run to simulate.
         times: durations of steps, updates, transfers and rewards, and the answer lengths.
         seed: seed of random choices. If None, groups have the answer lengths of the recorded groups in recorded order,
             as in a run with the same data and seed; all other choices use seed 0.

@@ -59,8 +59,6 @@ class Advice:
         what: the class of time that was lost.
         seconds: number of lost accelerator-seconds.
         share: share of `seconds` in the time of all devices without start-up.
-        reason: why the time was lost, as a clause.
-        change: the setting to change, and how.
         device: the device concerned, if it is a single one.
     """
 
@@ -77,7 +75,6 @@ class Facts:
     """The facts on which advice is based.
 
     Attributes:
-        account: the run's time account.
         settings: the settings in the header of the event record.
         meanwhile: the result of `recipe.report.account.meanwhile`.
         speeds: tokens sampled per second of decoding, by rollout engine.

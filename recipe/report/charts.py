@@ -217,7 +217,6 @@ def _seconds(table: pa.Table) -> pa.ChunkedArray:
 
 
 def _histogram(title: str, label: str, values: np.ndarray, weights: np.ndarray | None = None) -> figure | None:
-    """Return a chart with the histogram of ``values``."""
     if not len(values):
         return None
     whole = bool(np.all(values == np.round(values)))
@@ -299,7 +298,6 @@ def _time_figure(run: Run, title: str, height: int, **options: Any) -> figure:
 
 
 def _bars(run: Run, title: str, height: int, bars: Sequence[Bar], **options: Any) -> figure:
-    """Return a chart of bars in lanes over time."""
     plot = _time_figure(run, title, height, **options)
     names = ("lane", "start", "end", "what", "color")
     columns = dict(zip(names, zip(*bars, strict=True) if bars else [()] * len(names), strict=True))

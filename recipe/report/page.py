@@ -152,7 +152,6 @@ def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], nu
 
 
 def _named(what: str) -> str:
-    """Return the HTML of the name of a class of time, with its color."""
     color = charts.COLORS[Class(what)]
     return f'<span class="swatch" style="background:{color}"></span> {escape(charts.words(what))}'
 

@@ -40,8 +40,6 @@ class Batch(NamedTuple):
     """A batch of the trainer.
 
     Attributes:
-        version: version of the policy when it was trained on the batch.
-        mean_age: mean age of the batch's tokens in versions.
         flow: id of the flow to the version that came from the batch.
         answers: ids of the flows from the batch's answers.
     """

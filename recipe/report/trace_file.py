@@ -106,7 +106,6 @@ class TraceFile:
         return packet
 
     def _described(self, name: str, parent: int | None, **more: Any) -> int:
-        """Create a group or a track; return its number."""
         number = self._tracks = self._tracks + 1
         packet = self._packet()
         packet.track_descriptor.MergeFrom(

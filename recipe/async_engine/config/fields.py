@@ -29,7 +29,6 @@ def setting(default: Any, meaning: str, *, unit: str = "", instead: str = "", **
     Args:
         default: the value if the configuration has none.
         meaning: the text about the setting in docs/configuration.md.
-        unit: the unit of its values.
         instead: advice for a refused value; empty: the advice names the default.
         limits: pydantic's own limits (`ge`, `gt`).
     """

@@ -247,7 +247,6 @@ def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
 
 
 def _read_config(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:
-    """Return the contents of a config.json, or why the file cannot be used."""
     try:
         read = from_json(file.read_bytes())
     except FileNotFoundError:

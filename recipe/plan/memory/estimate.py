@@ -292,7 +292,7 @@ def problems(context: RuleContext) -> Iterator[Problem]:
 
 
 def _cache(context: RuleContext) -> Iterator[Problem]:
-    """Check that the KV cache fits the longest request, as vLLM requires at start (v1/core/kv_cache_utils.py)."""
+    """Check that the KV cache fits the longest request, as vLLM requires (vllm/v1/core/kv_cache_utils.py)."""
     shape, device = model_of(context, POLICY_PATH), device_bytes(context)
     windowed = context.policy.get("sliding_window") and context.policy.get("use_sliding_window", True)
     other_size = context.get(f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype")

@@ -41,7 +41,6 @@ class Part:
     """Devices with the same role, such as trainer ranks.
 
     Attributes:
-        devices: number of devices.
         moments: memory of each device in each phase.
         settings: the settings to change for less memory, most effective first.
         host: memory that each device's process uses on its host.
