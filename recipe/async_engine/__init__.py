@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine that the asynchronous modes share. Importing it imports nothing heavy.
+"""The engine that the asynchronous modes share. Importing this package imports no other module.
 
-These are its packages. Each may import those in the rows below it; `make lint` checks that.
+A package may import the packages in the rows below its own; `make lint` checks that.
 
-    run, v1                    a run of this package's mains; parts beside verl's own v1 trainers
-    trainer, inspection        the training loop, with its sources of proximal log-probs; what a configuration refers to
-    rollout                    prompts to trajectories: scheduler, agent-loop workers, client
-    log_prob_servers, rewards  log-prob servers; what scores answers
-    engines                    rollout servers; vLLM's in engines/vllm
-    weights                    trainer to replicas
-    actors                     what stopped is noticed, ended, replaced
-    record                     files that last: a run's record, its checkpoints' contents
-    config                     types, plan, rules (pure); Hydra's groups
-    core, modes                state machines (pure); which trainer a mode has
+    run, v1                    launching a run of this package; additions to verl's own v1 trainers
+    trainer, inspection        the training loop and its sources of proximal log-probs; checks of files and nodes
+    rollout                    generation of trajectories: scheduler, agent-loop workers, client
+    log_prob_servers, rewards  log-prob servers; reward workers
+    engines                    rollout servers; engines/vllm has those of vLLM
+    weights                    transfer of weights from the trainer to the replicas
+    actors                     detection, termination and replacement of dead or hanging actors
+    record                     files of a run: its events and the contents of its checkpoints
+    config                     types of the settings, run plan and rules (pure); Hydra's groups
+    core, modes                state machines (pure); the trainer of each mode
 
-The engine imports none of the packages beside it: `recipe.laptop`, `recipe.programs`, `recipe.report`, `recipe.plan`.
-`recipe.mains` composes runs of the engine and of these.
+The engine does not import `recipe.laptop`, `recipe.programs`, `recipe.report` or `recipe.plan`; `recipe.mains` combines
+the engine with these packages.
 """
 
 __version__ = "0.1.0"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installs the overrides of verl that environment variables ask for, and checks that a worker would get them.
+"""Installs the overrides of verl that environment variables ask for, and checks that workers will load them.
 
-`recipe.async_engine.plugin`, which verl loads, installs what is asked for. Contract:
+verl loads `recipe.async_engine.plugin`, which installs the requested features. Contract:
 
-- Without one of the variables of `FEATURES` nothing is registered or patched, and only the standard library is imported
+- If no variable of `FEATURES` is set, the plugin registers and patches nothing, and imports only the standard library
   (tests/integration/test_plugin_import.py).
 - If a feature that was asked for cannot be installed, the process ends with the traceback. verl would log a failing
-  plugin at DEBUG and continue (verl/__init__.py:71-74), and the run would fail later, somewhere else.
+  plugin at DEBUG and continue (verl/__init__.py:71-74), and the run would fail later in unrelated code.
 - Installing twice is harmless, since both the entry point and VERL_USE_EXTERNAL_MODULES may load the plugin.
 
 The mains of this package call `check_loaded`, which refuses to start a run whose workers would not load the plugin.
@@ -32,7 +32,8 @@ MODULE_NAME = "recipe.async_engine.plugin"
 def install_requested(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Install every requested feature and return the modules that were installed.
 
-    One that fails raises SystemExit: verl swallows any ``Exception`` of a plugin, and the run would go on without it.
+    Raises:
+        SystemExit: a feature cannot be installed. verl would swallow an ``Exception`` and go on without the feature.
     """
     requested = [item for item in FEATURES if environ.get(item[0], "").strip().lower() == item[1]]
     for variable, value, module in requested:
@@ -49,7 +50,7 @@ def install_requested(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def loading_routes(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Name the ways by which ``import verl`` loads the plugin in a process with this environment."""
+    """Return the mechanisms by which ``import verl`` loads the plugin in a process with this environment."""
     routes = []
     external = [name.strip() for name in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")]
     if MODULE_NAME in external:
@@ -62,7 +63,7 @@ def loading_routes(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def check_loaded(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `WrongInstallation`, with what to change, if workers with this environment would not load the plugin."""
+    """Raise `WrongInstallation`, with the remedy, if workers with this environment would not load the plugin."""
     if loading_routes(environ):
         return
     policy = environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
@@ -79,7 +80,6 @@ def check_loaded(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _entry_point_installed() -> bool:
-    """Return whether the package's entry point for verl is installed."""
     from importlib.metadata import entry_points
 
     return any(point.value == MODULE_NAME for point in entry_points(group=ENTRY_POINT_GROUP))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of modules and classes outside of the engine that the engine uses without importing them itself.
+"""Names of the modules and classes in other packages that the engine loads by name instead of importing them.
 
-Contract: whoever adds a mode, a feature or a transfer of weights adds a row here, and changes nothing else in the
-engine.
+Contract: adding a mode, a feature or a weight transfer takes one row in this file and no other change in the engine.
 """
 
 from dataclasses import dataclass
@@ -10,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A mode; its settings are in the YAML of ``recipe/MODE/config``.
+    """An asynchronous mode, such as ``one_step_off``; the YAML files in ``recipe/MODE/config`` have its settings.
 
     Attributes:
-        trainer: the fully qualified name of its `AsyncPPOTrainer`.
-        counts_mini_batches: whether a step's batch is counted in mini-batches (``async_training.require_batches``),
-            instead of in prompts, as by verl's ``data.train_batch_size``.
+        trainer: the fully qualified name of the mode's subclass of `AsyncPPOTrainer`, or of that class itself.
+        counts_mini_batches: whether the batch of a step is set as a number of mini-batches
+            (``async_training.require_batches``) instead of a number of prompts (verl's ``data.train_batch_size``).
     """
 
     trainer: str = "recipe.async_engine.trainer.base.AsyncPPOTrainer"
@@ -32,15 +31,17 @@ FEATURES = (
     ("VERL_PLATFORM", "cpu", "recipe.laptop.platform.cpu"),
     ("RECIPE_V1_TRAINERS", "1", "recipe.mains.register"),
 )
-"""For each feature: an environment variable, its value, and the module whose ``install()`` is called with that value.
+"""For each feature: an environment variable, its value, and the module whose ``install()`` is called if the variable
+has that value.
 
-Values are compared without case and surrounding blanks. The module is imported only then; it may be called twice."""
+Values are compared without case and surrounding blanks. A module is imported only if its feature is requested, and its
+``install()`` may be called twice."""
 
 HOST_BACKEND, HOST_MODULE = "recipe_gloo", "recipe.laptop.transfer.gloo_engine"
 """The checkpoint engine that sends through host memory, and the module that registers it with verl."""
 
 CPU_WORKER_EXTENSION = "recipe.laptop.platform.engine_extension.CPUStagingExtension"
-"""The extension of vLLM's worker by which a rollout engine on a CPU receives weights."""
+"""The extension class for vLLM's workers that lets a rollout engine on a CPU receive weights."""
 
 FORK_SERVER = "recipe.laptop.prefork.server "
-"""A part of the command line of the process from which a local run's workers are forked."""
+"""Text in the command line of the process from which a local run forks its workers, to recognize that process."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses to run if another package has the name of one of this package's modes.
 
-verl's recipe collection ships a package `recipe.partial_rollout` too. Both share the namespace `recipe`, and Python
-takes whichever comes first on its path; within a verl checkout that has that submodule, this is the other one. A run
-would then mix the two. Contract: a main of this package, and its trainer's process, name both places and end before
-anything else starts. Shown by tests/integration/test_shadowing.py.
+verl's recipe collection also ships a package `recipe.partial_rollout`. Both projects share the namespace `recipe`, and
+Python imports the one that comes first on its path, which is verl's in a verl checkout with the recipe submodule.
+A run would then mix code of both. Contract: the main and the trainer's process check this before they start anything
+else, and end with an error that names both folders. Shown by tests/integration/test_shadowing.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recipe.async_engine.outside import MODES
 
 
 def check_not_shadowed(modes: Iterable[str] = MODES) -> None:
-    """Raise `WrongInstallation`, with both places, if `recipe.<mode>` is not this package's for one of the modes."""
+    """Raise `WrongInstallation`, with both folders, if another package shadows `recipe.<mode>` for one of ``modes``."""
     ours = Path(__file__).resolve().parents[1]
     for mode in modes:
         spec = importlib.util.find_spec(f"recipe.{mode}")

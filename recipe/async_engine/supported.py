@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The releases of verl, vLLM and Ray for which workarounds of upstream code were written.
 
-With any other release a workaround is refused, since a patch of code that it was not written for fails in ways that are
-hard to trace.
+A workaround refuses to run with any other release: a patch that is applied to code it was not written for fails in ways
+that are hard to trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_supported(found: str, supported: str) -> bool:
 
 
 def require_version(package: str, found: str, supported: str, needed_for: str) -> None:
-    """Raise `WrongInstallation` if ``found`` does not meet ``supported``; ``needed_for`` names what then fails."""
+    """Raise `WrongInstallation` if ``found`` does not meet ``supported``; ``needed_for`` names the feature."""
     if not is_supported(found, supported):
         allowed = supported.removeprefix("==")
         raise WrongInstallation(

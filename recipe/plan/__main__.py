@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.plan RUN --accelerators 64`` says how to split accelerators (docs/plan.md)."""
+"""``python -m recipe.plan RUN --accelerators 64`` prints how to split accelerators between trainer and rollout
+(docs/plan.md).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ WIDEST = 10.0
 
 
 def of_run(run: Run, steps: int) -> Scenario:
-    """Return the scenario of the run in a record."""
+    """Return the scenario of a recorded run, to be simulated for ``steps`` steps."""
     said = run.settings
     replicas = max(1, said["rollout_replicas"])
     return Scenario(
@@ -53,9 +55,9 @@ def of_run(run: Run, steps: int) -> Scenario:
 
 
 def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times]:
-    """Return a scenario and times for a model's config.json, answers of given lengths and a device."""
+    """Return a scenario and times from a model's config.json, and the options for answer lengths and device."""
     if options.lengths is None:
-        raise CannotPlan(f"{folder} has a model's config.json and no record of a run: give --lengths MEDIAN,SIGMA,MOST")
+        raise CannotPlan(f"{folder} has a model's config.json and no events of a run: give --lengths MEDIAN,SIGMA,MOST")
     try:
         config = from_json((folder / "config.json").read_bytes())
     except ValueError:
@@ -64,9 +66,9 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
         raise CannotPlan(f"{folder}/config.json is no JSON object")
     shape = shape_of(config)
     if shape is None:
-        raise CannotPlan(f"{folder}/config.json has no architecture whose shape is known")
+        raise CannotPlan(f"{folder}/config.json describes no model family that the planner knows")
     if options.device not in PROFILES:
-        raise CannotPlan(f"--device {options.device!r} is not known: {sorted(PROFILES)}")
+        raise CannotPlan(f"--device {options.device!r} is not known: give one of {sorted(PROFILES)}")
     median, sigma, most = _lengths(options.lengths)
     draw = random.Random(0)
     tokens = [
@@ -81,7 +83,7 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
 
 
 def assumed(scenario: Scenario) -> str:
-    """Return overrides for what an estimate assumes; a run with a record has these settings already."""
+    """Return overrides for the settings that an estimate assumes; a recorded run has these settings already."""
     rollout = "actor_rollout_ref.rollout"
     return (
         f" actor_rollout_ref.actor.ppo_mini_batch_size={scenario.batch_groups} {rollout}.n={scenario.answers} "
@@ -94,14 +96,14 @@ def _lengths(text: str) -> tuple[float, float, float]:
     try:
         median, sigma, most = (float(part) for part in text.split(","))
     except ValueError:
-        raise CannotPlan(f"--lengths {text!r}: three numbers, MEDIAN,SIGMA,MOST") from None
+        raise CannotPlan(f"--lengths {text!r}: give three numbers, MEDIAN,SIGMA,MOST") from None
     if not (1 <= median <= most < math.inf and 0 <= sigma <= WIDEST):
-        raise CannotPlan(f"--lengths {text!r}: 1 <= MEDIAN <= MOST and 0 <= SIGMA <= {WIDEST:g} (of the logarithm)")
+        raise CannotPlan(f"--lengths {text!r}: give 1 <= MEDIAN <= MOST and 0 <= SIGMA <= {WIDEST:g}")
     return median, sigma, most
 
 
 def table(found: Sequence[Advice]) -> str:
-    """Return a table of the best candidates."""
+    """Return a table of the best `SHOWN` candidates as text."""
     rows = [("trainer", "rollout", "bound", "k", "tokens/s", "over seeds", "staleness", "why not")]
     for advice in found[:SHOWN]:
         row = advice.row(found[0])
@@ -113,7 +115,7 @@ def table(found: Sequence[Advice]) -> str:
 
 
 def picture(found: Sequence[Advice], file: Path) -> None:
-    """Write a page with throughput over the trainer's accelerators, a line for each staleness bound."""
+    """Write an HTML page: throughput against the trainer's accelerators, one line per staleness bound."""
     from bokeh.embed import file_html
     from bokeh.palettes import Category10
     from bokeh.plotting import figure
@@ -133,7 +135,7 @@ def picture(found: Sequence[Advice], file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit status: 2 if a plan cannot be made, with the reason on standard error."""
+    """Print the plan and return the exit status: 0, or 2 with the reason on standard error if there is no plan."""
     parser = argparse.ArgumentParser(prog="python -m recipe.plan", description="Says how to split accelerators.")
     parser.add_argument("run", type=Path, help="a run's folder with its record, or one with a model's config.json")
     parser.add_argument("--accelerators", type=int, required=True)
@@ -168,15 +170,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
-    """Return the candidates, the best first, and whether they are only an estimate."""
+    """Return the candidates, best first, and whether they are only estimated from a device profile."""
     most_staleness(options.goal)
     for name, least in (("seeds", 1), ("steps", 6), ("batch", 1), ("replica_size", 1), ("per_node", 1)):
         if getattr(options, name) < least:
-            raise CannotPlan(f"--{name.replace('_', '-')} {getattr(options, name)}: at least {least}")
+            raise CannotPlan(f"--{name.replace('_', '-')} {getattr(options, name)}: it must be at least {least}")
     if options.picture is not None and not options.picture.parent.is_dir():
         raise CannotPlan(f"--picture {options.picture}: there is no folder {options.picture.parent}")
     if not options.run.is_dir():
-        raise CannotPlan(f"{options.run} is no folder")
+        raise CannotPlan(f"{options.run} is not a folder")
     estimate = not files(options.run) and (options.run / "config.json").is_file()
     if estimate:
         scenario, times = of_model(options.run, options)
@@ -184,11 +186,11 @@ def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
         times, run = fitted(options.run)
         sys.stderr.write("".join(f"{note}\n" for note in run.notes))
         if run.devices.shared or run.settings["whole_batches"]:
-            raise CannotPlan(f"{options.run}: splits are for the fully-asynchronous mode; its run has another one")
+            raise CannotPlan(f"the run in {options.run} is not fully asynchronous, so it has no split to plan")
         scenario = of_run(run, options.steps)
     found = advise(scenario, times, options.accelerators, options.goal, range(options.seeds), options.per_node)
     if not found:
-        raise CannotPlan(f"--goal {options.goal}: no candidate is within it")
+        raise CannotPlan(f"--goal {options.goal}: no candidate meets this goal")
     return [replace(advice, also=assumed(scenario)) for advice in found] if estimate else found, estimate
 
 

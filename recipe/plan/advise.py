@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the split of accelerators and the staleness bound that suit a run best, by simulating the candidates.
 
-Contract: each candidate is simulated with every seed, over the same lengths and times. Candidates are ordered by the
-median of what the goal asks for. The reason why one is worse is the use of time whose share in its account exceeds that
-of the best candidate by most. Shown by tests/plan/test_advise.py.
+Contract: each candidate is simulated with every seed, with the same answer lengths and times. Candidates are ordered
+by the goal's figure, as the median over the seeds. The reason why a candidate is worse is the class of accelerator time
+(such as waiting for a batch) whose share exceeds that of the best candidate by most. Shown by
+tests/plan/test_advise.py.
 """
 
 from __future__ import annotations
@@ -23,32 +24,31 @@ SKIP = 4
 BOUNDS = (0, 1, 2, 4)
 PER_NODE = 8
 MOST = 16_384
-"""The most accelerators that can be asked about; simulating a candidate of that size takes minutes."""
+"""Greatest number of accelerators to plan for; simulating a candidate of that size takes minutes."""
 
 
 def most_staleness(goal: str) -> float | None:
     """Return the N of the goal ``staleness<=N``; None for the goals ``throughput`` and ``cost``."""
     if goal in ("throughput", "cost"):
-        return None  # The cost is counted as tokens per accelerator-second.
+        return None  # The goal `cost` maximizes tokens per accelerator-second.
     name, _, number = goal.partition("<=")
     with suppress(ValueError):
         if name == "staleness":
             return float(number)
-    raise CannotPlan(f"--goal {goal!r} is not known: throughput, cost, or staleness<=N with a number N")
+    raise CannotPlan(f"--goal {goal!r} is not known: give throughput, cost, or staleness<=N with a number N")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A candidate and its results: medians over the seeds, and the range.
+    """A candidate and its simulated results: medians and ranges over the seeds.
 
     Attributes:
-        scenario: the candidate.
-        accelerators: how many it uses in all.
-        tokens_per_s: trained tokens per second, the median; `lowest` and `highest` are the range.
-        staleness: the mean staleness of groups.
-        shares: the share of accelerator time by use.
-        per_node: the accelerators of a node.
-        also: further overrides for the line to paste.
+        accelerators: number of accelerators in total.
+        tokens_per_s: median of the trained tokens per second; `lowest` and `highest` are the range.
+        staleness: median of the mean staleness of groups, in versions.
+        shares: share of accelerator time by class, with the first seed.
+        per_node: number of accelerators of a node.
+        also: further overrides, appended to `overrides`.
     """
 
     scenario: Scenario
@@ -63,7 +63,7 @@ class Advice:
 
     @property
     def overrides(self) -> str:
-        """The overrides to paste into a command line."""
+        """The Hydra overrides of this candidate, to be pasted into a command line."""
         scenario = self.scenario
         rollout = scenario.replicas * scenario.replica_size
         trainer_part, rollout_part = parts_of_nodes(scenario.trainer_ranks, rollout, self.per_node)
@@ -76,7 +76,7 @@ class Advice:
         )
 
     def row(self, best: Advice) -> dict[str, Any]:
-        """Return the candidate as a row of the table, compared with the best one."""
+        """Return the candidate as a row of the table, compared with the candidate ``best``."""
         return {
             "trainer_accelerators": self.scenario.trainer_ranks,
             "rollout_accelerators": self.scenario.replicas * self.scenario.replica_size,
@@ -90,7 +90,7 @@ class Advice:
         }
 
     def why_worse(self, best: Advice) -> str:
-        """Return the use of time whose share exceeds that of the best candidate by most."""
+        """Return the class of accelerator time whose share exceeds that of ``best`` by most, and the excess."""
         lost = {name: share - best.shares.get(name, 0.0) for name, share in self.shares.items()}
         waits = {name: more for name, more in lost.items() if KINDS[Class(name)] not in (Kind.USEFUL, Kind.START_UP)}
         name = max(waits, key=lambda name: waits[name], default="")
@@ -98,15 +98,15 @@ class Advice:
 
 
 def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
-    """Return splits of the accelerators, about an eighth apart, for each bound and number of batches per version.
+    """Return splits of the accelerators in steps of about an eighth, for each bound and number of batches per version.
 
-    The number of trainer ranks divides the trajectories of a batch, since the configuration allows no other.
+    The number of trainer ranks divides the trajectories of a batch, since the configuration rules require that.
     """
     size, rows = base.replica_size, base.batch_groups * base.answers
     if not 1 + size <= accelerators <= MOST:
         raise CannotPlan(
-            f"--accelerators {accelerators}: at least {1 + size}, one to train and {size} for a replica, and at most "
-            f"{MOST}"
+            f"--accelerators {accelerators}: it must be at least {1 + size}, 1 to train and {size} for a replica, and "
+            f"at most {MOST}"
         )
     found = []
     for trainer in sorted({_ranks(rows, accelerators * eighth // 8, accelerators - size) for eighth in range(1, 8)}):
@@ -124,9 +124,9 @@ def _ranks(rows: int, wanted: int, most: int) -> int:
 
 
 def parts_of_nodes(trainer: int, rollout: int, per_node: int) -> tuple[int, int]:
-    """Return how many accelerators trainer and rollout have on each of their nodes, as many as fit beside each other.
+    """Return the accelerators that trainer and rollout use on each of their nodes, as many as fit together.
 
-    As few nodes as possible are used, with ``per_node`` accelerators each.
+    As few nodes as possible are used; each has ``per_node`` accelerators.
     """
     nodes = -(-(trainer + rollout) // per_node)
     pairs = [(a, b) for a in _divisors(trainer, per_node) for b in _divisors(rollout, per_node)]
@@ -138,7 +138,7 @@ def _divisors(count: int, most: int) -> list[int]:
 
 
 def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: int) -> bool:
-    """Return whether ``counts`` accelerators, in groups of ``parts``, fit on the nodes, larger groups first."""
+    """Return whether ``counts`` accelerators in groups of ``parts`` fit on the nodes, larger groups placed first."""
     (small, small_count), (large, large_count) = sorted(zip(parts, counts, strict=True))
     full, rest = divmod(large_count // large, per_node // large)
     empty = nodes - full - (rest > 0)
@@ -150,7 +150,7 @@ def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: 
 def advise(
     base: Scenario, times: Times, accelerators: int, goal: str, seeds: Iterable[int], per_node: int = PER_NODE
 ) -> list[Advice]:
-    """Return all candidates within the goal, the best first; a node has ``per_node`` accelerators."""
+    """Simulate all candidates, and return those within the goal, best first."""
     seeds, limit = list(seeds), most_staleness(goal)
     found = [
         _judge(scenario, [Simulation(scenario, times, seed).run() for seed in seeds], per_node)
@@ -165,7 +165,7 @@ def advise(
 
 
 def _judge(scenario: Scenario, results: list[Result], per_node: int) -> Advice:
-    """Summarize the results of a candidate, one for each seed."""
+    """Return the summary of a candidate's ``results``, one for each seed."""
     rates = [result.tokens_per_s(SKIP) for result in results]
     totals = results[0].account.total
     whole = sum(totals.values())

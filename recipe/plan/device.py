@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes how long the work of a run takes on an accelerator, by a roofline model.
+"""Estimates how long generation, training and transfers take on an accelerator, by a roofline model.
 
-Contract: every time is a positive number of seconds that never shrinks when there is more to do. A decode step takes as
-long as its arithmetic or its memory traffic (the weights once, and the keys and values of every token in context),
-whichever takes longer. Prefill, log-probs and updates take as long as their arithmetic, and transfers as long as their
-bytes take over a link. A device's profile has efficiencies: the part of its peaks that work reaches. Shown by
+Contract: every time is a positive number of seconds that never decreases with more work. The time of a decode step is
+the maximum of its arithmetic and its memory traffic (the weights once, and the keys and values of every token in
+context). The times of prefill, log-probs and updates follow from their FLOPs, and those of transfers from their bytes.
+A device profile has efficiencies, the fractions of the device's peaks that are reached in practice. Shown by
 tests/plan/test_device.py.
 
 Sources of `H100`:
 
 - peaks: NVIDIA H100 SXM5 data sheet: 989.4 TFLOP/s in bfloat16 without sparsity, 80 GB at 3.35 TB/s; DGX H100 data
-  sheet: one 400 Gb/s network port an accelerator (50 GB/s).
-- `training_efficiency`: Megatron-LM's README reports 41% (2.1B) to 47% (462B) of peak for pre-training on H100, counted
-  as here: 6 FLOPs a parameter and token, whatever is recomputed.
-- all other efficiencies, `link_latency_s`, `step_overhead_s` and `update_overhead_s` are assumptions. Nothing here
-  was measured on a device; fit the times to a run of yours before you rely on seconds.
+  sheet: one 400 Gb/s network port per accelerator (50 GB/s).
+- `training_efficiency`: Megatron-LM's README reports 41% (2.1B) to 47% (462B) of peak for pre-training on H100, at
+  6 FLOPs per parameter and token without recomputation, as in this module.
+- all other efficiencies, `link_latency_s`, `step_overhead_s` and `update_overhead_s` are assumptions, not measured on a
+  device. Fit the times to a run of yours before you rely on the seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pydantic import Field
 
 from recipe.plan.memory.shape import ModelShape
 
-# Bytes that AdamW moves for each parameter, in fp32: weight, gradient and two moments in, all but the gradient out.
+# Bytes that AdamW moves per parameter in fp32: it reads weight, gradient and two moments, and writes back all of these
+# but the gradient.
 OPTIMIZER_BYTES = 28
 
 
@@ -39,19 +40,19 @@ Part = Annotated[float, Field(gt=0, le=1)]
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """One accelerator: its peaks, and the part of them that work reaches.
+    """The peak rates of one accelerator, and the fractions of them that are reached in practice.
 
     Attributes:
         flops: FLOP/s in the dtype of the model.
         memory_bandwidth: bytes/s of device memory.
         link_bandwidth: bytes/s to an accelerator on another node.
-        link_latency_s: what each transfer takes, whatever its size.
-        decode_efficiency: the part of `memory_bandwidth` that decode steps reach.
-        prefill_efficiency: the part of `flops` that forward passes and the arithmetic of decode steps reach.
-        training_efficiency: the part of `flops` that updates reach.
-        link_efficiency: the part of `link_bandwidth` that transfers reach.
-        step_overhead_s: what each engine step takes besides: scheduling, launches, sampling.
-        update_overhead_s: what each update takes besides: launches, gradient norm.
+        link_latency_s: seconds that each transfer takes regardless of its size.
+        decode_efficiency: fraction of `memory_bandwidth` that decode steps reach.
+        prefill_efficiency: fraction of `flops` that forward passes and the arithmetic of decode steps reach.
+        training_efficiency: fraction of `flops` that updates reach.
+        link_efficiency: fraction of `link_bandwidth` that transfers reach.
+        step_overhead_s: additional seconds of each engine step for scheduling, kernel launches and sampling.
+        update_overhead_s: additional seconds of each update for kernel launches and the gradient norm.
     """
 
     name: str
@@ -85,13 +86,13 @@ PROFILES = {"h100": H100}
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Return the parameters that one token is multiplied with: its own experts, and the output head but no lookup."""
+    """Return the number of parameters in one token's matrix products: layers, its experts and the output head."""
     experts = shape.expert_parameters * shape.experts_per_token // shape.experts if shape.experts else 0
     return shape.layer_parameters + experts + shape.embedding
 
 
 def read_parameters(shape: ModelShape, tokens: int) -> float:
-    """Return the parameters that a forward pass over ``tokens`` reads, if each token's experts are drawn evenly."""
+    """Return the expected number of parameters read by a forward pass over ``tokens``, if routing is uniform."""
     read = float(shape.layer_parameters + shape.embedding)
     if shape.experts:
         read += shape.expert_parameters * (1.0 - (1.0 - shape.experts_per_token / shape.experts) ** tokens)
@@ -100,15 +101,15 @@ def read_parameters(shape: ModelShape, tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """Seconds of one model's work on devices that work together: those of a replica, or of the trainer.
+    """Seconds of one model's work on the devices of a replica, or of the trainer.
 
     Attributes:
-        devices: how many divide the work evenly; the efficiencies include their communication.
-        weight_bytes: the bytes of a parameter.
-        cache_bytes: the bytes of a number in the cache of keys and values.
-        token_scale: how many tokens one token of the run stands for. A small run has answers of a few tokens where
-            real ones have thousands, and each of its decode steps then takes the time of so many steps.
-        time_scale: all seconds are multiplied by it.
+        devices: number of devices that divide the work evenly; the efficiencies include their communication.
+        weight_bytes: bytes of a parameter.
+        cache_bytes: bytes of one number in the KV cache.
+        token_scale: number of real tokens that one token of the run represents. A small test run has answers of a few
+            tokens instead of thousands; each of its decode steps then takes the time of `token_scale` steps.
+        time_scale: factor by which all seconds are multiplied.
     """
 
     device: DeviceProfile
@@ -126,7 +127,7 @@ class DeviceTimes:
 
     @property
     def token_cache_bytes(self) -> int:
-        """The bytes of one token's keys and values."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.shape.layers * self.shape.kv_width * self.cache_bytes
 
     @property
@@ -136,8 +137,8 @@ class DeviceTimes:
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         """Return the seconds of a step that gives each of ``batch`` sequences a token.
 
-        ``context_tokens`` is the number of tokens that all of them have before it. With a `token_scale` of N the step
-        counts as N steps, with a context that is N times as long.
+        ``context_tokens`` is the total number of tokens of these sequences before the step. With a `token_scale` of N,
+        the step counts as N steps with a context N times as long.
         """
         if not batch:
             return 0.0
@@ -149,7 +150,7 @@ class DeviceTimes:
         return self.time_scale * self.token_scale * step
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        """Return the seconds of reading ``tokens`` of one sequence that has ``context_tokens`` in the cache already."""
+        """Return the seconds of prefilling ``tokens`` of a sequence with ``context_tokens`` already in the cache."""
         if not tokens:
             return 0.0
         tokens, context = tokens * self.token_scale, context_tokens * self.token_scale
@@ -163,25 +164,25 @@ class DeviceTimes:
         return self.time_scale * flops / (self.device.flops * self.device.prefill_efficiency * self.devices)
 
     def update_s(self, lengths: Iterable[int], optimizer_steps: int = 1) -> float:
-        """Return the seconds of training on whole sequences: forward, backward (twice as much) and AdamW."""
+        """Return the seconds of an update on sequences: forward, backward (twice the FLOPs of forward) and AdamW."""
         flops = 3 * sum(self._sequence_flops(length) for length in lengths)
         arithmetic = flops / (self.device.flops * self.device.training_efficiency)
         optimizer = optimizer_steps * OPTIMIZER_BYTES * self.shape.parameters / self.device.memory_bandwidth
         return self.time_scale * ((arithmetic + optimizer) / self.devices + self.device.update_overhead_s)
 
     def transfer_s(self, transferred: float | None = None, links: int = 1) -> float:
-        """Return the seconds of sending bytes, by default all weights, over a number of links side by side."""
+        """Return the seconds of sending ``transferred`` bytes, by default all weights, over parallel links."""
         moved = self.model_bytes if transferred is None else transferred
         rate = self.device.link_bandwidth * self.device.link_efficiency * links
         return self.time_scale * (moved / rate + self.device.link_latency_s)
 
     def load_s(self) -> float:
-        """Return the seconds in which a replica reads new weights once and writes them once in its own memory."""
+        """Return the seconds of a swap: the replica reads and writes the new weights once in device memory."""
         rate = self.device.memory_bandwidth * self.device.decode_efficiency * self.devices
         return self.time_scale * 2 * self.model_bytes / rate
 
     def _forward_flops(self, tokens: int, pairs: int) -> float:
-        """Return 2 FLOPs per parameter and token, and 4 per attended pair of tokens, head dimension and layer."""
+        """Return the FLOPs: 2 per parameter and token, plus 4 x layers x query width per attended pair of tokens."""
         return 2.0 * active_parameters(self.shape) * tokens + 4.0 * self.shape.layers * self.shape.q_width * pairs
 
     def _sequence_flops(self, length: int) -> float:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A virtual clock, and a simulated rollout engine: continuous batching in whole decode steps.
 
-Contract of the clock: time never goes backwards. Actions that are due at the same moment happen in the order in which
-they were asked for, so the same calls give the same run. A process is a generator that yields seconds to wait for, or a
-condition; conditions are tested when `Clock.changed` is called.
+Contract of the clock: time never goes backwards. Actions that are due at the same time run in the order in which they
+were scheduled, so that the simulation is deterministic. A process is a generator that yields seconds to wait, or a
+condition to wait for; `Clock.changed` tests the conditions.
 
-Contract of the engine: a request joins at the next boundary between steps if a place is free; otherwise it waits, the
-oldest group first. Each step gives every request in a place one token, and the step at which a request joins also reads
-its context. A step reads one request at least, and no longer than `READ_STEPS` decode steps take; other requests join
-at the next step. Between two changes all steps are computed at once, so a token costs no computation; the time of a
-step grows linearly with the context. An engine that is paused finishes the step under way, so that its requests have
-that token. The engine tells the same `EngineActivity` as real engines what its places do. Shown by
-tests/plan/test_simulation.py.
+Contract of the engine: it has ``places``, sequence slots as in vLLM's `max_num_seqs`. A request joins at the next step
+boundary if a slot is free; otherwise it queues, the oldest group first. Each step samples one token for every running
+request, and a request's first step also prefills its context. In one step at least one request is prefilled, and
+further ones until prefill takes as long as `READ_STEPS` decode steps; the others join later. The steps between two
+events are computed in one go, so the cost of simulating does not grow with the tokens. The time of a step grows
+linearly with the context. A paused engine finishes its current step, so its requests get that token. The engine reports
+the use of its slots to `EngineActivity`, as real engines do. Shown by tests/plan/test_simulation.py.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Clock:
         return self.now
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Have the action done so many seconds from now."""
+        """Schedule ``action`` to run ``seconds`` from now."""
         heapq.heappush(self._due, (self.now + max(0.0, seconds), next(self._numbers), action))
 
     def start(self, process: Process) -> None:
-        """Run a process to its next wait."""
+        """Run ``process`` until its next wait, and schedule its continuation."""
         for wanted in process:
             if not callable(wanted):
                 self.after(wanted, lambda: self.start(process))
@@ -55,7 +55,7 @@ class Clock:
                 return
 
     def changed(self) -> None:
-        """Continue the processes whose conditions hold now."""
+        """Resume the waiting processes whose conditions hold now."""
         for waiting in [waiting for waiting in self._waiting if waiting[0]()]:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
@@ -70,7 +70,11 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """An answer at an engine, with ``tokens`` of its ``length`` tokens; ``versions`` has pairs (version, tokens)."""
+    """A request for an answer of ``length`` tokens, ``tokens`` of which are sampled.
+
+    ``versions`` has pairs (version, number of tokens that it sampled), and ``entered`` is the engine's step count when
+    the request joined.
+    """
 
     name: str
     group: int
@@ -84,18 +88,17 @@ class Request:
 
 
 READ_STEPS = 4
-"""A full engine reads for at most as long as so many decode steps take, as with chunked prefill; an assumption."""
+"""Greatest time for prefill in one step, in decode steps of a full engine, as with chunked prefill; an assumption."""
 
 
 class Engine:
-    """A simulated rollout engine, which keeps the module's contract.
+    """A simulated rollout engine; the docstring of the module has its contract.
 
     Args:
-        clock: the virtual clock.
-        places: how many requests it generates at once.
-        step_s: returns the seconds of a decode step, by requests and tokens of context.
-        read_s: returns the seconds that reading so many tokens adds to a step.
-        ended: called with a request that has its last token.
+        places: number of sequence slots, the requests that it decodes at once.
+        step_s: returns the seconds of a decode step, given the number of requests and their tokens of context.
+        read_s: returns the seconds that prefilling a number of tokens adds to a step.
+        ended: called with each request that has sampled its last token.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class Engine:
         self._waiting: list[tuple[int, int, Request]] = []
         self._ends: list[tuple[int, str]] = []
         self._new: list[Request] = []
-        # Requests that came while the engine was closed, and do not count as being at it yet.
+        # Requests that arrived while the engine was closed; `activity` does not count them as entered yet.
         self._parked: dict[str, None] = {}
         self._steps = self._context = self._planned = self._number = self._arrived = 0
         self._began = self._first = self._step = self._slope = 0.0
@@ -126,13 +129,13 @@ class Engine:
 
     @property
     def rest_s(self) -> float:
-        """Seconds until the step under way ends; a pause lasts at least as long."""
+        """Seconds until the current step ends; a pause lasts at least as long."""
         if self.closed or not self.running:
             return 0.0
         return max(0.0, self._began + self._seconds(self._begun_steps()) - self._clock.now)
 
     def submit(self, request: Request) -> None:
-        """Take a request, which waits while the engine is closed."""
+        """Queue a request; if the engine is closed, the request waits until it reopens."""
         self._arrived += 1
         heapq.heappush(self._waiting, (request.group, self._arrived, request))
         self.activity.expect(request.name, request.work)
@@ -144,12 +147,12 @@ class Engine:
             self._stop_after(self._whole_steps() + 1 if self.running else 0)
 
     def cut(self) -> list[Request]:
-        """Pause, and return every request that has not ended."""
+        """Pause the engine, and remove and return every request that has not ended."""
         self.hold()
         return self._give_back()
 
     def hold(self) -> list[Request]:
-        """Pause with the requests kept in their places, and return them."""
+        """Pause the engine, and return its running requests, which keep their slots."""
         self._count(self._begun_steps())
         ended = self._take_ended()
         self.closed = True
@@ -160,7 +163,7 @@ class Engine:
         return list(self.running.values())
 
     def reopen(self, again: bool = False) -> None:
-        """Serve again; with ``again``, the requests that were kept are read again first."""
+        """Resume serving; with ``again``, the requests that kept their slots are prefilled again first."""
         self.closed = False
         self.activity.open()
         for name in self._parked:
@@ -172,11 +175,11 @@ class Engine:
         self._plan()
 
     def close(self, why: Class) -> None:
-        """Record why the engine serves nothing."""
+        """Record that the engine is idle for the reason ``why``."""
         self.activity.close(why)
 
     def tokens_of(self, request: Request) -> int:
-        """Return how many tokens a request has now."""
+        """Return the number of tokens that a request has sampled until now."""
         at_engine = request.name in self.running
         return request.tokens + (self._steps + self._whole_steps() - request.entered if at_engine else 0)
 
@@ -196,7 +199,7 @@ class Engine:
         return found
 
     def _whole_steps(self) -> int:
-        """Return how many steps of the stretch under way are over."""
+        """Return how many steps of the current run of decode steps are complete."""
         if self.closed or not self.running or self._step <= 0:
             return 0
         spent = self._clock.now - self._began - self._first + self._step + 1e-9
@@ -208,14 +211,14 @@ class Engine:
         return min(self._planned, int((math.sqrt(half * half + 2 * self._slope * spent) - half) / self._slope))
 
     def _begun_steps(self) -> int:
-        """Return how many steps of the stretch under way have begun."""
+        """Return how many steps of the current run of decode steps have begun."""
         return min(self._planned, self._whole_steps() + 1) if self.running and not self.closed else 0
 
     def _seconds(self, steps: int) -> float:
         return self._first + self._step * (steps - 1) + self._slope * steps * (steps - 1) / 2 if steps else 0.0
 
     def _stop_after(self, steps: int) -> None:
-        """Have the stretch under way end after so many steps."""
+        """End the current run of decode steps after ``steps`` steps."""
         if self.running and steps >= self._planned:
             return
         self._planned = steps
@@ -243,7 +246,7 @@ class Engine:
         return ended
 
     def _count(self, steps: int) -> None:
-        """Count so many steps of the stretch under way as over."""
+        """Count ``steps`` steps of the current run of decode steps as complete, and end the run."""
         self._steps += steps
         self._context += steps * len(self.running)
         if steps:
@@ -261,7 +264,7 @@ class Engine:
         self._context -= request.prompt + request.tokens
 
     def _plan(self) -> None:
-        """Admit as many waiting requests as have places and can be read in one step, and begin the next stretch."""
+        """Admit the queued requests that get slots and fit into one step's prefill, and begin the next run of steps."""
         left = READ_STEPS * self._step_s(self._places, self._context) if self._waiting else 0.0
         while self._waiting and len(self.running) < self._places and left > 0:
             *_, request = heapq.heappop(self._waiting)

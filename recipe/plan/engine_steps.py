@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits the time of an engine's steps to what its places did and the tokens that they sampled meanwhile.
+"""Fits a linear model of the time of an engine's step to a run's event record.
 
-Contract: a step takes ``base_s``, and more for each request in a place, for each token that these requests have, and
-for each token that is read for requests that join at the step. If the lengths of prompts are not known, that part is
-for each request that joins. No part is negative, and a part that explains no more than chance would is 0. A stretch of
-the record has its tokens and the number of requests in places, which give the number of its steps. The answers tell how
-many tokens the requests had: each had its last token at its end, and one fewer a step before. Stretches with validation
-or retries are left out, since the record does not tell their first tokens from others. Shown by
-tests/plan/test_engine_steps.py.
+Contract: the time of a step is the sum of ``base_s``, a term per running request, a term per token of context of these
+requests, and a term per prefilled token of requests that join at the step. If the lengths of prompts are not known, the
+last term is per joining request. No term is negative, and a term that explains no more than chance would is 0.
+
+The event record has intervals with the share of sequence slots (``places``, `max_num_seqs`) in each class and the
+sampled tokens; both together give the number of steps in an interval. The context follows from the answers: an answer
+had its last token at its end, and one token less a step earlier. Intervals with validation or retries are left out,
+since the record does not distinguish first tokens in them. Shown by tests/plan/test_engine_steps.py.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _USED = (*_FIRST, Class.DECODING)
 _KNOWN = (*_USED, Class.IDLE_PLACES)
 
 VARIES = 0.25
-"""How much of its mean a quantity has to vary by, so that its cost can be told."""
+"""Smallest standard deviation of a quantity, as a share of its mean, at which its cost is fitted."""
 _SMALLEST = 1e-300  # An error of 0 would have no logarithm.
 
 
 @dataclass(frozen=True)
 class EngineSteps:
-    """The parts of a step's time, in seconds."""
+    """The coefficients of a step's time, in seconds."""
 
     base_s: float
     request_s: float
@@ -42,7 +43,7 @@ class EngineSteps:
     join_s: float = 0.0
 
     def read_s(self, tokens: int) -> float:
-        """Return what a request that joins with so many tokens adds to a step."""
+        """Return the seconds that a request with ``tokens`` tokens adds to the step at which it joins."""
         return self.join_s + self.read_token_s * tokens
 
     def step_s(self, batch: int, context: int) -> float:
@@ -52,14 +53,14 @@ class EngineSteps:
 def fit_steps(
     events: Iterable[Event], answers: Sequence[tuple[int, float]], places: float, replicas: int, prompt: float = 0.0
 ) -> EngineSteps | None:
-    """Fit by least squares over all stretches of all engines; return None if no stretch can be used.
+    """Fit by least squares over all intervals of all engines; return None if no interval can be used.
 
     Args:
-        events: the record's events.
-        answers: for each answer its tokens and when it ended.
-        places: the places of one engine.
-        replicas: the engines, which share the answers evenly.
-        prompt: the tokens of a prompt; 0 if not known.
+        events: the events of the run.
+        answers: for each answer, its number of tokens and the time of its end.
+        places: number of sequence slots of one engine.
+        replicas: number of engines, which are assumed to share the answers evenly.
+        prompt: mean number of tokens of a prompt; 0 if not known.
     """
     stretches: defaultdict[tuple[str, float, float], list[Event]] = defaultdict(list)
     for event in events:
@@ -71,7 +72,7 @@ def fit_steps(
         batch = places * sum(part.share for part in parts if part.what in _USED)
         if tokens and batch > 0 and all(part.what in _KNOWN for part in parts):
             new, again = (sum(part.tokens or 0 for part in parts if part.what == what) for what in _FIRST)
-            # A request that finds a free place waits in it for the next step, half a step on average.
+            # A request that finds a free slot waits for the next step, half a step on average.
             finds = new + again if any(part.what == Class.IDLE_PLACES for part in parts) else 0
             steps = (tokens + finds / 2) / batch
             rows.append((batch, (new + again) / steps, again / steps, (end - start) / steps, steps))
@@ -80,7 +81,7 @@ def fit_steps(
         return None
     batches, joined, again, took, weight = np.array(rows).T
     answered = np.array([*_contexts(answers, middles, np.average(took, weights=weight))]) / replicas
-    # Requests that come again have as many tokens as the others, on average.
+    # Requests that join again have as many tokens as the other requests, on average.
     read = prompt * joined + again * answered / batches if prompt else joined
     table = np.column_stack((np.ones(len(took)), batches, answered + prompt * batches, read))
     known = [column for column in (1, 2, 3) if _varies(table[:, column], weight)]
@@ -93,7 +94,7 @@ def fit_steps(
 
 
 def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], step_s: float) -> Iterator[float]:
-    """Yield, for each moment, the tokens that all answers under way have, if a token takes ``step_s``."""
+    """Yield, for each time in ``moments``, the tokens of all unfinished answers, if a token takes ``step_s``."""
     tokens, ended = (np.array(column, float) for column in zip(*answers, strict=True))
     for moment in moments:
         had = tokens - (ended - moment) / step_s
@@ -101,7 +102,7 @@ def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], st
 
 
 def _varies(values: np.ndarray, weight: np.ndarray) -> bool:
-    """Return whether a quantity varies enough to tell what it costs."""
+    """Return whether a quantity varies enough to fit its cost."""
     mean = np.average(values, weights=weight)
     return bool(mean > 0 and math.sqrt(np.average((values - mean) ** 2, weights=weight)) > VARIES * mean)
 
@@ -109,10 +110,10 @@ def _varies(values: np.ndarray, weight: np.ndarray) -> bool:
 def _least_squares(
     table: np.ndarray, took: np.ndarray, weight: np.ndarray, columns: list[int]
 ) -> tuple[float, list[float]]:
-    """Fit only the parts of these columns; return the fit's criterion and the parts."""
+    """Fit the coefficients of ``columns``, the others being 0; return the fit's criterion and all coefficients."""
     parts = np.zeros(table.shape[1])
     parts[columns] = np.linalg.lstsq(table[:, columns] * weight[:, None], took * weight, rcond=None)[0]
     error = float((((table @ parts - took) * weight) ** 2).mean())
-    # Bayesian information criterion (Schwarz 1978): a part has to explain more than chance would.
+    # Bayesian information criterion (Schwarz 1978): a coefficient has to explain more than chance would.
     criterion = len(took) * math.log(error + _SMALLEST) + len(columns) * math.log(len(took))
     return criterion, [float(part) for part in parts]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates a run on a virtual clock: the real ledger, gate and prompt manager, with models of everything else.
+"""Simulates a run on a virtual clock, with the real ledger, gate and prompt manager, and models of everything else.
 
-Contract: the run's own state machines (`recipe.async_engine.core`) decide what may start, what generates next and what
-is trained. So the staleness bound holds as in a real run, and `Result` has their counts. Engines, trainer and scheduler
-report the same events as in a real run, and the account is made of these. The same scenario and seed give the same
-result. Engines, trainer and rewards are models. Filtered groups, failures, validation and tools are not simulated.
-Shown by tests/plan/test_simulation.py.
+Contract: the real state machines (`recipe.async_engine.core`) decide what may start, what generates next and what is
+trained, so the staleness bound holds as in a real run. Engines, trainer and rewards are modelled. The simulation emits
+the same events as a real run, and its time account (the accelerator time in each class, such as decoding or waiting) is
+computed from these events. The same scenario and seed give the same result. Filtered groups, failures, validation and
+tools are not simulated. Shown by tests/plan/test_simulation.py.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Decided = TypeVar("Decided")
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to be simulated, in the words of `RunPlan`.
+    """A run to be simulated, with the names of `RunPlan`.
 
     Attributes:
-        slots: the trajectories of one replica that are under way.
-        places: how many of these it generates at once.
+        slots: number of trajectories that one replica has at the same time.
+        places: number of sequence slots of a replica, the trajectories that it decodes at once.
         shared: whether training and generation take turns on the same accelerators.
-        at_swap: drain, interrupt or keep.
-        beside: whether training continues while a version is on its way.
-        reward_processes: how many compute rewards; 0 for as many as are needed.
+        at_swap: "drain", "interrupt" or "keep".
+        beside: whether training continues while a version is sent to the replicas.
+        reward_processes: number of processes that compute rewards; 0: unlimited.
     """
 
     batch_groups: int
@@ -65,16 +65,16 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run would report.
+    """The figures that a run would report.
 
     Attributes:
-        ended: when each step ended, in virtual seconds.
-        tokens: the trained tokens of each step.
-        staleness: the mean over groups, by their oldest tokens.
-        staleness_max: the largest staleness of a group.
-        token_ages: the trained tokens by age in versions.
-        account: the use of each accelerator's time.
-        decisions_s: the CPU seconds that the core took for its decisions.
+        ended: end of each step, in virtual seconds.
+        tokens: number of trained tokens of each step.
+        staleness: mean staleness of groups in versions, each by its oldest token.
+        staleness_max: largest staleness of a group, in versions.
+        token_ages: number of trained tokens by age in versions.
+        account: time account of every accelerator.
+        decisions_s: CPU seconds that the state machines took for their decisions.
     """
 
     ended: list[float]
@@ -87,7 +87,7 @@ class Result:
     trained_groups: int
 
     def step_s(self, skip: int) -> float:
-        """Return the mean seconds of the steps after the first ``skip``."""
+        """Return the mean seconds per step, without the first ``skip`` steps."""
         return (self.ended[-1] - self.ended[skip - 1]) / (len(self.ended) - skip)
 
     def tokens_per_s(self, skip: int) -> float:
@@ -96,7 +96,7 @@ class Result:
 
 @dataclass
 class _Group:
-    """A live group: how many answers are missing, and the tokens of the others by version."""
+    """A prompt group in progress: the number of missing answers, and the others' tokens by version."""
 
     left: int
     lengths: list[int]
@@ -106,20 +106,19 @@ class _Group:
 
 
 class Simulation:
-    """A simulated run, which keeps the module's contract.
+    """A simulated run; the docstring of the module has its contract.
 
     Args:
-        scenario: the run.
-        times: how long its parts take.
-        seed: the seed of random choices. If None, groups have the lengths of the record's groups, in their order, as
-            in a run of the same data and seed; all other choices are made with seed 0.
+        times: durations of steps, updates, transfers and rewards, and the answer lengths.
+        seed: seed of random choices. If None, groups have the answer lengths of the recorded groups in recorded order,
+            as in a run with the same data and seed; all other choices use seed 0.
     """
 
     def __init__(self, scenario: Scenario, times: Times, seed: int | None = 0) -> None:
         self.scenario, self.times = scenario, times
         self._replays = seed is None
         self.clock = Clock()
-        # Lengths have a generator of their own, so that a group has the same lengths whatever happened before.
+        # A separate generator for lengths gives a group the same lengths regardless of other random choices.
         self._random, self._lengths = random.Random(seed or 0), random.Random(seed or 0)
         gate = GateSettings(
             scenario.batch_groups, scenario.batches_per_version, scenario.max_staleness, scenario.pipeline_depth
@@ -153,26 +152,26 @@ class Simulation:
         self._books = {"sampled": 0, "trained": 0}
 
     def run(self) -> Result:
-        """Simulate the run to its end; raise `CannotPlan` if it stands still, since it never has a batch."""
+        """Simulate the run to its end; raise `CannotPlan` if it deadlocks without a complete batch."""
         self.begin()
         self.clock.run(lambda: self._over)
         if not self._over:
             raise CannotPlan(
                 f"the simulated run stands still at {self.clock.now:g} s, with {self.ledger.counts()} and "
-                f"{self.scenario}: the times and settings of its record cannot be those of a run"
+                f"{self.scenario}: the times and settings in the event record cannot be those of a run"
             )
         self._timeline.stop()
         return self._result()
 
     def begin(self) -> None:
-        """Schedule the beginning of the run; nothing happens before ``clock`` runs."""
+        """Schedule the first actions of the run, which happen once ``clock`` runs."""
         self._timeline.restart()
         if not self.scenario.shared:
             self.manager.open_turn()
             self._issue()
         self.clock.start(self._train())
 
-    # The trainer, in the order of `AsyncPPOTrainer`'s steps.
+    # The methods below simulate the trainer, in the order of `AsyncPPOTrainer`'s steps.
 
     def _train(self) -> Process:
         scenario, times = self.scenario, self.times
@@ -220,7 +219,7 @@ class Simulation:
         self._books["trained"] += sum(lengths)
         self._issue()
 
-    # A version on its way, in the order of the real publication.
+    # The methods below simulate publishing a version, in the order of a real weight sync.
 
     def _bring(self) -> Process:
         scenario, times = self.scenario, self.times
@@ -241,7 +240,7 @@ class Simulation:
                 cut += found
         yield rest
         for request in cut:
-            # Requests that were cut return to the servers at once, and wait there.
+            # Interrupted requests return to the servers at once, and wait there.
             request.work = Work.AGAIN if request.tokens else request.work
             self._through_agents(request)
         yield max(0.0, times.swap_s - rest)
@@ -257,7 +256,7 @@ class Simulation:
         return self.manager.anything_waits() or self.ledger.can_issue()
 
     def _label(self, engine: Engine, request: Request) -> None:
-        """Note that the request's newest tokens were sampled by the version that has generated until now."""
+        """Attribute the request's newest tokens to the version that has generated until now."""
         known = sum(tokens for _, tokens in request.versions)
         if (more := engine.tokens_of(request) - known) > 0:
             request.versions.append((self.ledger.announced, more))
@@ -268,7 +267,7 @@ class Simulation:
                 engine.reopen(again=True)
 
     def _end_turn(self) -> float:
-        """End the generation turn, and return the seconds until the engines' steps under way end."""
+        """End the generation turn, and return the seconds until the engines' current steps end."""
         rest = max(engine.rest_s for engine in self.engines)
         for engine in self.engines:
             for request in engine.cut():
@@ -280,7 +279,7 @@ class Simulation:
         self._why()
         return rest
 
-    # Generation.
+    # The methods below simulate generation and rewards.
 
     def _issue(self) -> None:
         began = time.process_time()
@@ -296,7 +295,7 @@ class Simulation:
         group = self.manager.issue(PromptRef(number, 0, str(number)))
         groups = self.times.groups
         lengths = groups[(number - 1) % len(groups)] if self._replays else self.times.lengths(self._lengths)
-        # If the record's groups have another size, their lengths are repeated.
+        # If the recorded groups have fewer answers than the scenario's, their lengths are repeated.
         of_answers = [lengths[n % len(lengths)] for n in range(self.scenario.answers)]
         self._groups[group.id] = _Group(self.scenario.answers, of_answers)
         return True
@@ -309,14 +308,14 @@ class Simulation:
         self._through_agents(request)
 
     def _go_on(self) -> None:
-        """Continue what the last turn interrupted, the oldest group first."""
+        """Resume the requests that the end of the last turn interrupted, oldest group first."""
         for key in sorted(self._held):
             request = self._held.pop(key)
             request.work = Work.AGAIN if request.tokens else request.work
             self._through_agents(request)
 
     def _through_agents(self, request: Request) -> None:
-        """Send a request to an engine, after those that are before it in the agent loops."""
+        """Send a request to an engine after the agent loops have processed it, one request at a time."""
         self._agents_free = max(self._agents_free, self.clock.now) + self.times.agents_s
         wait = self._agents_free - self.clock.now + self.times.begin_s
         self.clock.after(wait, lambda: self._send(request))
@@ -331,7 +330,7 @@ class Simulation:
         heapq.heappush(self._loads, (self.engines[number].load, number))
 
     def _least_loaded(self) -> int:
-        """Return the engine with the fewest requests; entries that are out of date are corrected when they are met."""
+        """Return the number of the engine with the fewest requests, correcting outdated heap entries on the way."""
         while True:
             load, number = heapq.heappop(self._loads)
             if load == self.engines[number].load:
@@ -374,10 +373,10 @@ class Simulation:
             self._timed(lambda: self.manager.complete(request.group, start))
             self._issue()
 
-    # Reports.
+    # The methods below record events and figures for the result.
 
     def _timed(self, decide: Callable[[], Decided]) -> Decided:
-        """Have the core decide, and add the time that it takes."""
+        """Call a decision of the state machines, and add its CPU time to `decisions_s`."""
         began = time.process_time()
         try:
             return decide()
@@ -388,7 +387,7 @@ class Simulation:
         waits = self._scoring > 0 and not self.ledger.may_take()
         why = self.manager.why(prompts_left=True, waits_for_rewards=waits)
         if why != self._lane.what:
-            # Free places were idle for this reason until now, so engines are asked before it changes.
+            # Free slots were idle for the old reason until now, so the engines' spans are taken before it changes.
             self._ask_engines()
             self._lane.turn_to(why)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells how long the parts of a run take, and how long its answers are, from a run's record or a device profile.
+"""Durations of a run's steps, updates and transfers, and lengths of its answers, from a run or a device profile.
 
-Contract: `fitted` reads one run's record of events and, in its metrics, the lengths of prompts; whatever these do not
-tell stays as it was in that run. `estimated` takes a model's shape, a device profile and lengths; nothing in it was
-measured. Shown by tests/plan/test_times.py.
+Contract: `fitted` takes the durations from the events of one run, and the lengths of prompts from its metrics; a
+duration that these do not determine is assumed to be as in that run. `estimated` takes a model's shape, a device
+profile and lengths, without any measurement. An engine's ``places`` are its sequence slots (`max_num_seqs`). Shown by
+tests/plan/test_times.py.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from recipe.report.run import Run, about, load
 Seconds = Callable[[Sequence[int], float], float]
 
 FILLED_S = 1.0
-"""Within this time, empty engines are full again if answers wait for places."""
+"""Seconds in which empty engines are full again if answers queue for slots."""
 ENOUGH, EXPLAINED = 5, 0.9
-"""How many steps, and which correlation of tokens and seconds, it takes to fit a line."""
+"""Least number of steps, and least correlation of tokens and seconds, for which a line is fitted."""
 _UNDER_WAY = (
     Class.PREFILL,
     Class.RE_PREFILL,
@@ -41,28 +42,28 @@ _UNDER_WAY = (
     Class.WAIT_TAIL,
     Class.WAIT_AGENTS,
 )
-"""What the places of an engine do, or miss, while answers are under way."""
+"""The classes of an engine's sequence slots, used or unused, while answers are in progress."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """The seconds of each part of a run, and the lengths of its answers.
+    """Durations in seconds of the operations of a run, and the lengths of its answers.
 
     Attributes:
-        groups: the tokens of each group's answers, in the order in which groups began.
-        step_s: a decode step, by requests and tokens of context.
-        read_s: reading so many tokens.
-        update_s: an update, by the tokens of its answers and the trainer's ranks.
-        log_probs_s: the log-probs of a batch, in the same way.
-        rewards: from an answer's end to its reward, without the wait for a process that computes it.
-        prompt: the tokens of a prompt.
-        begin_s: the latency before an answer's first token.
-        agents_s: an answer's way through the agent loops, which take answers one after the other.
-        end_s: the latency after an answer's last token.
-        driver_s: the rest of a training step.
-        snapshot_s: what a weight sync takes of the trainer's time.
-        stage_s: the way of a version to the engines.
-        swap_s: the swap of weights.
+        groups: number of tokens of each answer of each group, in the order in which groups began.
+        step_s: returns the seconds of a decode step, given the number of requests and their tokens of context.
+        read_s: returns the seconds of prefilling a number of tokens.
+        update_s: returns the seconds of an update, given the tokens of each answer and the number of trainer ranks.
+        log_probs_s: returns the seconds of a batch's log-probs, with the same arguments.
+        rewards: sample of the seconds to compute a reward, without waiting for a free reward process.
+        prompt: number of tokens of a prompt.
+        begin_s: latency before the first token of an answer.
+        agents_s: time of an answer in the agent loops, which are modelled as handling one answer at a time.
+        end_s: latency after the last token of an answer.
+        driver_s: time of a training step other than log-probs and update.
+        snapshot_s: time of the trainer that a weight sync takes.
+        stage_s: time to send a version to the engines.
+        swap_s: time to swap the weights.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -81,7 +82,7 @@ class Times:
     swap_s: float = 0.0
 
     def lengths(self, draw: random.Random) -> tuple[int, ...]:
-        """Draw the lengths of a group's answers."""
+        """Return the answer lengths of a randomly chosen group."""
         return draw.choice(self.groups)
 
     def reward_s(self, draw: random.Random) -> float:
@@ -89,48 +90,50 @@ class Times:
 
 
 class CannotPlan(BadFile):
-    """A plan cannot be made: the question has no answer, or the record lacks what it needs. The message says which."""
+    """A plan cannot be made, for the reason in the message: a wrong option, or data that the record lacks."""
 
 
 OLDER = ("reward_workers", "concurrent_samples_per_replica", "max_num_seqs", "staging")
-"""Settings that older records lack and that a plan can do without."""
+"""Settings that older event records lack and that planning does not require."""
 
 
 def fitted(folder: Path) -> tuple[Times, Run]:
-    """Return the times of the run in ``folder``, from its record alone.
+    """Return the times of the run in ``folder``, and the run.
 
     Raises:
-        CannotPlan: the record lacks answers, updates, weight syncs or settings of the run.
+        CannotPlan: the record lacks answers, trained groups, updates, weight syncs or settings of the run.
         BadFile: the record cannot be read.
     """
     run = load(folder)
     if absent := unsaid(run.settings, but=OLDER):
         also = "".join(f"; {note}" for note in run.notes)
-        raise CannotPlan(f"the record in {folder} does not have these settings of its run: {', '.join(absent)}{also}")
+        raise CannotPlan(f"the event record in {folder} lacks settings of its run: {', '.join(absent)}{also}")
     answers = _answers(run)
     lengths = [tokens for group in answers.values() for tokens, *_ in group]
     updates, synced = _phases(run, "update"), [event for event in run.events if event.lane == WEIGHTS]
     if not lengths or not updates or not synced:
         missing = "answer" if not lengths else "update" if not updates else "weight sync"
-        raise CannotPlan(f"{folder} has no {missing} in its record: let the run train some steps first")
+        raise CannotPlan(f"the event record in {folder} has no {missing}: let the run train some steps first")
     replicas = max(1, run.settings["rollout_replicas"])
     places = run.settings["engine_places"] / replicas
     if min(run.settings["engine_places"], run.settings["max_concurrent_trajectories"]) < replicas:
-        raise CannotPlan(f"the record in {folder} has fewer places or trajectories than its {replicas} engines")
+        raise CannotPlan(
+            f"the event record in {folder} has fewer sequence slots or trajectories than its {replicas} engines"
+        )
     used = _place_seconds(run.pieces, places)
     ends = [(tokens, end) for group in answers.values() for tokens, _, end in group]
     prompt = _prompt(run)
     steps = fit_steps(run.events, ends, places, replicas, prompt)
     if steps is None:
-        raise CannotPlan(f"{folder} has no tokens of its engines in its record")
+        raise CannotPlan(f"the event record in {folder} has no sampled tokens of engines")
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
     first = used[Class.PREFILL] / len(lengths)
     overhead = [end - start - first - step * (tokens - 1) for group in answers.values() for tokens, start, end in group]
-    # The quickest answer tells the latency. Others waited in agent loops or at the engine, or lived through a sync.
+    # The quickest answer gives the latency; others waited in agent loops, in an engine's queue, or for a sync.
     latency = max(0.0, min(overhead))
     agents = _agents_s(run, used, len(lengths), places, replicas)
     if not pc.sum(about(run.groups, "trained")["tokens"]).as_py():
-        raise CannotPlan(f"{folder} has no trained group in its record: let the run train some steps first")
+        raise CannotPlan(f"the event record in {folder} has no trained group: let the run train some steps first")
     parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
     resumes = [event.end - event.start for event in synced if event.what == "resume"]
     swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])
@@ -156,12 +159,12 @@ def fitted(folder: Path) -> tuple[Times, Run]:
 
 
 def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float, replicas: int) -> float:
-    """Return the seconds of an answer in the agent loops, from the place-seconds that engines missed because of them.
+    """Return the seconds of an answer in the agent loops, from the slot-seconds that engines were idle because of them.
 
-    If more answers run than there are places, places are missed while they fill: answers come one after the other at
-    the beginning and after each swap that has sent them away, so the n-th place is missed n times as long as the first.
-    Later, places are free for other reasons. The result is at most the time in which any answers were under way, shared
-    by all answers.
+    If more answers run than there are sequence slots, only the filling of empty engines counts: at the beginning and
+    after each swap that removed requests, answers arrive one after the other, so the n-th slot is idle n times as long
+    as the first. Later, slots are idle for other reasons. The result is at most the time during which any answers were
+    in progress, divided by the number of answers.
     """
     most = sum(used[what] for what in _UNDER_WAY) / (places * replicas * answers)
     if run.settings["max_concurrent_trajectories"] <= places * replicas:
@@ -175,12 +178,12 @@ def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float
 
 
 def scorers(run: Run) -> int:
-    """Return the number of processes that compute rewards; 0 for as many as there are answers."""
+    """Return the number of processes that compute rewards; 0 means unlimited."""
     return run.settings["reward_processes"] * (run.settings.get("reward_workers") or 1)
 
 
 def _rewards(scored: Iterable[tuple[float, float]], processes: int) -> tuple[float, ...]:
-    """Return the seconds of each reward from when a process began it, if processes take answers in order."""
+    """Return the seconds of computing each reward, without queueing, if processes take answers in order."""
     free, took = [0.0] * processes, []
     for start, end in sorted(scored):
         begun = max(start, heapq.heapreplace(free, end)) if free else start
@@ -189,7 +192,7 @@ def _rewards(scored: Iterable[tuple[float, float]], processes: int) -> tuple[flo
 
 
 def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -> Iterator[Piece]:
-    """Yield the parts of pieces that lie within so many seconds after one of the moments."""
+    """Yield the parts of ``pieces`` that lie within ``seconds`` after one of the times ``moments``."""
     spans: list[tuple[float, float]] = []
     for moment in sorted(moments):
         begin = max(moment, spans[-1][1]) if spans else moment
@@ -205,13 +208,13 @@ def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -
 
 
 def group_size(run: Run) -> int:
-    """Return the answers of a group: the most that any group in the record has."""
+    """Return the number of answers of a group: the largest of any recorded group."""
     rows = run.trajectories.group_by("group").aggregate([("trajectory", "count_distinct")])
     return int(pc.max(rows["trajectory_count_distinct"]).as_py())
 
 
 def steps_trained(run: Run) -> int:
-    """Return how many steps the record has as trained, at least 1; each reports its tokens' ages at one moment."""
+    """Return the number of trained steps in the record, at least 1; the token ages of a step share one timestamp."""
     last = pc.max(about(run.groups, "trained")["end"]).as_py() or 0.0
     return max(1, sum(start <= last for start in run.tokens["start"].unique().to_pylist()))
 
@@ -219,7 +222,7 @@ def steps_trained(run: Run) -> int:
 def estimated(
     rollout: DeviceTimes, trainer: Callable[[int], DeviceTimes], groups: Sequence[Sequence[int]], prompt: int
 ) -> Times:
-    """Return an estimate by a device profile; ``trainer`` returns the trainer's times on a number of devices."""
+    """Return times by a device profile; ``trainer`` returns the trainer's device times for a number of ranks."""
     return Times(
         groups=tuple(tuple(group) for group in groups),
         step_s=rollout.decode_step_s,
@@ -233,11 +236,11 @@ def estimated(
 
 
 def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
-    """Return how long the trainer takes for a phase, by the lengths of a batch's answers and the trainer's ranks.
+    """Return a function for the seconds of a trainer phase, given the answer lengths of a batch and the ranks.
 
-    The phase takes seconds for each token of prompts and answers, fewer with more ranks, and seconds for each answer,
-    whatever the ranks. If the lengths of prompts are not known (0), what the answers' tokens do not explain is counted
-    as the time of the prompts.
+    The model has a time per token of prompts and answers, inversely proportional to the ranks, and a time per answer
+    that does not depend on the ranks. If the length of prompts is not known (0), the time that the answers' tokens do
+    not explain is attributed to the prompts.
     """
     steps = steps_trained(run)
     groups = about(run.groups, "trained")
@@ -245,7 +248,7 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
     prompts = answers * prompt
     line = _line(run, what)
     if line is None:
-        # Batches that are alike do not tell tokens of prompts from tokens of answers.
+        # From batches of similar size, the times of prompt and answer tokens cannot be told apart.
         per_token = sum(_phases(run, what)) / (pc.sum(groups["tokens"]).as_py() + steps * prompts)
         base = per_token * prompts
     else:
@@ -258,14 +261,14 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
 
 
 def _prompt(run: Run) -> float:
-    """Return the mean length of the run's prompts; 0 if its metrics do not have it."""
+    """Return the mean number of tokens of the run's prompts; 0 if its metrics do not have that."""
     means = [line.get("prompt_length/mean") for line in run.metrics]
     known = [mean for mean in means if mean is not None and 0 <= mean < LIMIT]
     return statistics.fmean(known) if known else 0.0
 
 
 def _line(run: Run, what: str) -> tuple[float, float] | None:
-    """Fit the seconds of a batch and of each token of its answers over the steps; None if the steps are alike."""
+    """Fit a phase's seconds per batch and per answer token over the steps; return None if the steps are too similar."""
     tokens: defaultdict[float, int] = defaultdict(int)
     for row in run.tokens.to_pylist():
         tokens[row["start"]] += row["tokens"]
@@ -283,7 +286,7 @@ def _line(run: Run, what: str) -> tuple[float, float] | None:
 
 
 def _answers(run: Run) -> dict[int, list[tuple[int, float, float]]]:
-    """Return the (tokens, start, end) of each group's answers."""
+    """Return (tokens, start, end) of each answer, by group."""
     found: defaultdict[int, list[tuple[int, float, float]]] = defaultdict(list)
     for row in about(run.trajectories, "generating").to_pylist():
         if row["tokens"]:
@@ -292,12 +295,12 @@ def _answers(run: Run) -> dict[int, list[tuple[int, float, float]]]:
 
 
 def _phases(run: Run, what: str) -> list[float]:
-    """Return the seconds of each of the trainer's phases with this name."""
+    """Return the seconds of each phase of the trainer that is named ``what``."""
     return [event.end - event.start for event in run.events if event.lane == TRAINER and event.what == what]
 
 
 def _place_seconds(pieces: Iterable[Piece], places: float) -> dict[Class, float]:
-    """Return the place-seconds of the engines by what the places did."""
+    """Return the slot-seconds of the engines by class."""
     used: defaultdict[Class, float] = defaultdict(float)
     for piece in pieces:
         if piece.device.startswith(ROLLOUT):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of programming tasks, which runs the programs of answers in a sandbox."""
+"""The reward function for programming tasks, which runs the program in each answer in a sandbox."""

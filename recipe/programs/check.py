@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before a run whether the reward of programming tasks can run with its settings.
+"""Checks before a run that the reward function for programming tasks can run with its settings.
 
-Contract: it is checked on this machine by running an empty program; on a cluster the reward workers find out. Shown by
-tests/integration/test_config_files.py.
+Contract: the check runs an empty program in a sandbox on this machine. For a run on a cluster nothing is checked, and
+the reward workers report faults. Shown by tests/integration/test_config_files.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FUNCTION = "reward.custom_reward_function"
 
 
 def problems(context: RuleContext) -> Iterator[Problem]:
-    """Yield the problems of its settings, or of a machine that cannot isolate programs."""
+    """Yield the problems of the reward's settings, or of a machine that cannot isolate programs."""
     path = str(context.get(f"{FUNCTION}.path") or "")
     if not _is_ours(path) or context.get("ray_kwargs.ray_init.address"):
         return
@@ -33,7 +33,7 @@ def problems(context: RuleContext) -> Iterator[Problem]:
 
 
 def warnings(context: RuleContext) -> Iterator[str]:
-    """Yield nothing: the reward either can run or cannot."""
+    """Yield no warnings: the reward either can run or has a problem."""
     yield from ()
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of a programming task: runs the answer's program on test cases, in the form of verl's reward functions.
+"""The reward of a programming task: a verl reward function that runs the program in an answer on test cases.
 
     reward.custom_reward_function.path=pkg://recipe.programs.reward
 
-``ground_truth`` is JSON in the form of the APPS and verl data sets: ``{"inputs": [...], "outputs": [...]}``, with
-``fn_name`` for tests that call a function. Without ``fn_name`` an input is what the program reads and an output what it
-must write, compared by words; with it, an input is the list of arguments and an output the result, compared by value.
-The expected outputs never enter the sandbox. Each test case has a sandbox of its own (`sandbox`, with its limits); all
-cases of an answer together have ``answer_s``. An answer's program can affect only that answer's score. Shown by
-tests/integration/test_programs.py and test_sandbox.py.
+``ground_truth`` is JSON in the format of the APPS and verl data sets: ``{"inputs": [...], "outputs": [...]}``, with
+``fn_name`` for tests that call a function. Without ``fn_name``, an input is the program's standard input and an output
+its expected standard output, compared by words. With ``fn_name``, an input is a list of arguments and an output the
+expected result, compared by value. The expected outputs never enter the sandbox. Each test case runs in its own sandbox
+(`sandbox`, with its limits); all cases of an answer together have ``answer_s`` seconds. A program can affect only the
+score of its own answer. Shown by tests/integration/test_programs.py and test_sandbox.py.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ def compute_score(
     """Score one answer.
 
     Args:
-        data_source: the row's data source, which errors name. Other arguments that verl passes are not used.
-        solution_str: the decoded answer; its program is the last fenced block of code, or all of it if there is none.
-        ground_truth: the test cases, in the form that the module's docstring describes.
-        partial: run all test cases and score the share that passed, instead of 1.0 only if all of them pass.
-        max_tests: use only the first test cases.
-        answer_s: seconds for all test cases together; cases for which no time is left count as not passed.
-        limits: limits of each test case, by the names of `Limits`.
-        run: runs a program, as `sandbox.run` does.
+        data_source: the row's data source, for error messages. Other arguments that verl passes are not used.
+        solution_str: the decoded answer; its program is the last fenced code block, or the whole answer without one.
+        ground_truth: the test cases, in the format described in the docstring of the module.
+        partial: whether to run all test cases and return the share that passed as the score; otherwise the score is
+            1.0 if all test cases pass, else 0.0.
+        max_tests: greatest number of test cases; the first ones are used.
+        answer_s: seconds for all test cases together; cases without time left count as not passed.
+        limits: limits of each test case, by the field names of `Limits`.
+        run: function that runs a program, with the arguments of `sandbox.run`.
 
     Returns:
-        ``score``, the reward; ``acc``, 1.0 if all passed; ``passed``, the share of test cases that passed; ``cut_off``,
-        the number of cases that a limit ended or for which no time was left.
+        ``score``, the reward; ``acc``, 1.0 if all test cases passed, else 0.0; ``passed``, the share that passed;
+        ``cut_off``, the number of test cases that a limit ended or that had no time left.
 
     Raises:
-        TestCaseError: the row's test cases cannot be used, through no fault of the answer.
-        SandboxUnavailable: no program can be isolated on this machine, through no fault of the answer.
+        TestCaseError: the row's test cases cannot be used; the answer is not at fault.
+        SandboxUnavailable: this machine cannot isolate programs; the answer is not at fault.
     """
     tests, name = _tests(ground_truth, data_source)
     tests = tests[:max_tests]
@@ -95,7 +96,7 @@ def compute_score(
 
 
 def fault(partial: object = False, max_tests: object = None, answer_s: object = None, limits: Any = None) -> str | None:
-    """Return what prevents programs from running on this machine with these ``reward_kwargs``, or None.
+    """Return why programs cannot run on this machine with these ``reward_kwargs``; None if they can.
 
     Raises:
         TypeError: an argument or a limit does not exist.
@@ -112,7 +113,7 @@ def fault(partial: object = False, max_tests: object = None, answer_s: object = 
 
 
 def program_of(answer: str) -> str:
-    """Return the program in an answer."""
+    """Return the last fenced code block of an answer, or the whole answer without one."""
     blocks = FENCED.findall(answer)
     return blocks[-1] if blocks else answer
 
@@ -127,12 +128,12 @@ def _is_right(outcome: Outcome, expected: Any, is_result: bool) -> bool:
         ]
     try:
         return bool(json.loads(written) == expected)
-    except (ValueError, RecursionError):  # not JSON, or nested too deeply
+    except (ValueError, RecursionError):  # The output is not JSON, or is nested too deeply.
         return False
 
 
 def _tests(ground_truth: str, data_source: str) -> tuple[list[tuple[Any, Any]], str | None]:
-    """Return (input, output) of each test case, and the name of the function to call, if any."""
+    """Return (input, expected output) of each test case, and the name of the function to call, or None."""
     try:
         cases = json.loads(ground_truth)
         inputs, outputs, name = cases["inputs"], cases["outputs"], cases.get("fn_name")
@@ -144,6 +145,6 @@ def _tests(ground_truth: str, data_source: str) -> tuple[list[tuple[Any, Any]], 
         ) from error
     wrong = [given for given, _ in tests if not isinstance(given, str if name is None else list)]
     if not tests or wrong:
-        kind = "a string each, what the program reads" if name is None else "a list each, the arguments of fn_name"
-        raise TestCaseError(f"a row of {data_source} has test cases of another form: inputs must be {kind}")
+        kind = "a string, the standard input of the program" if name is None else "a list, the arguments of fn_name"
+        raise TestCaseError(f"a row of {data_source} has test cases in a wrong format: each input must be {kind}")
     return tests, name

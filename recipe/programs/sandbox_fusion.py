@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of `programs` with a Sandbox Fusion service to run the programs, through verl's HTTP client.
+"""The reward of a programming task, with programs run by a Sandbox Fusion service through verl's HTTP client.
 
     reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion
     +reward.custom_reward_function.reward_kwargs.url=http://HOST:PORT/run_code
 
-It is for machines on which bubblewrap cannot run. The service isolates and limits programs; of `Limits` it gets time
-and memory. If the service fails, the call fails and is repeated, because the answer is not to blame. Shown by
-tests/integration/test_sandbox_fusion.py, against an HTTP server with its protocol.
+Use it on machines where bubblewrap cannot run. The service isolates programs and limits their time and memory, the only
+`Limits` that it gets. If the service fails, the reward fails and is computed again, because the answer is not at fault.
+Shown by tests/integration/test_sandbox_fusion.py, with an HTTP server that implements the service's protocol.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALL = "\nimport json\nexecute(*json.loads({}))\n"
 
 
 def compute_score(*, url: str, **arguments: Any) -> dict[str, float]:
-    """Score like `programs.compute_score`; ``url`` is the service's, with its path (``/run_code``)."""
+    """Score an answer as `reward.compute_score` does; ``url`` is the service's, including its path (``/run_code``)."""
     return programs.compute_score(**arguments, run=partial(run, url))
 
 
@@ -36,16 +36,16 @@ def run(url: str, source: str, stdin: str, limits: Limits, call: tuple[str, Sequ
     """Run a program on the service.
 
     Raises:
-        SandboxUnavailable: the service did not answer, or reports that it failed.
+        SandboxUnavailable: the service did not answer, or reported a failure of its own.
     """
     if call is not None:
         source = inspect.getsource(sandboxed.execute) + CALL.format(repr(json.dumps([source, call])))
     seconds = max(1, math.ceil(limits.wall_s))
-    # The service also limits compilation to this time, which a Python program does not need.
+    # The second time limit is for compilation, which a Python program does not need.
     answer, error = call_sandbox_api(url, source, stdin, seconds, seconds, limits.memory_bytes >> 20)
     if answer is None or answer.get("status") == "SandboxError":
         said = error if answer is None else answer.get("message")
-        raise SandboxUnavailable(f"the Sandbox Fusion service at {url} ran no program: {said}")
+        raise SandboxUnavailable(f"the Sandbox Fusion service at {url} did not run the program: {said}")
     result = answer.get("run_result") or {}
     stdout, stderr = ((result.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
     status = result.get("return_code")

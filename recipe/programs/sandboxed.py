@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first code in a sandbox: sets its own limits, then runs one program. `sandbox` passes this file as text.
+"""The first code in a sandbox: sets its own resource limits, then runs one program.
 
-It uses only the standard library and starts quickly, because every test case of every answer runs it.
+`sandbox` passes the text of this file to the sandbox's interpreter. The file uses only the standard library and starts
+quickly, because every test case of every answer runs it.
 """
 
 import json
@@ -13,9 +14,9 @@ NOBODY = 65534
 
 
 def execute(source, call):
-    """Run a program; with ``call``, a name and arguments, call that function of it and write its result as JSON.
+    """Run a program, or with ``call`` (name, arguments) call a function of the program and write its result as JSON.
 
-    A Sandbox Fusion service is sent only the text of this function, so it has imports of its own.
+    A Sandbox Fusion service gets only the text of this function, so the imports are inside the function.
     """
     import json
     import os
@@ -24,7 +25,7 @@ def execute(source, call):
     if call is None:
         exec(compile(source, "answer.py", "exec"), space)
         return
-    # The program's own output is not its result.
+    # With `call`, only the function's result is written; the program's own output is discarded.
     out, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     exec(compile(source, "answer.py", "exec"), space)
@@ -39,14 +40,14 @@ def main(ready, job_file):
     with os.fdopen(job_file) as file:
         job = json.load(file)
     if os.getuid() == 0:
-        # The kernel limits the number of threads of every user except root.
+        # The limit on threads (NPROC) does not apply to root, so the program runs as another user.
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     for name, soft, hard in job["limits"]:
         resource.setrlimit(getattr(resource, name), (soft, hard))
     os.write(ready, b"+")
-    # This also closes the pipes through which bubblewrap was controlled.
+    # This also closes the pipes that control bubblewrap.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.argv = ["answer.py"]
     execute(job["source"], job["call"])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the report: ``python -m recipe.report RUN [OTHER_RUN]`` writes a report or a comparison, with
-``--trace FILE`` a trace, and with ``--follow`` prints what a run does; docs/report.md describes it.
+"""The command line of the report, described in docs/report.md.
+
+``python -m recipe.report RUN [OTHER_RUN]`` writes a report of a run or a comparison of two runs; ``--trace FILE``
+writes a trace instead, and ``--follow`` prints the progress of a run.
 """
 
 import argparse
@@ -15,11 +17,11 @@ from recipe.report.run import Run, lacking, load
 
 WAIT_S = 600.0
 PAGES, TRACES = "bokeh", "perfetto"
-"""The packages with which pages and traces are made; following a run needs neither."""
+"""The packages that pages and traces require; following a run requires neither."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit status: 2 if there is nothing to report on, or the file cannot be written."""
+    """Run the command and return its exit status: 2 if the folder has no readable record, or writing a file fails."""
     parser = argparse.ArgumentParser(
         prog="python -m recipe.report", description="Writes the report of a run, or compares two runs."
     )
@@ -61,10 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _seconds(text: str) -> float:
-    """Parse a finite number of seconds to wait."""
+    """Parse a finite, non-negative number of seconds."""
     seconds = float(text)
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise argparse.ArgumentTypeError(f"{text}: give seconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: give a number of seconds, 0 or more")
     return seconds
 
 

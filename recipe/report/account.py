@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accounts for each second of every accelerator, and for each sampled token, from a run's record of events.
+"""Computes the time account of a run: the seconds of every accelerator in each class, from the run's events.
 
-Contract: each second of a device's life is in exactly one class. Time before a device's first event is start-up; later
-time that its events do not cover is `Class.NOT_KNOWN`, which is never added to another class. An engine without a
-request, and a free place of an engine with some, waits for the reason that the scheduler reports for not starting more,
-or for what the trajectories that hold its slots are doing. A trainer without a batch waits for rewards or log-prob
-servers if only these hold up the run. If both sides share their accelerators, a second counts for the engine while the
-trainer waits or validates, and for the trainer otherwise. :attr:`Account.closes` is False if events overlap, so that
-the sum exceeds the life, or if a device's unknown time or the tokens do not add up.
+Contract: each second in the life of a device (the trainer, or one engine or server) belongs to exactly one class, such
+as training, decoding or waiting for a batch. Time before the first event of a device is start-up. Later time that its
+events do not cover is `Class.NOT_KNOWN` and is never added to another class. Idle time of an engine, or of a free
+sequence slot in an engine, has the class of the reason that the scheduler reports for starting no more trajectories, or
+of the activity of the trajectories that hold the slots. Time of a trainer without a batch has a class of its own if
+only rewards or only log-prob servers hold up the run. If trainer and engine share accelerators, a second belongs to the
+engine while the trainer waits or validates, and to the trainer otherwise. :attr:`Account.closes` is False if the
+seconds of a device do not add up to its life, or if the sampled tokens are not all accounted for.
 
 Shown by tests/report/test_account.py and, with real runs, tests/accounts.py.
 """
@@ -46,13 +47,14 @@ from recipe.report.event_context import Context
 logger = logging.getLogger(__name__)
 
 OFF_BY = 0.005
-"""Tolerated difference between a device's life and the sum of its seconds, as a share, since two clocks are
-compared.
+"""Tolerated difference between a device's life and the sum of its seconds, as a share of the life.
+
+The times come from two clocks.
 """
 
 
 class Kind(StrEnum):
-    """The value of a class of time to the owner of the accelerator."""
+    """The category of a class of time: useful work, repeated work, or a form of waste."""
 
     USEFUL = "useful"
     REPEATED = "repeated"
@@ -79,7 +81,10 @@ KINDS: Mapping[Class, Kind] = {
 
 @dataclass(frozen=True)
 class DeviceAccount:
-    """One device: its number of accelerators, its life in seconds, and its seconds in each class."""
+    """The time account of a device: its number of accelerators, its life in seconds, and its seconds per class.
+
+    ``exceeds`` is the number of seconds by which the classes together exceed the life.
+    """
 
     accelerators: int
     life: float
@@ -92,13 +97,13 @@ class DeviceAccount:
 
     @property
     def closes(self) -> bool:
-        """Return whether the classes add up to the life, within the tolerance for two clocks."""
+        """Whether the seconds of all classes add up to the life, within the tolerance `OFF_BY`."""
         return abs(sum(self.seconds.values()) - self.life) <= OFF_BY * self.life and self.exceeds <= OFF_BY * self.life
 
 
 @dataclass(frozen=True)
 class Account:
-    """The account of a run, per device. Seconds are of one accelerator of the device; ``tokens`` is None if unknown."""
+    """The time account of a run of ``duration`` seconds; ``tokens`` is None if the token counts are not known."""
 
     duration: float
     devices: Mapping[str, DeviceAccount]
@@ -111,7 +116,7 @@ class Account:
 
     @property
     def total(self) -> dict[str, float]:
-        """Accelerator-seconds by class, over all devices."""
+        """Accelerator-seconds by class, summed over all devices."""
         sums: defaultdict[str, float] = defaultdict(float)
         for device in self.devices.values():
             for name, seconds in device.seconds.items():
@@ -119,7 +124,7 @@ class Account:
         return dict(sums)
 
     def summary(self) -> dict[str, Any]:
-        """Return the account with the keys of ``summary.json``."""
+        """Return the time account with the keys of ``summary.json``."""
         tokens = self.tokens
         return {
             "duration": self.duration,
@@ -134,7 +139,7 @@ class Account:
 
 
 class Piece(NamedTuple):
-    """A period in which a share of a device's places does one thing."""
+    """An interval in which a share of a device's sequence slots is in one class."""
 
     device: str
     start: float
@@ -150,11 +155,11 @@ def close(
     tokens: TokenBooks | None = NO_TOKENS,
     found: Iterable[Piece] | None = None,
 ) -> Account:
-    """Return the account of a run from 0 to ``until``, in seconds of the run's clock.
+    """Return the time account of a run from 0 to ``until``, in seconds of the run's clock.
 
     Args:
-        events: events of all lanes, or at least of those that `pieces` reads, in any order.
-        found: the result of `pieces` for these events, if it is known already.
+        events: events in any order, at least those of the lanes that `pieces` reads.
+        found: the result of `pieces` for these events, if already computed.
     """
     lives = _lives(events, devices, until)
     seconds: dict[str, defaultdict[str, float]] = {device: defaultdict(float) for device in lives}
@@ -174,7 +179,7 @@ def close(
 
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:
-    """Yield what each device did up to ``until``, including its start-up; gaps between events are left out."""
+    """Yield the pieces of each device's time up to ``until``, including start-up; gaps between events are omitted."""
     context = Context.of(events)
     lives = _lives(events, devices, until)
     starting = dict(lives)
@@ -191,10 +196,11 @@ def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[
 
 
 def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Class, float]]:
-    """Return what the other side did while one side waited for it.
+    """Return the time that trainer and engines waited for each other, by the class of the component waited for.
 
-    For the trainer's accelerator-seconds in `Class.WAIT_BATCH`: the seconds by class of the engines, as their mean. For
-    the engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL`: the seconds by class of the trainer.
+    The trainer's accelerator-seconds in `Class.WAIT_BATCH` are split by the classes of the engines at the time, as the
+    mean over engines. The engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL` are split by the
+    class of the trainer at the time.
     """
     by_side: dict[str, list[Piece]] = {TRAINER: [], ROLLOUT: []}
     for piece in found:
@@ -209,7 +215,10 @@ def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Clas
 
 
 def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each: float) -> dict[Class, float]:
-    """Return one side's seconds in class ``what`` by the others' class, each of whose seconds counts ``each``."""
+    """Return the seconds of ``waiting`` in class ``what``, split by the class of ``others`` at the time.
+
+    A second in which one of ``others`` is in a class counts ``each`` seconds.
+    """
     changes: defaultdict[float, float] = defaultdict(float)
     for piece in waiting:
         if piece.what == what:
@@ -219,7 +228,7 @@ def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each
         return {}
     times = np.array(sorted(changes))
     levels = np.cumsum([changes[time] for time in times])
-    # Seconds in the class up to each of these times; between two times they grow linearly.
+    # `sums` has the seconds in the class up to each of `times`; in between, they grow linearly.
     sums = np.concatenate([[0.0], np.cumsum(levels[:-1] * np.diff(times))])
     spans = np.array([(other.start, other.end) for other in others])
     lengths = np.interp(spans[:, 1], times, sums) - np.interp(spans[:, 0], times, sums)
@@ -230,14 +239,14 @@ def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each
 
 
 def account_of(recorded: Recorded) -> Account:
-    """Return the account of a run that has ended, up to the end of its record."""
+    """Return the time account of a run that has ended."""
     table = read(recorded.file).events
     many = pc.is_in(table["lane"], pa.array([TRAJECTORIES, GROUPS]))
     return close(events_of(table.filter(pc.invert(many))), recorded.devices, recorded.until, recorded.tokens)
 
 
 def settled(recorded: Recorded) -> dict[str, Any]:
-    """Return the account with the keys of ``summary.json``, for the process that writes that file."""
+    """Return the time account for ``summary.json``; log a warning if its seconds or tokens do not add up."""
     account = account_of(recorded)
     if not account.closes:
         logger.warning("the account of the run does not close: %s", account.summary())
@@ -245,7 +254,7 @@ def settled(recorded: Recorded) -> dict[str, Any]:
 
 
 def _lives(events: Iterable[Event], devices: Devices, until: float) -> dict[str, tuple[float, float]]:
-    """Return the beginning and end of each device's life."""
+    """Return the beginning and the end of each device's life, in seconds of the run's clock."""
     named = {event.lane for event in events}
     begins = {lane: 0.0 for lane in sorted(named, key=_place) if devices.counts(lane)}
     ends: dict[str, float] = {}

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice: what a run lost most time to, and which setting to change.
+"""Advice on the greatest losses of accelerator time in a run, and on the settings to change.
 
-Contract: pure. Time that one side waits for the other is charged to what the other side did meanwhile, so that advice
-names a cause instead of the waits that it creates elsewhere. Each piece of advice names the seconds concerned, why they
-were lost as far as the account can tell, and one setting; the expected gain is an upper bound, since another wait may
-take the place of the one that ends. Shown by tests/report/test_advice.py and, for runs with planted causes,
+Contract: pure functions of the run's time account (accelerator-seconds by class, such as decoding or waiting for a
+batch). If the trainer waits for the engines or the reverse, the time is charged to the activity of the component that
+is waited for, so that advice names causes instead of their consequences. Each piece of advice has the lost seconds, the
+reason as far as the time account shows it, and a setting to change. The expected gain is an upper bound, since removing
+one wait may create another. Shown by tests/report/test_advice.py and, for runs with planted causes,
 tests/e2e/test_planted_causes.py.
 """
 
@@ -20,7 +21,7 @@ from recipe.async_engine.record.events import LOG_PROBS, ROLLOUT, TRAINER, Class
 from recipe.report.account import KINDS, Account, Kind
 
 WORTH_SAYING = 0.03
-"""Smallest loss that is reported, as a share of all time without start-ups."""
+"""Smallest loss that is reported, as a share of all accelerator time without start-up."""
 LITTLE = 0.1
 MOST = 0.5
 SLOW = 0.75
@@ -37,7 +38,7 @@ CHARGED_TO_TRAINER = frozenset(
         Class.DOWN,
     }
 )
-"""Activities of the trainer that cause the wait of an engine which the gate holds back meanwhile."""
+"""Classes of the trainer's time that count as the cause if the staleness gate holds an engine back at that time."""
 
 WITHOUT_WORK = (
     Class.WAIT_GATE,
@@ -47,14 +48,18 @@ WITHOUT_WORK = (
     Class.WAIT_TOOLS,
     Class.IDLE_PLACES,
 )
-"""Classes that waste accelerators but not speed, as long as the trainer does not wait for batches."""
+"""Classes of engine time that do not slow the run down unless the trainer waits for batches."""
 
 
 @dataclass(frozen=True)
 class Advice:
     """One piece of advice.
 
-    seconds: accelerator-seconds concerned; share: their share of all devices' time without the start-up.
+    Attributes:
+        what: the class of time that was lost.
+        seconds: number of lost accelerator-seconds.
+        share: share of `seconds` in the time of all devices without start-up.
+        device: the device concerned, if it is a single one.
     """
 
     what: Class
@@ -69,8 +74,10 @@ class Advice:
 class Facts:
     """The facts on which advice is based.
 
-    account: the run's account. settings: those in the record's header. meanwhile: result of
-    `recipe.report.account.meanwhile`. speeds: for each rollout engine, tokens sampled per second of decoding.
+    Attributes:
+        settings: the settings in the header of the event record.
+        meanwhile: the result of `recipe.report.account.meanwhile`.
+        speeds: tokens sampled per second of decoding, by rollout engine.
     """
 
     account: Account
@@ -79,18 +86,18 @@ class Facts:
     speeds: Mapping[str, float] = field(default_factory=dict)
 
     def share(self, side: str, what: Class) -> float:
-        """Return the share of a class in a side's time without its start-up."""
+        """Return the share of a class in the time, without start-up, of the trainer, the engines or the servers."""
         return _shares(sides(self.account).get(side, {})).get(what, 0.0)
 
     @property
     def training_is_slower(self) -> bool:
-        """Return whether a faster rollout would hardly speed up the run; never true with shared accelerators."""
+        """Whether faster generation would hardly speed up the run; never true with shared accelerators."""
         waits = self.share(TRAINER, Class.WAIT_BATCH) + self.share(TRAINER, Class.WAIT_REWARD)
         return waits < LITTLE and useful_share(sides(self.account).get(TRAINER, {})) >= MOST
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """Return the advice, greatest loss first."""
+    """Return all advice for a run, greatest loss first."""
     total = sum(_running(facts.account.total).values())
     if total <= 0:
         return []
@@ -114,14 +121,14 @@ def advise(facts: Facts) -> list[Advice]:
 
 
 def charged(facts: Facts) -> dict[Class, float]:
-    """Return accelerator-seconds by the class that caused them."""
+    """Return accelerator-seconds by class, with waits charged to the classes that caused them."""
     seconds = defaultdict(float, {Class(what): value for what, value in _running(facts.account.total).items()})
     for waited, by in facts.meanwhile.items():
         for what, value in by.items():
             if what in CHARGED_TO_TRAINER if waited != Class.WAIT_BATCH else KINDS[what] is not Kind.USEFUL:
                 seconds[waited] -= value
                 seconds[what] += value
-    # If the gate makes the two sides take turns, it is charged with the shorter of the two waits.
+    # If the staleness gate makes trainer and engines take turns, the shorter of the two waits is charged to the gate.
     training = facts.meanwhile.get(Class.WAIT_GATE, {}).get(Class.TRAINING, 0.0)
     if training:
         held = min(seconds[Class.WAIT_GATE], seconds[Class.WAIT_BATCH])
@@ -131,7 +138,7 @@ def charged(facts: Facts) -> dict[Class, float]:
 
 
 def sides(account: Account) -> dict[str, dict[str, float]]:
-    """Return accelerator-seconds of each class by side: trainer, rollout engines, log-prob servers."""
+    """Return accelerator-seconds by class, separately for trainer, rollout engines and log-prob servers."""
     sums: dict[str, defaultdict[str, float]] = {}
     for name, device in account.devices.items():
         side = sums.setdefault(name.partition(" ")[0], defaultdict(float))
@@ -141,7 +148,7 @@ def sides(account: Account) -> dict[str, dict[str, float]]:
 
 
 def useful_share(seconds: Mapping[str, float]) -> float:
-    """Return the useful share of a side's time without its start-up."""
+    """Return the share of useful classes in ``seconds`` (seconds by class), without start-up."""
     return sum(share for name, share in _shares(seconds).items() if KINDS[Class(name)] is Kind.USEFUL)
 
 
@@ -160,7 +167,10 @@ Rule = Callable[[Facts], Said | None]
 
 
 def _slow_engine(facts: Facts, causes: Mapping[Class, float]) -> tuple[str, float, Said] | None:
-    """Return the slowest engine if the others are much faster, with its cost to itself and to their tails."""
+    """Return a conspicuously slow engine, the accelerator-seconds lost because of it, and the advice; or None.
+
+    The loss is the excess decoding time of this engine, and the time that others wait for the last answers of a batch.
+    """
     if len(facts.speeds) < 2:
         return None
     device = min(facts.speeds, key=lambda name: facts.speeds[name])
@@ -185,7 +195,7 @@ def _wider_gate(settings: Mapping[str, Any]) -> str:
 
 
 def _more_for(side: str, other: str, other_has: int) -> str:
-    """Return advice to add accelerators to a side, taken from the other side if that has several."""
+    """Return the advice to add accelerators to ``side``, taken from ``other`` if that has more than one."""
     if other_has > 1:
         return f"give the {side} accelerators of the {other} ({side}.n_gpus_per_node up, {other}.n_gpus_per_node down)"
     return f"more accelerators for the {side}: {side}.n_gpus_per_node up"
@@ -212,7 +222,7 @@ def _batch(facts: Facts) -> Said:
 
 
 def _slots(facts: Facts) -> tuple[int | None, int, int]:
-    """Return the groups per replica (None if not set), the places used on all engines, and the places that exist."""
+    """Return the groups per replica (None if not set), and the numbers of used and of all sequence slots."""
     settings = facts.settings
     places = int(settings.get("engine_places", 0))
     room = int(settings.get("max_num_seqs") or 0) * int(settings.get("rollout_replicas", 1))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The charts of a report. Each function returns one Bokeh figure, or None if the run has no data for it.
+"""The charts of a report, as Bokeh figures; a function returns None if the run has no data for its chart.
 
-Contract: the size of a chart does not grow with the run: times are put into `BINS` bins, trajectories are counted, and
-in lanes with many spans each bin shows the class that took most of it.
+Contract: the size of a chart does not grow with the run. Time is divided into bins, of which each shows the class that
+took most of it; distributions are histograms; and of trajectories a sample is drawn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_LIVES = 150
 MOST_POINTS = 2000
 VERSIONS = "versions"
 HUES = ("#1b7837", "#2c7fb8", "#c51b8a", "#54278f", "#cc4c02", "#006d77")
-"""Colors of versions and of lines."""
+"""Colors that versions and lines use in turn."""
 PARTS_OF_A_SYNC = {"stage": "#fdb863", "drain": "#b2abd2", "swap": "#c51b8a", "resume": "#5e3c99"}
 
 COLORS: Mapping[Class, str] = {
@@ -61,19 +61,19 @@ COLORS: Mapping[Class, str] = {
     Class.DOWN: "#000000",
     Class.NOT_KNOWN: "#ff0000",
 }
-"""Colors of the classes, in the order in which they are stacked."""
+"""Colors of the classes of time, in the order in which the charts stack them."""
 
 Bar = tuple[str | int, float, float, str, str]
-"""Lane, start, end, description, color."""
+"""A bar of a chart: lane, start, end, description, color."""
 
 
 def words(what: str) -> str:
-    """Return the readable name of a class."""
+    """Return the name of a class of time with spaces instead of underscores."""
     return what.replace("_", " ")
 
 
 def by_device(run: Run) -> figure:
-    """Chart where each device's time went, in percent of its life."""
+    """Return a chart of each device's time by class, in percent of its life."""
     devices = dict(reversed([*run.account.devices.items()]))
     present = [what.value for what in COLORS if any(device.seconds.get(what, 0) > 0 for device in devices.values())]
     columns: dict[str, Any] = {"device": [*devices]}
@@ -87,7 +87,7 @@ def by_device(run: Run) -> figure:
 
 
 def over_time(run: Run, side: str) -> figure | None:
-    """Chart one side's accelerators over time, in percent."""
+    """Return a chart over time of the classes of the trainer, the engines or the log-prob servers, in percent."""
     edges = np.linspace(0, run.until, WIDE_BINS + 1)
     sums = _binned((piece for piece in run.pieces if piece.device.partition(" ")[0] == side), edges)
     if not sums:
@@ -111,7 +111,7 @@ def _stack(names: Sequence[str], colors: Mapping[Any, str], columns: Mapping[str
 
 
 def _binned(pieces: Iterable[Piece], edges: np.ndarray) -> dict[Class, np.ndarray]:
-    """Return the seconds in each bin by class."""
+    """Return, for each class, an array with the seconds in each bin; ``edges`` are the bounds of equal bins."""
     sums: dict[Class, np.ndarray] = defaultdict(lambda: np.zeros(len(edges) - 1))
     width, last = edges[1] - edges[0], len(edges) - 2
     for piece in pieces:
@@ -124,7 +124,7 @@ def _binned(pieces: Iterable[Piece], edges: np.ndarray) -> dict[Class, np.ndarra
 
 
 def lanes(run: Run) -> figure:
-    """Chart what each device did most in each bin, and the versions in transfer."""
+    """Return a chart with a lane per device, showing the class that took most of each bin, and lanes of versions."""
     edges = np.linspace(0, run.until, BINS + 1)
     names = [*run.account.devices][:MOST_LANES]
     bars: list[Bar] = []
@@ -155,7 +155,7 @@ def lanes(run: Run) -> figure:
 
 
 def _most(name: str, classes: Sequence[Class], top: np.ndarray, edges: np.ndarray) -> Iterable[Bar]:
-    """Yield a bar for each series of bins with the same class on top; -1 means none."""
+    """Yield a bar for each series of bins of one class; ``top`` has each bin's index in ``classes``, -1 for none."""
     for which, found in groupby(range(len(top)), key=lambda at: int(top[at])):
         run = list(found)
         if which >= 0:
@@ -163,7 +163,7 @@ def _most(name: str, classes: Sequence[Class], top: np.ndarray, edges: np.ndarra
 
 
 def versions(run: Run) -> list[Bar]:
-    """Return a lane that shows which version generates when; if there are many, a bar covers several versions."""
+    """Return the bars of a lane that shows which version generates; with many versions, a bar covers several."""
     swapped = (event for event in run.events if (event.lane, event.what) == (WEIGHTS, "swap"))
     swaps = sorted((event.end, event.version or 0) for event in swapped)
     if not swaps:
@@ -179,12 +179,12 @@ def versions(run: Run) -> list[Bar]:
 
 
 def _hue(number: int) -> str:
-    """Return the color of a version or line, different from its neighbours'."""
+    """Return the color of a version or line; consecutive numbers have different colors."""
     return HUES[number % len(HUES)]
 
 
 def one_by_one(run: Run) -> figure | None:
-    """Chart an evenly spaced sample of trajectories, one line each, colored by the version at their start."""
+    """Return a chart of a sample of trajectories, one line each, colored by the version at their start."""
     begun = about(run.trajectories, "generating").sort_by("start")
     if not begun.num_rows:
         return None
@@ -217,7 +217,6 @@ def _seconds(table: pa.Table) -> pa.ChunkedArray:
 
 
 def _histogram(title: str, label: str, values: np.ndarray, weights: np.ndarray | None = None) -> figure | None:
-    """Chart a histogram of values."""
     if not len(values):
         return None
     whole = bool(np.all(values == np.round(values)))
@@ -233,7 +232,7 @@ def _histogram(title: str, label: str, values: np.ndarray, weights: np.ndarray |
 
 
 def histograms(run: Run) -> list[figure]:
-    """Return histograms of length, staleness by token, wait of ready groups, time in tools and time to the reward."""
+    """Return histograms of answer lengths, token staleness, waits of ready groups, and times in tools and rewards."""
     lengths = about(run.trajectories, "generating")["tokens"].drop_null().to_numpy()
     ages = np.array([int(age) for age in run.tokens["what"].to_pylist()])
     found = [
@@ -250,7 +249,7 @@ def histograms(run: Run) -> list[figure]:
 
 
 def _axes(run: Run) -> dict[str, list[Any]]:
-    """Return for each step its number, the time at its end, and the tokens trained by then."""
+    """Return the x axes of the curves: for each step its number, its end time, and the tokens trained until then."""
     tokens = np.cumsum([step.get("fully_async/sampled_tokens") or 0 for step in run.metrics])
     return {
         "step": [step.get("training/global_step") for step in run.metrics],
@@ -260,9 +259,9 @@ def _axes(run: Run) -> dict[str, list[Any]]:
 
 
 def curves(runs: Mapping[str, Run], keys: Sequence[str], title: str) -> list[figure]:
-    """Chart metrics of the runs' steps against steps, time and tokens; keys that no run has are left out.
+    """Return charts of the metrics ``keys`` against steps, time and tokens; metrics that no run has are left out.
 
-    ``runs``: runs by the name of their lines, "" for a single one.
+    The keys of ``runs`` are the names of the runs in legends; the key of a single run is "".
     """
     present = [key for key in keys if any(step.get(key) is not None for run in runs.values() for step in run.metrics)]
     along = {name: _axes(run) for name, run in runs.items()}
@@ -299,7 +298,6 @@ def _time_figure(run: Run, title: str, height: int, **options: Any) -> figure:
 
 
 def _bars(run: Run, title: str, height: int, bars: Sequence[Bar], **options: Any) -> figure:
-    """Chart bars over time, in lanes."""
     plot = _time_figure(run, title, height, **options)
     names = ("lane", "start", "end", "what", "color")
     columns = dict(zip(names, zip(*bars, strict=True) if bars else [()] * len(names), strict=True))
@@ -310,7 +308,7 @@ def _bars(run: Run, title: str, height: int, bars: Sequence[Bar], **options: Any
 
 
 def _with_legend(plot: figure, columns: int = 6) -> figure:
-    """Put the legend below the chart, so that it never covers data."""
+    """Move the legend below the chart, where it covers no data, and return the chart."""
     if plot.legend:
         legend = plot.legend[0]
         legend.label_text_font_size = "11px"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classifies a device's event in the account, from what trainer, scheduler, engines and agents did at the time.
+"""Assigns classes to a device's events, from the activities of trainer, scheduler, engines and agents at the time.
 
-Contract: a device's event is divided at each change of a fact that determines its class, and each part has one class.
-The tables in this module define the classes; anything that they lack is `Class.NOT_KNOWN`. Shown by
+Contract: an event is split whenever an activity that determines its class changes, and each part has one class. The
+tables in this module define the classes; an activity that they lack is `Class.NOT_KNOWN`. Shown by
 tests/report/test_account.py.
 """
 
@@ -28,7 +28,7 @@ from recipe.async_engine.record.events import (
 )
 
 WAIT, VALIDATE = "wait", "validate"
-"""Phases in which the trainer leaves shared accelerators to the engine."""
+"""Phases of the trainer in which shared accelerators belong to the engine."""
 
 PHASES: Mapping[str, Class] = {
     "update": Class.TRAINING,
@@ -42,7 +42,7 @@ PHASES: Mapping[str, Class] = {
     WAIT: Class.WAIT_BATCH,
     Class.START_UP: Class.START_UP,
 }
-"""Class of the trainer's accelerators by phase of its timeline."""
+"""The class of the trainer's time, by the phase in its timeline."""
 
 FREE_FOR: Mapping[str, Class] = {
     Why.GENERATING: Class.IDLE_PLACES,
@@ -52,7 +52,7 @@ FREE_FOR: Mapping[str, Class] = {
     Why.LAST_OF_PROMPTS: Class.WAIT_PROMPTS,
     Why.LAST_OF_END: Class.WAIT_END,
 }
-"""Class of a free place in an engine with requests, by the reason that the scheduler reports."""
+"""The class of a free sequence slot in an engine with requests, by the reason that the scheduler reports."""
 
 EMPTY_FOR: Mapping[str, Class] = {
     Why.DRAIN: Class.WAIT_WEIGHTS,
@@ -62,23 +62,23 @@ EMPTY_FOR: Mapping[str, Class] = {
     Why.END: Class.WAIT_END,
     Class.START_UP: Class.START_UP,
 }
-"""Class of an engine without a request while no trajectory generates, by the reason that the scheduler reports."""
+"""The class of an idle engine while no trajectory generates, by the reason that the scheduler reports."""
 
 BUSY = frozenset({Class.DECODING, Class.PREFILL, Class.RE_PREFILL, Class.RETRY})
-"""Classes in which an engine works for the trainer."""
+"""The classes in which an engine generates for training."""
 
 KNOWN = frozenset(Class)
 
 
 class Track:
-    """A value over time, given as its changes."""
+    """A piecewise constant value over time, given by its changes; None before the first change."""
 
     def __init__(self, changes: Mapping[float, str | None]) -> None:
         self._times = sorted(changes)
         self._values = [None, *(changes[time] for time in self._times)]
 
     def during(self, start: float, end: float) -> Iterator[tuple[float, float, str | None]]:
-        """Yield the periods of constant value in this time."""
+        """Yield (start, end, value) of each period of constant value between ``start`` and ``end``."""
         index = bisect_right(self._times, start)
         while start < end:
             stop = min(end, self._times[index]) if index < len(self._times) else end
@@ -88,11 +88,18 @@ class Track:
 
 
 Part = tuple[float, float, Class]
-"""Start, end and class."""
+"""Start, end and class of a part of an event."""
 
 
 class Context(NamedTuple):
-    """Tracks of a run. engines: whether any engine works for the trainer. away: activities outside of engines."""
+    """The activities of a run over time.
+
+    Attributes:
+        phases: phase of the trainer.
+        whys: reason of the scheduler for starting no more trajectories.
+        engines: `ROLLOUT` while any engine generates for training, else None.
+        away: activities of trajectories outside of engines, such as tools, joined by "+".
+    """
 
     phases: Track
     whys: Track
@@ -101,7 +108,7 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Context:
-        """Build the tracks from a record's events."""
+        """Return the context of a run with these events."""
         lanes: dict[str, list[Event]] = {TRAINER: [], SCHEDULER: [], ROLLOUT: [], AGENTS: []}
         for event in events:
             kind = event.lane.partition(" ")[0]
@@ -115,7 +122,7 @@ class Context(NamedTuple):
         )
 
     def during(self, event: Event, until: float, shared: bool) -> Iterator[Part]:
-        """Yield the parts of a device's event up to ``until``, with their classes."""
+        """Yield the parts of an event up to ``until``; ``shared`` is whether trainer and engine share accelerators."""
         if event.lane == TRAINER and event.what != WAIT:
             yield event.start, until, PHASES.get(event.what, Class.NOT_KNOWN)
             return
@@ -141,7 +148,7 @@ class Context(NamedTuple):
             yield begin, stop, PHASES.get(WAIT, Class.NOT_KNOWN)
 
     def _of_rewards(self, begin: float, stop: float) -> Iterator[Part]:
-        """Yield parts for a time in which only rewards, or log-probs computed with them, hold up the run."""
+        """Yield parts for a time in which only rewards, or log-probs that are computed with them, hold up the run."""
         for start, end, away in self.away.during(begin, stop):
             scores_only = away is not None and Away.LOG_PROBS in away and Away.REWARD not in away
             yield start, end, Class.WAIT_LOG_PROBS if scores_only else Class.WAIT_REWARD
@@ -156,11 +163,11 @@ class Context(NamedTuple):
         elif why == Why.REWARD:
             yield from self._of_rewards(begin, stop)
         else:
-            # The scheduler reports nothing before it starts.
+            # Before the scheduler starts, it reports no reason.
             yield begin, stop, EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN)
 
     def _of_empty(self, begin: float, stop: float, free: Class) -> Iterator[Part]:
-        """Yield parts for an engine without requests while trajectories hold slots, on other engines or on none."""
+        """Yield parts for an engine without requests while trajectories are on other engines or outside of engines."""
         for first, last, engines in self.engines.during(begin, stop):
             if engines and free is not Class.IDLE_PLACES:
                 yield first, last, free
@@ -179,7 +186,7 @@ def _one_at_a_time(events: Iterable[Event]) -> Track:
 
 
 def _any_of(events: Iterable[Event], values: Callable[[Event], Iterable[str]]) -> Track:
-    """Return the track of several lanes together: all names present at a time, joined."""
+    """Return the track of overlapping events: at each time, the names of all current events, joined by "+"."""
     steps = [
         (time, by, name)
         for event in events

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--follow``: prints what a run does, from another shell; docs/report.md describes it.
+"""The option ``--follow``: prints the progress of a run that another process executes (docs/report.md).
 
-Contract: it only reads the run's folder. It waits for a run that has not begun, up to a given time. It ends when the
-run has ended: with the run's summary or, if there is none, when the folder has no owner any more. If the run is
-restarted in the same folder meanwhile, it follows the new one. Shown by tests/integration/test_follow.py.
+Contract: following a run only reads the run's folder. `follow` waits for a limited time until a run begins, and returns
+when the run has written its summary, or when no process owns the folder any more. If a new run is launched in the same
+folder, `follow` continues with the new run. Shown by tests/integration/test_follow.py.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from recipe.report.run import FRESH_S
 
 POLL_S = 1.0
 LINES_S = 5.0
-"""Least time between two reports, except those on steps."""
+"""Least seconds between two lines about the current activity; steps are printed immediately."""
 ENDED, FAILED, NONE_BEGAN, WITH_ALARMS = 0, 1, 2, 3
 
 Say = Callable[[str], None]
 
 
 class Follower:
-    """Follows one run's folder; :meth:`look` reads what is new there.
+    """Reads the events and metrics that a run appends to its folder; :meth:`look` reads the new ones.
 
     Attributes:
-        figures: figures of the run so far, with the keys of docs/metrics.md.
-        steps: metrics of steps that have not been printed yet.
+        figures: current metrics of the run, with the keys of docs/metrics.md.
+        steps: metrics of the steps that have not been printed yet.
         notes: notes on damaged files that have not been printed yet.
     """
 
@@ -51,7 +51,7 @@ class Follower:
         self._noted: set[str] = set()
 
     def look(self) -> bool:
-        """Read what is new; return whether there was anything."""
+        """Read new events and metrics; return whether there were any."""
         return any([self._look_at_events(), self._look_at_metrics()])
 
     @property
@@ -60,7 +60,7 @@ class Follower:
 
     @property
     def summary(self) -> Summary | None:
-        """The summary that the run left at its end, if any."""
+        """The summary that the run wrote at its end; None if it has not."""
         summary, notes = summary_in(self._folder)
         self._note(notes)
         return summary
@@ -71,12 +71,12 @@ class Follower:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the run has ended without a summary, for example because it was killed."""
+        """Whether no process executes the run any more, for example because it was killed."""
         if is_owned(self._folder):
             return False
         if owner_of(self._folder) == socket.gethostname():
             return True
-        # The owner is on another machine, and its lock may not be visible here.
+        # The owner is on another machine, whose lock may not be visible from this machine.
         return time.time() - self._written_at() > FRESH_S
 
     def _written_at(self) -> float:
@@ -107,20 +107,20 @@ class Follower:
         if not path.is_file():
             return False
         if path.stat().st_size < self._metrics_at:
-            # A resumed run has removed the metrics after its checkpoint.
+            # A resumed run has deleted the metrics of steps after its checkpoint.
             self._metrics_at = 0
         with open(path, "rb") as file:
             file.seek(self._metrics_at)
             lines = [line for line in file if line.endswith(b"\n")]
             self._metrics_at += sum(map(len, lines))
         if lines and not lines[0].startswith(b"{"):
-            # A resumed run has removed lines meanwhile, and this is a fragment of one.
+            # A resumed run has rewritten the file, so reading began within a line.
             del lines[0]
         steps, notes = steps_of(lines, str(path))
         self._note(notes)
         for step in steps:
             for key, value in step.items():
-                # The present state in the events is newer than that in the metrics.
+                # The events have a newer state than the metrics.
                 is_share = key.startswith(SHARE)
                 if key not in (TRAINER_DOES, ROLLOUT_DOES) and not (is_share and (self._phases or value is None)):
                     self.figures[key] = value
@@ -129,10 +129,10 @@ class Follower:
 
 
 def follow(folder: Path, wait_s: float, say: Say) -> int:
-    """Print what the run in ``folder`` does until it ends; return the exit status.
+    """Print the progress of the run in ``folder`` until it ends; return the exit status.
 
     Args:
-        wait_s: longest wait for a run to begin.
+        wait_s: seconds to wait for a run to begin.
     """
     follower, deadline, waits = Follower(folder), time.monotonic() + wait_s, False
     while not (follower.look() or follower.has_begun or follower.summary):
@@ -143,12 +143,12 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
             say(f"no run has begun in {folder}; waiting for one up to {wait_s:g} s (--wait)")
             waits = True
         time.sleep(POLL_S)
-    # Print only the newest of the steps from before.
+    # Of the steps before following began, print only the newest.
     follower.steps = follower.steps[-1:]
     said_at = -LINES_S
     say(f"following the run in {folder}")
     while True:
-        # The order matters: a run writes its last metrics, then its summary, then releases its folder.
+        # Read in reverse order: a run writes its last metrics, then its summary, and then releases its folder.
         over = follower.is_over
         summary = follower.summary
         follower.look()
@@ -162,7 +162,7 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
 
 
 def _tell(follower: Follower, said_at: float, last: bool, say: Say) -> float:
-    """Print what is new; return when the sides were last printed."""
+    """Print new notes and steps, and the current activity if due; return the time of the last activity lines."""
     now = time.strftime("%H:%M:%S")
     for note in follower.notes:
         say(note)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTML pages of a report, of one run or of two side by side; each is self-contained and needs no network.
+"""The HTML pages of a report: of one run, or a comparison of two runs. A page is one file that needs no network.
 
 Shown by tests/integration/test_report.py and test_report_in_a_browser.py.
 """
@@ -51,7 +51,7 @@ def write(run: Run, path: Path) -> None:
 
 
 def write_comparison(first: Run, second: Run, path: Path) -> None:
-    """Write a comparison of both runs to ``path``: settings, time, tokens and learning."""
+    """Write a comparison of two runs to ``path``: settings, accelerator time, tokens and learning curves."""
     names = [first.name, second.name]
     if names[0] == names[1]:
         names = [f"A: {names[0]}", f"B: {names[1]}"]
@@ -75,11 +75,11 @@ def write_comparison(first: Run, second: Run, path: Path) -> None:
 
 
 def brief(run: Run) -> list[str]:
-    """Return the three most important lines: what happened, where accelerator time went, and what to change."""
+    """Return three lines: how the run ended, the classes that took most accelerator time, and the first advice."""
     total = sum(run.account.total.values()) or 1.0
     top = sorted(run.account.total.items(), key=lambda item: -item[1])[:5]
     took = ", ".join(f"{charts.words(what)} {seconds / total:.0%}" for what, seconds in top)
-    # Only the run itself knows whether its tokens add up.
+    # Whether the tokens add up is known only from the summary that the run wrote.
     closed = run.account.closes and (run.summary.get("account") or {}).get("closes", True)
     closes = "" if closed else "; the account does not close"
     advised = f"{run.advice[0].reason} ({run.advice[0].share:.0%}): {run.advice[0].change}" if run.advice else "none"
@@ -87,7 +87,7 @@ def brief(run: Run) -> list[str]:
 
 
 def what_happened(run: Run) -> str:
-    """Return two sentences about the run."""
+    """Return two sentences: how the run ended, and the share of useful accelerator time."""
     error = run.summary.get("error") or {}
     how = f"failed ({error.get('name')}: {error.get('message')})" if run.state == "failed" else run.state
     first = f"The run {how} after {_steps(run)} steps and {run.until:.1f} s"
@@ -111,11 +111,11 @@ def _useful(run: Run) -> str:
     return ", ".join(f"{side} {useful_share(seconds):.0%}" for side, seconds in sides(run.account).items())
 
 
-# Parts of both pages.
+# The functions below build the parts of both pages.
 
 
 def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "") -> str:
-    """Return a whole page: ``top``, links to the sections that have charts, these sections, and ``bottom``."""
+    """Return an HTML page with ``top``, links to all sections with charts, these sections, and ``bottom``."""
     shown = [(heading, plots) for heading, plots in sections if plots]
     script, places = components([plot for _, plots in shown for plot in plots])
     of_plot = iter(places)
@@ -138,7 +138,7 @@ def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
-    """Return a table below a heading; a row's first cell is HTML, the others text, right-aligned for ``numbers``."""
+    """Return a table with a heading. The first cell of a row is HTML; the others are text, right-aligned if numbers."""
     kind = ' class="number"' if numbers else ""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(
@@ -152,7 +152,6 @@ def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], nu
 
 
 def _named(what: str) -> str:
-    """Return the HTML of a class name with its color."""
     color = charts.COLORS[Class(what)]
     return f'<span class="swatch" style="background:{color}"></span> {escape(charts.words(what))}'
 
@@ -182,13 +181,13 @@ def _sections(run: Run) -> list[Section]:
 
 
 def _left_out(run: Run) -> str:
-    """Return a list of what is damaged in the run's folder, as HTML."""
+    """Return an HTML list of the damaged data in the run's folder that was left out."""
     notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
     return f"<h2>Not in this report</h2><ul>{notes}</ul>" if notes else ""
 
 
 def _advice(run: Run, most: int = 6) -> str:
-    """Return the advice as an HTML list."""
+    """Return at most ``most`` pieces of advice as an HTML list."""
     if not run.advice:
         return "<h2>Advice</h2><p>Nothing stands out.</p>"
     items = "".join(
@@ -226,7 +225,7 @@ def _news(run: Run) -> str:
     return _table("Deaths and replacements", ["when", "device", "what"], rows, numbers=False) if rows else ""
 
 
-# Figures for comparing two runs.
+# The functions below compute the figures in the comparison of two runs.
 
 
 def _steps(run: Run) -> int:
@@ -234,7 +233,7 @@ def _steps(run: Run) -> int:
 
 
 def _steps_of_start(run: Run) -> int:
-    """Return the steps of the newest start, to which the record and its account are limited."""
+    """Return the number of steps since the newest launch, which is all that the event record covers."""
     resumed = (run.summary.get("resumed") or {}).get("step")
     if resumed is not None:
         return _steps(run) - int(resumed)
@@ -242,7 +241,7 @@ def _steps_of_start(run: Run) -> int:
 
 
 def _running_s(run: Run) -> float:
-    """Return the seconds of the run after the first device has started up."""
+    """Return the seconds of the run since the first device finished its start-up."""
     starts = (device.seconds.get(Class.START_UP, 0.0) for device in run.account.devices.values())
     return run.until - min(starts, default=0.0)
 
@@ -280,7 +279,7 @@ def _settings(runs: Mapping[str, Run]) -> str:
 
 
 def _account_a_step(runs: Mapping[str, Run]) -> str:
-    """Return accelerator-seconds per step by class, since two runs rarely have the same number of steps."""
+    """Return a table of accelerator-seconds per step by class, for comparing runs of different numbers of steps."""
     first, second = (
         {what: seconds / max(1, _steps_of_start(run)) for what, seconds in run.account.total.items()}
         for run in runs.values()

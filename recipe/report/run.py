@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a run's folder for its report.
+"""Loads a run's folder for the report.
 
-Contract: a run that goes on, or was killed, is read up to the last batch of events that it has written, and the account
-covers these. If a folder has several starts of a run, the newest is used. Damaged data is left out and noted, or the
-record is refused (`record.schema`). Shown by tests/integration/test_report.py and test_damaged_files.py.
+Contract: of a run that goes on or was killed, the events written so far are read, and the time account (accelerator
+seconds by class) covers these. If a run was launched several times in a folder, the newest launch is used. Damaged data
+is left out with a note, or the event record is refused (`record.schema`). Shown by tests/integration/test_report.py and
+test_damaged_files.py.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ FRESH_S = 60.0
 class Run:
     """The contents of a run's folder.
 
-    events: events of all lanes except trajectories, groups and tokens, which are tables. state: "ended", "failed",
-    "goes on", "was killed", or `UNSAID`. until: seconds of the run's clock that the account covers, more than 0.
-    later_error: error of a later start that ended before it had a record. notes: damaged data in the folder that was
-    left out.
+    Attributes:
+        state: "ended", "failed", "goes on", "was killed", or `UNSAID`.
+        until: end of the time account in seconds of the run's clock, more than 0.
+        events: events of all lanes except trajectories, groups and tokens, which are tables.
+        later_error: error of a later launch that ended before it wrote any events.
+        notes: descriptions of damaged data in the folder that was left out.
     """
 
     folder: Path
@@ -68,7 +71,7 @@ class Run:
 
     @property
     def alarms(self) -> dict[str, tuple[int, str]]:
-        """The alarms that rang, with count and subject; while a run goes on, as of its last step."""
+        """The alarms that were raised, with count and description; while a run goes on, as of its last step."""
         if ended := self.summary.get("alarms"):
             return {name: (alarm["count"], alarm["said"]) for name, alarm in ended.items()}
         counts = {name: (self.metrics or [{}])[-1].get(f"{METRIC}{name}", 0) for name in WATCHED}
@@ -76,28 +79,28 @@ class Run:
 
     @cached_property
     def advice(self) -> list[Advice]:
-        """The advice for the run, greatest loss first."""
+        """All advice for the run, greatest loss first."""
         return advise(Facts(self.account, self.settings, meanwhile(self.pieces, self.devices), speeds(self)))
 
 
 def about(table: pa.Table, what: str) -> pa.Table:
-    """Return the rows of a run's table whose ``what`` column has this value."""
+    """Return the rows of a table whose column ``what`` has the value ``what``."""
     return table.filter(pc.equal(table["what"], what))
 
 
 def answer_counts(run: Run) -> Counter[int]:
-    """Return the number of answers in each group."""
+    """Return the number of answers of each group, by the group's id."""
     rows = run.trajectories.group_by("group").aggregate([("trajectory", "max")])
     groups, last = rows["group"].to_pylist(), rows["trajectory_max"].to_pylist()
     return Counter({group: n + 1 for group, n in zip(groups, last, strict=True)})
 
 
 HARDLY = 0.02
-"""An engine's speed is unknown if it decoded for less than this share of its life."""
+"""Least share of decoding in an engine's life from which its speed is computed."""
 
 
 def speeds(run: Run) -> dict[str, float]:
-    """Return the tokens that each rollout engine sampled per second of decoding with all its places."""
+    """Return, for each rollout engine, the tokens sampled per second of decoding with all sequence slots."""
     counts: dict[str, list[int]] = {}
     for event in run.events:
         if event.lane == RUN and event.what == SAMPLED:
@@ -105,7 +108,7 @@ def speeds(run: Run) -> dict[str, float]:
     found = {}
     for name, device in run.account.devices.items():
         seconds, of_device = device.seconds.get(Class.DECODING, 0.0), [0, *counts.get(name, [])]
-        # The count starts again at 0 when a process is replaced.
+        # The token count restarts at 0 when the engine's process is replaced.
         tokens = sum(now - before if now >= before else now for before, now in pairwise(of_device))
         if name.startswith(ROLLOUT) and tokens and seconds > HARDLY * device.life:
             found[name] = tokens / seconds
@@ -113,10 +116,10 @@ def speeds(run: Run) -> dict[str, float]:
 
 
 def load(folder: Path) -> Run:
-    """Read the newest start of the run in ``folder``.
+    """Return the newest launch of the run in ``folder``.
 
     Raises:
-        BadFile: there is no record, or it cannot be read or is of another version.
+        BadFile: there is no event record, or it is unreadable, empty or of another format version.
     """
     found = files(folder)
     if not found:
@@ -129,14 +132,14 @@ def load(folder: Path) -> Run:
     if until <= 0:
         also = "".join(f"; {note}" for note in notes)
         raise BadFile(
-            f"{found[-1]} has no events yet: the run has only just begun, or ended before its first ones{also}"
+            f"{found[-1]} has no events yet: the run has just begun, or it ended before its first event{also}"
         )
     header, of_header = header_of(written, str(found[-1]))
     summary, of_summary = summary_in(folder)
     metrics, of_metrics = metrics_in(folder)
     summary, later_error = summary or {}, None
     if summary and not summary.get("account") and summary.get("began", 0.0) > header.began:
-        # The summary is of a start that ended before it had a record.
+        # The summary is of a later launch that ended before it wrote any events.
         summary, later_error = {}, (summary.get("error") or {}).get("message")
     until = (summary.get("account") or {}).get("duration") or until
     lanes = table["lane"]
@@ -175,7 +178,7 @@ def _state(summary: Summary, silent_s: float) -> str:
 
 
 def lacking(command: str, extra: str, modules: Iterable[str]) -> str | None:
-    """Return a sentence on what to install for a command that needs these modules; None if nothing is missing."""
+    """Return a sentence on what to install for a command that requires ``modules``; None if all are installed."""
     missing = [module for module in modules if find_spec(module) is None]
     if not missing:
         return None

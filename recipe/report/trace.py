@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a run's record of events as a trace for Perfetto; docs/report.md describes its tracks, and queries over them.
+"""Writes the events of a run as a trace for Perfetto; docs/report.md describes the tracks, and queries over them.
 
-Contract: the trace contains each second of the account, as slices of the category `account` with the share of the
-device's places that they cover, so the sum of length times share is the account's. Flows lead from a prompt to its
-answers, from each answer to the batch that trained it, and from the batch to the version that it became. The input is
-what `load` reads, so runs that go on or were killed can be traced too. Shown by tests/integration/test_trace.py.
+Contract: the trace contains the whole time account (device seconds by class) as slices of the category `account`. A
+slice has the share of the device's sequence slots in its class, so length times share, summed over slices, gives the
+seconds in the time account. Flows lead from a prompt group to its answers, from an answer to the batch that trained it,
+and from a batch to the version that came from it. Runs that go on or were killed can be traced too. Shown by
+tests/integration/test_trace.py.
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ GROUP, VERSION, DEVICE = "group", "version", "device"
 WORK = (Kind.USEFUL, Kind.REPEATED)
 ROWS_AT_ONCE = 20_000
 BATCHES = 1 << 62
-"""First flow id of batches; those of answers begin at 0."""
+"""Smallest flow id of batches; flow ids of answers are smaller."""
 ANSWERS_AT_MOST = 1 << 24
 SAME_MOMENT_S = 1e-5
 
 
 class Batch(NamedTuple):
-    """A batch of the trainer. flow: id that leads to the version it became. answers: flow ids of what it trained."""
+    """A batch of the trainer.
+
+    Attributes:
+        flow: id of the flow to the version that came from the batch.
+        answers: ids of the flows from the batch's answers.
+    """
 
     version: int
     start: float
@@ -66,7 +72,7 @@ def answer_flow(group: int, trajectory: int) -> int:
 
 
 def _versions(file: TraceFile, parent: int, run: Run, batches: list[Batch]) -> None:
-    """Write the transfer of each version to the replicas, and the changes of devices."""
+    """Write the phases of each weight sync, and the losses and replacements of devices."""
     became: defaultdict[int, list[int]] = defaultdict(list)
     for batch in batches:
         became[batch.version + 1].append(batch.flow)
@@ -84,7 +90,7 @@ def _versions(file: TraceFile, parent: int, run: Run, batches: list[Batch]) -> N
 
 
 def _devices(file: TraceFile, parent: int, run: Run, batches: list[Batch]) -> None:
-    """Write the trainer with its batches, and each device with its account."""
+    """Write the phases and batches of the trainer, and the time account of each device."""
     by_device: defaultdict[str, list[Piece]] = defaultdict(list)
     for piece in run.pieces:
         by_device[piece.device].append(piece)
@@ -120,7 +126,7 @@ def _lane(file: TraceFile, parent: int, name: str, events: Iterable[Event], cate
 
 
 def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> None:
-    """Write a device's account with a track for each class, or a single track for the trainer."""
+    """Write the time account of a device: a single track for the trainer, else a track for each class."""
     tracks: dict[str, int] = {}
     for piece in sorted(_joined(pieces), key=lambda piece: piece.start):
         name = ACCOUNT if device == TRAINER else str(piece.what)
@@ -135,7 +141,7 @@ def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> 
 
 
 def _without_gaps(pieces: list[Piece], end: float) -> Iterator[Piece]:
-    """Yield a device's pieces up to its end, in order of start, with `Class.NOT_KNOWN` in the gaps."""
+    """Yield the pieces of a device up to ``end``, in order of start, with gaps filled by `Class.NOT_KNOWN`."""
     until = 0.0
     for piece in sorted(pieces, key=lambda piece: piece.start):
         if until and piece.start - until > SAME_MOMENT_S:
@@ -148,7 +154,7 @@ def _without_gaps(pieces: list[Piece], end: float) -> Iterator[Piece]:
 
 
 def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the pieces, with consecutive ones merged that differ only in time."""
+    """Yield the pieces, merging consecutive pieces of the same class and share."""
     open_ones: dict[Class, Piece] = {}
     for piece in pieces:
         before = open_ones.get(piece.what)
@@ -162,7 +168,7 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _groups(file: TraceFile, parent: int, run: Run) -> None:
-    """Write each prompt group from issue to end, with the time that it was ready."""
+    """Write each prompt group from its issue to its end, with the interval in which it was ready for training."""
     slots = Slots(file, file.group("prompt groups", parent), "groups")
     ready: dict[int, float] = {}
     rows = []
@@ -184,7 +190,7 @@ def _groups(file: TraceFile, parent: int, run: Run) -> None:
 
 
 def _trajectories(file: TraceFile, parent: int, run: Run) -> None:
-    """Write each attempt at an answer: its generation, then the wait for its reward."""
+    """Write the generation of each attempt at an answer, and the time until its reward."""
     slots = Slots(file, file.group("trajectories", parent), "trajectory")
     rewarded = {_key(event, event.start): event.end for event in _rows(about(run.trajectories, "reward"))}
     recomputed = {_key(event, event.start): event.tokens for event in _rows(about(run.trajectories, "interrupted"))}
@@ -210,13 +216,13 @@ def _key(event: Event, at: float) -> tuple[int | None, int | None, float]:
 
 
 def _rows(table: pa.Table) -> Iterator[Event]:
-    """Yield a table's events in order of start, converting a limited number at once."""
+    """Yield the events of a table in order of start, converting at most `ROWS_AT_ONCE` rows at a time."""
     for part in table.sort_by("start").to_batches(ROWS_AT_ONCE):
         yield from events_of(pa.Table.from_batches([part]))
 
 
 def _batches(run: Run) -> list[Batch]:
-    """Return the trainer's batches: the tokens counted at one moment, and the groups that end before the next."""
+    """Return the trainer's batches: token counts with equal times, and the groups that end before the next counts."""
     counts = sorted(events_of(run.tokens), key=lambda event: event.start)
     moments = [list(rows) for _, rows in groupby(counts, key=lambda event: event.start)]
     trained = sorted(_rows(about(run.groups, "trained")), key=lambda event: event.end)

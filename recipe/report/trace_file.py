@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a trace in Perfetto's format incrementally: groups of tracks, slices, counters and flows.
 
-Contract: memory does not grow with the amount written. Slices on one track must be separate or nested; :class:`Slots`
-spreads overlapping ones over several tracks. Times are seconds of the run's clock, whose start the trace relates to
-world time. Slices with a common flow are connected by arrows, in order of time.
+Contract: memory use does not grow with the trace. Slices on one track must be disjoint or nested; :class:`Slots`
+distributes overlapping slices over several tracks. Times are seconds of the run's clock, whose zero the trace relates
+to UTC. Perfetto connects slices with the same flow id by arrows, in order of time.
 
-The format: https://perfetto.dev/docs/reference/trace-packet-proto. Shown by tests/integration/test_trace.py.
+Format: https://perfetto.dev/docs/reference/trace-packet-proto. Shown by tests/integration/test_trace.py.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class TraceFile:
         self._builder.write_packet(packet)
 
     def group(self, name: str, parent: int | None = None) -> int:
-        """Create a group of tracks, shown in order of creation; return the number that :meth:`track` takes.
+        """Create a group of tracks, shown in order of creation; return its number, which :meth:`track` takes.
 
-        Perfetto's page sorts groups without a parent by name, and processes by how many slices they have.
+        Perfetto's page sorts groups without a parent by name, and processes by their number of slices.
         """
         return self._described(name, parent, child_ordering=TrackDescriptor.EXPLICIT)
 
     def track(self, group: int, name: str, unit: str | None = None) -> int:
-        """Create a track of slices, or of a counter if it has a ``unit``."""
+        """Create a track of slices, or a counter track if ``unit`` is given; return its number."""
         return self._described(name, group, **({} if unit is None else {"counter": {"unit_name": unit}}))
 
     def begin(
@@ -61,7 +61,7 @@ class TraceFile:
         flows: Iterable[int] = (),
         kind: int = TrackEvent.TYPE_SLICE_BEGIN,
     ) -> None:
-        """Begin a slice, or write another event of that ``kind``; `None` among its values is left out."""
+        """Begin a slice, or write an event of another ``kind``; values that are None are left out."""
         packet, event = self._event(track, at, kind)
         event.name = name
         event.categories.append(category)
@@ -86,7 +86,7 @@ class TraceFile:
         values: Mapping[str, Value] | None = None,
         flows: Iterable[int] = (),
     ) -> None:
-        """Write a slice with nothing inside it."""
+        """Write a slice that contains no other slice."""
         self.begin(track, name, start, category, values, flows)
         self.end(track, max(start, end))
 
@@ -95,7 +95,7 @@ class TraceFile:
         self.begin(track, name, at, category, kind=TrackEvent.TYPE_INSTANT)
 
     def count(self, track: int, at: float, value: float) -> None:
-        """Set the value of a counter from this time on."""
+        """Set the value of a counter track from the time ``at`` on."""
         packet, event = self._event(track, at, TrackEvent.TYPE_COUNTER)
         event.double_counter_value = value
         self._builder.write_packet(packet)
@@ -106,7 +106,6 @@ class TraceFile:
         return packet
 
     def _described(self, name: str, parent: int | None, **more: Any) -> int:
-        """Create a group or track; return its number."""
         number = self._tracks = self._tracks + 1
         packet = self._packet()
         packet.track_descriptor.MergeFrom(
@@ -116,7 +115,7 @@ class TraceFile:
         return number
 
     def _event(self, track: int, at: float, kind: int) -> tuple[Any, Any]:
-        """Return a packet that has not been written yet, and the event in it."""
+        """Return a new packet, not yet written, and the event in it."""
         packet = self._packet()
         packet.timestamp = max(0, round(at * NANO))
         packet.track_event.type, packet.track_event.track_uuid = kind, track
@@ -138,7 +137,7 @@ class Slots:
     _made: int = 0
 
     def take(self, start: float, end: float) -> int:
-        """Return the track for a slice with this start and end."""
+        """Return the number of a track that is free from ``start`` to ``end``, and reserve it."""
         while self._busy and self._busy[0][0] <= start:
             heapq.heappush(self._free, heapq.heappop(self._busy)[1])
         if self._free:

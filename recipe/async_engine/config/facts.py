@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found outside of a configuration: on nodes, in files. `inspection` finds it and the rules judge it."""
+"""Facts about files and nodes that a configuration refers to: `inspection` collects them, and the rules use them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ VERLS_LOOPS = ("single_turn_agent", "tool_agent")
 
 @dataclass(frozen=True, slots=True)
 class NodeRoom:
-    """What Ray counts on one node."""
+    """The accelerators and CPUs that Ray counts on one node."""
 
     accelerators: int
     cpus: float
@@ -22,56 +22,58 @@ class NodeRoom:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a cluster, or this machine, has to place workers on."""
+    """The accelerators, CPUs and packages of the cluster, or of this machine if the run is local."""
 
-    accelerators: int | None  # how many, where known; on a CPU, Ray's logical count
-    device_bytes: int | None = None  # memory of the smallest accelerator, where known
-    nodes: tuple[NodeRoom, ...] = ()  # where known
-    absent: frozenset[str] = frozenset()  # modules of `packages` that were looked for and not found
+    # Number of accelerators if known; on the CPU platform, Ray's logical count.
+    accelerators: int | None
+    device_bytes: int | None = None  # bytes of memory of the smallest accelerator, if known
+    nodes: tuple[NodeRoom, ...] = ()  # one for each node, if known
+    absent: frozenset[str] = frozenset()  # modules of `packages.MODULES` that are not installed
 
     @classmethod
     def of(cls, nodes: Iterable[NodeRoom], device_bytes: int | None = None) -> "Resources":
-        """Return what all nodes have together."""
+        """Return the sum of the resources of all nodes."""
         nodes = tuple(nodes)
         return cls(sum(node.accelerators for node in nodes), device_bytes, nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFact:
-    """What one node of a cluster has answered about itself."""
+    """The answer of one node of the cluster to the checks that ran on it."""
 
     address: str
-    error: str | None = None  # why it did not answer, as the end of a sentence
-    recipe: str | None = None  # this package's version there, None if it cannot be imported
-    verl: str | None = None
-    routes: tuple[str, ...] = ()  # the ways by which `import verl` loads this package there
-    faults: tuple[tuple[str, str, str], ...] = ()  # setting, path, why it cannot be read there
-    absent: tuple[str, ...] = ()  # modules that were looked for and not found
-    sees_folder: bool = True  # whether it sees a file that the main has just written to trainer.default_local_dir
+    error: str | None = None  # why the node did not answer, as the end of a sentence
+    recipe: str | None = None  # version of this package on the node; None if it cannot be imported
+    verl: str | None = None  # version of verl on the node
+    routes: tuple[str, ...] = ()  # mechanisms by which `import verl` loads this package on the node
+    faults: tuple[tuple[str, str, str], ...] = ()  # a setting, its path, and why the node cannot read it
+    absent: tuple[str, ...] = ()  # modules that are not installed on the node
+    # Whether the node sees a file that the main process has just written to trainer.default_local_dir.
+    sees_folder: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class RowFault:
-    """Rows of a data file that cannot be used."""
+    """A fault that rows of a data file have in common, so that they cannot be used."""
 
     column: str
     what: Literal["empty", "too long", "text", "missing", "no mapping"]
-    first: int  # the first such row, from 0
-    count: int  # at least this many rows have the fault
-    most: int | None = None  # the tokens of the longest prompt, if prompts are too long
+    first: int  # index of the first such row, from 0
+    count: int  # number of such rows that were found; there may be more
+    most: int | None = None  # tokens of the longest prompt, if prompts are too long
 
 
 @dataclass(frozen=True, slots=True)
 class FileFact:
-    """What was found at a path that a setting names."""
+    """The findings about a path or module that a setting names."""
 
     setting: str
-    path: str  # as configured
-    # A description is a YAML file of agent loops or tools.
+    path: str  # the path as the configuration gives it
+    # What the path names; a "description" is a YAML file that lists agent loops or tools.
     kind: Literal["model", "checkpoint", "data", "code", "description", "folder", "module", "written"]
-    fault: str | None = None  # why it cannot be used, as the end of a sentence: "does not exist"
-    rows: int | None = None  # the rows of a data file, where known
-    columns: tuple[str, ...] | None = None  # the columns of a data file, or the names in a description, where known
-    largest_tensor: tuple[str, int] | None = None  # a model's: name and number of elements, where known and needed
+    fault: str | None = None  # why the path cannot be used, as the end of a sentence: "does not exist"
+    rows: int | None = None  # number of rows of a data file, if known
+    columns: tuple[str, ...] | None = None  # columns of a data file, or names in a description, if known
+    largest_tensor: tuple[str, int] | None = None  # of a model: its name and number of elements, if needed
     row_faults: tuple[RowFault, ...] = ()
-    model_config: Mapping[str, Any] | None = None  # a model's config.json, where it could be read
+    model_config: Mapping[str, Any] | None = None  # the contents of a model's config.json, if it can be read

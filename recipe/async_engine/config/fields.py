@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares and reads the settings of this package: pydantic checks them, and its errors become our sentences.
+"""Declares and reads the settings of this package. pydantic checks them; its errors are reworded for users.
 
-Contract: a section is a frozen, `STRICT` dataclass of pydantic, whose fields are made by `setting`. Default, unit,
-limits and meaning of a setting are given there once, for reading, checking and documentation. `read_section` reports
-every fault of a mapping at once, each with the setting, its value, what is allowed and what to change. For a setting
-that was removed it says what to use instead. Shown by tests/config/test_config.py.
+Contract: a section is a frozen pydantic dataclass with the configuration `STRICT`, and `setting` makes its fields. The
+default, unit, limits and meaning of a setting are given once, in that call. `read_section` reports all faults of a
+section at once, each with the setting, its value, the allowed values and what to change. For a removed setting, it
+names the replacement. Shown by tests/config/test_config.py.
 """
 
 import dataclasses
@@ -27,10 +27,9 @@ def setting(default: Any, meaning: str, *, unit: str = "", instead: str = "", **
     """Declare a setting.
 
     Args:
-        default: its value if nobody sets it.
-        meaning: what it does, for the documentation.
-        unit: the unit of its values.
-        instead: what to use for values that are refused.
+        default: the value if the configuration has none.
+        meaning: the text about the setting in docs/configuration.md.
+        instead: advice for a refused value; empty: the advice names the default.
         limits: pydantic's own limits (`ge`, `gt`).
     """
     extra: Any = {"unit": unit, "instead": instead}
@@ -48,17 +47,17 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether the value is a number; true and false are none."""
+    """Return whether the value is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def settings_of(cls: Any) -> dict[str, FieldInfo]:
-    """Return the settings of a section, as pydantic describes them."""
+    """Return pydantic's description of each setting of a section, by the setting's name."""
     return dict(cls.__pydantic_fields__)
 
 
 def accepted_types(info: FieldInfo) -> tuple[Any, ...]:
-    """Return the types in a setting's annotation, one by one."""
+    """Return the alternatives of a setting's type annotation: ``int | None`` gives ``(int, NoneType)``."""
     parts = () if get_origin(info.annotation) is Literal else get_args(info.annotation)
     return parts or (info.annotation,)
 
@@ -67,7 +66,7 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a s
 
 
 def allowed_values(info: FieldInfo) -> str:
-    """Say in words what a setting accepts."""
+    """Return a phrase that says which values a setting accepts."""
     parts = [part for part in accepted_types(info) if part is not types.NoneType]
     words = " or ".join(_WORDS[part] if part in _WORDS else " or ".join(get_args(part)) for part in parts)
     for limit in info.metadata:
@@ -81,8 +80,8 @@ def read_section(cls: type[Section], mapping: Mapping[str, Any] | None, path: st
     """Build a section from a mapping found at ``path``.
 
     Returns:
-        The section and the problems found. A setting with a problem has its default in the section, so that checks
-        across settings can go on.
+        The section and the problems found. A setting with a problem keeps its default in the section, so that rules
+        about several settings can still be applied.
     """
     if mapping is not None and not isinstance(mapping, Mapping):
         return cls(), [Problem(path, render(mapping), "a section of settings", "Give its settings one by one.")]
@@ -101,7 +100,7 @@ def read_section(cls: type[Section], mapping: Mapping[str, Any] | None, path: st
 
 
 def _problem(known: Mapping[str, FieldInfo], name: str, value: Any, path: str) -> Problem:
-    """Say what is wrong with a setting that pydantic refuses: its value, or that there is no such setting."""
+    """Return the problem of a setting that pydantic refuses: a wrong value, or an unknown name."""
     setting = f"{path}.{name or repr(name)}"
     if name in known:
         extra: Any = known[name].json_schema_extra

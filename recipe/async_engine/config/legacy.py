@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings by other names: verl's older names for rewards, names of stock's asynchronous modes, and removed settings.
+"""Other names of settings: verl's old reward settings, settings of verl's asynchronous modes, and removed settings.
 
-Contract: verl moves the older names for rewards to the newer ones in the trainer's process, after its own checks.
-`migrated` returns what `verl.experimental.reward_loop.migrate_legacy_reward_impl` makes of a configuration, so that
-settings with older names are judged like the newer ones; tests/config/test_verdicts.py compares the two functions. No
-mapping that is passed in is changed.
+Contract: verl renames its old reward settings in the trainer's process, after its own checks. `migrated` renames them
+as `verl.experimental.reward_loop.migrate_legacy_reward_impl` does, so that the same rules apply to both names;
+tests/config/test_verdicts.py compares the two functions. Neither `migrated` nor `of_stock` changes its argument.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ OLDER = {
     "reward_model.model.path": "reward.reward_model.model_path",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
 }
-# verl moves these only together with `reward_loop_source`, and then also if they are null.
+# verl renames these settings only if `reward_loop_source` is set, and then even if their values are null.
 OF_LOOPS = {
     "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
     "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
@@ -30,7 +29,7 @@ SECTIONS = ("custom_reward_function", "sandbox_fusion")
 
 
 def migrated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with each older name's value at its newer name, and without the older sections."""
+    """Return the configuration with verl's old reward settings under their new names, without the old sections."""
     moved = {new: value for old, new in OLDER.items() if (value := lookup(config, old)) is not None}
     if "reward.reward_manager.source" in moved:
         moved |= {new: lookup(config, old) for old, new in OF_LOOPS.items()}
@@ -47,7 +46,7 @@ def migrated(config: Mapping[str, Any]) -> dict[str, Any]:
         *parents, last = setting.split(".")
         node: Any = kept
         for parent in parents:
-            # If this is no section, `well_formed` reports it.
+            # If `section` is not a mapping, `well_formed` reports it later.
             section = node.get(parent, {}) if isinstance(node, dict) else None
             if isinstance(node, dict) and isinstance(section, Mapping):
                 node[parent] = section = dict(section)
@@ -65,9 +64,9 @@ UNREAD_OF_STOCK = {
     "async_training.dynamic_schedule_enable_rebalance": True,
     "rollout.n": None,
 }
-"""Settings of stock's asynchronous modes that nothing here reads, with stock's values; `verdicts` judges them."""
+"""Settings of stock verl's asynchronous modes that this package ignores, with their defaults; see `verdicts`."""
 INTERRUPTS = "async_training.partial_rollout"
-"""Stock's name for `async_training.weights.at_swap`."""
+"""Stock verl's counterpart of `async_training.weights.at_swap`: true is `interrupt`, false is `drain`."""
 _GONE = {
     "async_training.weights.encoding": "Versions are now always sent whole, as with encoding=full; remove it.",
     "async_training.pipeline_depth": "Set async_training.staleness_threshold: it is the depth.",
@@ -82,7 +81,7 @@ _GONE = {
 REMOVED = {name: ("nothing: it is no setting any more", advice) for name, advice in _GONE.items()} | {
     INTERRUPTS: ("true or false, or null", "It is stock's name for async_training.weights.at_swap.")
 }
-"""For each setting that was removed, what is allowed and what to use instead."""
+"""For each removed setting, the allowed values and what to use instead."""
 
 
 def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
             if setting == INTERRUPTS and isinstance(section[last], bool):
                 found[name] = _at_swap(found[name], "interrupt" if section[last] else "drain")
             elif setting == INTERRUPTS and section[last] is not None:
-                found[name] = dict(section)  # The value is no truth value, and is refused where the section is read.
+                found[name] = dict(section)  # `read_section` will refuse the value: it is not a bool.
     return found
 
 

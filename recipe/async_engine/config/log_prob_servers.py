@@ -13,7 +13,7 @@ DISABLED = "disabled"
 
 
 class Proximal(StrEnum):
-    """Where the proximal log-probs come from, which are those of the policy that an update starts from."""
+    """The source of the proximal log-probs: the log-probs of the policy that an update starts from."""
 
     BYPASS = "bypass"
     RECOMPUTE = "recompute"
@@ -25,8 +25,8 @@ class Proximal(StrEnum):
 class LogProbServers:
     """The Model Engine Server: replicas of the training engine, on resources of their own, that compute log-probs.
 
-    Composed by the group `model_engine_server` (`disabled`, `fsdp2` or `megatron`), which adds `engine`, verl's own
-    configuration of that training engine.
+    Hydra's group `model_engine_server` (`disabled`, `fsdp2` or `megatron`) composes this section and adds `engine`,
+    verl's own configuration of that training engine.
     """
 
     backend: Literal["disabled", "fsdp2", "megatron"] = setting("disabled", "The training engine.")
@@ -66,22 +66,22 @@ class LogProbServers:
 
     @property
     def shared_accelerators(self) -> int:
-        """The accelerators of all servers that follow the policy."""
+        """Number of accelerators of the servers that score by versions of the policy, not by the reference policy."""
         return self.nnodes * self.n_gpus_per_node if self.enabled else 0
 
     @property
     def ranks(self) -> int:
-        """The accelerators of one server."""
+        """Number of accelerators of one server, each of which has one rank."""
         return self.shared_accelerators // self.replicas
 
     @property
     def accelerators(self) -> int:
-        """The accelerators of all servers, those of the reference policy included."""
+        """Number of accelerators of all servers, including those of the reference policy."""
         return self.shared_accelerators + self.reference_replicas * self.ranks
 
     @property
     def scoring(self) -> ScoringSettings:
-        """The settings that each server gets."""
+        """The settings that are passed to each server."""
         return ScoringSettings(
             anchor=self.anchor,
             max_batch_tokens=self.max_batch_tokens,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the settings of a script that have no effect, and what to use in their place.
+"""Warns of settings that have no effect, and names what to use instead.
 
-Contract: a setting without effect is named if its value differs from verl's default. So are a setting that a script
-adds to a section in which verl accepts any name, and one whose older name verl drops. Shown by
+Contract: there is a warning for a setting without effect whose value differs from verl's default, for a setting that
+neither verl nor this package knows, and for a setting of `reward_model` that verl drops. Shown by
 tests/config/test_verdicts.py.
 """
 
@@ -19,7 +19,7 @@ from recipe.async_engine.config.verdicts import BY_SETTING, TABLE, Kind, verdict
 from recipe.async_engine.config.verl_types import ROLLOUT, verls_own
 
 UNTYPED = ("data", "global_profiler", "reward", "trainer")
-"""verl has no types for these sections, so it accepts any name in them."""
+"""The sections of verl's configuration that have no type, so that verl accepts any setting in them."""
 TYPED = frozenset({"reward.reward_model.rollout"})
 READ = frozenset(
     {
@@ -29,9 +29,9 @@ READ = frozenset(
         *(f"trainer.{name}" for name in ("remove_previous_ckpt_in_save", "rl_insight", "wandb_proxy")),
     }
 )
-"""Settings in these sections that verl reads although its configurations lack them."""
+"""Settings in `UNTYPED` sections that verl reads although they are missing from its default configuration."""
 
-# Settings of scripts for verl 0.7 and before, and their names of today.
+# Sections in scripts for verl 0.7 and before, with their current names.
 NOW = {
     "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
     "reward_model.sandbox_fusion": "reward.sandbox_fusion",
@@ -39,7 +39,7 @@ NOW = {
 
 
 def notices(context: RuleContext, defaults: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Name the settings without effect whose values are not those of ``defaults``, verl's configuration if None."""
+    """Warn of settings without effect whose values differ from ``defaults``, by default verl's own configuration."""
     found: dict[str, list[str]] = {}
     defaults = verls_own(str(context.get("model_engine", "dp"))) if defaults is None else defaults
     for verdict in TABLE:
@@ -57,7 +57,7 @@ def notices(context: RuleContext, defaults: Mapping[str, Any] | None = None) -> 
 
 
 def _unknown(context: RuleContext, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that a script has added to sections in which verl accepts any name."""
+    """Yield the settings, with their values, that neither verl nor this package has."""
     yield from ((name, value) for name, value in context.config.items() if name not in BY_SETTING)
     for section in UNTYPED if defaults else ():
         given, known = context.get(section), defaults.get(section)
@@ -70,7 +70,7 @@ def _unknown(context: RuleContext, defaults: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _added(given: Mapping[str, Any], known: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    """Yield the settings below ``above`` that are given and that verl does not know."""
+    """Yield the settings of the section ``given`` that are not in ``known``; ``above`` is the prefix of their names."""
     for name, value in given.items():
         setting, usual = f"{above}{name}", known.get(name)
         if name not in known and value is not None and setting not in READ and setting not in BY_SETTING:
@@ -80,7 +80,7 @@ def _added(given: Mapping[str, Any], known: Mapping[str, Any], above: str) -> It
 
 
 def _usual(setting: str, defaults: Mapping[str, Any], context: RuleContext) -> tuple[Any, ...] | None:
-    """Return the values that a setting has if nobody has set it; None if verl derives its value from several others."""
+    """Return the default values of a setting; None if verl derives the value from several other settings."""
     section, _, name = setting.rpartition(".")
     if section in SECTIONS and (own := settings_of(SECTIONS[section]).get(name)) is not None:
         return (own.default,)
@@ -100,11 +100,11 @@ def _usual(setting: str, defaults: Mapping[str, Any], context: RuleContext) -> t
 
 
 OTHER = re.compile(r"\$\{(?:oc\.select:)?(\.?)([\w.]+)(?:,[^{}]*)?\}")
-"""How verl's configuration says that a setting has the value of another one by default."""
+"""Matches an interpolation in verl's configuration by which a setting defaults to the value of another setting."""
 
 
 def leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting of a section, by its whole name, with its value."""
+    """Yield the full dotted name and the value of each setting in a section."""
     for name, value in section.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{above}{name}.")
@@ -113,7 +113,7 @@ def leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def left_behind(config: Mapping[str, Any]) -> Iterator[str]:
-    """Name the settings in `reward_model` that verl drops, each with the setting to use."""
+    """Warn of settings in the old section `reward_model` that verl drops, each with its replacement."""
     for setting, value in leaves({"reward_model": config.get("reward_model")}):
         moved = (*OLDER, *OF_LOOPS, "reward_model.rollout")
         if value not in (None, {}) and not any(f"{setting}.".startswith(f"{old}.") for old in moved):
@@ -123,7 +123,7 @@ def left_behind(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def beside_others(context: RuleContext) -> Iterator[str]:
-    """Name settings that have no effect because of the values of other settings."""
+    """Warn of settings that have no effect because of the values of other settings."""
     estimator = context.get("algorithm.adv_estimator")
     if context.get("algorithm.use_pf_ppo") and estimator != "gae":
         yield f"algorithm.use_pf_ppo=true has no effect: verl resamples with adv_estimator=gae alone, not {estimator}"

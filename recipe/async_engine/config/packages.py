@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that verl's engines import where they run, and that an installation may lack.
+"""Optional packages that verl's engines import at run time and that an installation may lack.
 
-Contract: `needs` names each package that a run on accelerators imports, with the settings that ask for it. A run on a
-CPU needs only what this package installs. Which packages are missing is found by `inspection/check.py` on this machine,
-and by `inspection/nodes.py` on the nodes of a cluster. Shown by tests/config/test_packages.py.
+Contract: `needs` yields each optional package that a run on accelerators imports, with the setting that requires it. A
+run on a CPU needs none of them. `inspection/check.py` looks for missing packages on this machine, and
+`inspection/nodes.py` on the nodes of a cluster. Shown by tests/config/test_packages.py.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -18,20 +18,20 @@ ATTENTION = f"{MODEL}.override_config.attn_implementation"
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 SEE = "see docs/dependencies.md"
 OTHERS = ("torchtitan", "veomni")
-"""The training engines whose packages have the same names."""
+"""The training engines that are implemented in a package of the same name."""
 MODULES = ("flash_attn", "kernels", "mbridge", "megatron.bridge", "cupy", "nixl", "liger_kernel", *OTHERS)
 """All modules that `needs` may name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A package that a setting asks for.
+    """A package that the value of a setting requires.
 
     Attributes:
-        modules: the package is there if any of these modules is.
-        setting: the setting that asks for it.
-        allowed: the values of the setting that do not.
-        instead: what to change if it is missing; empty if there is no other way.
+        modules: importable names; the package counts as installed if any of these modules is found.
+        setting: the setting whose value requires the package.
+        allowed: the values of the setting that work without the package, in words.
+        instead: what to change if the package is missing; empty if it can only be installed.
     """
 
     package: str
@@ -41,17 +41,17 @@ class Need:
     instead: str = ""
 
     def is_lacking(self, absent: Collection[str]) -> bool:
-        """Return whether the package is missing where the modules ``absent`` are."""
+        """Return whether the package is missing on a machine that lacks the modules ``absent``."""
         return all(module in absent for module in self.modules)
 
     @property
     def advice(self) -> str:
-        """What to do if the package is missing."""
+        """The remedy if the package is missing, as a sentence."""
         return f"Install {self.package} ({SEE}){f', or {self.instead}' if self.instead else ''}."
 
 
 def needs(config: Mapping[str, Any]) -> Iterator[Need]:
-    """Yield the packages that a run needs; none if it is on a CPU."""
+    """Yield the optional packages that a run needs; a run on a CPU needs none."""
     if lookup(config, "trainer.device") == "cpu":
         return
     sections = (ACTOR, "critic") if has_critic(config) else (ACTOR,)
@@ -79,14 +79,13 @@ def needs(config: Mapping[str, Any]) -> Iterator[Need]:
 
 
 def attention(config: Mapping[str, Any], model: str = MODEL) -> str:
-    """Return how FSDP's engines compute attention: as set, else verl's choice (verl/workers/config/model.py:185)."""
+    """Return the attention implementation of FSDP's engines; verl has a default (verl/workers/config/model.py:185)."""
     places = (f"{model}.override_config{part}.attn_implementation" for part in (".model_config", ""))
     return next((str(said) for place in places if (said := lookup(config, place))), "flash_attention_2")
 
 
 def _of_fsdp(config: Mapping[str, Any]) -> Iterator[Need]:
-    """Yield the packages that FSDP's engines need."""
-    # Transformers can take the kernel from its hub instead, with the package `kernels`.
+    # With the package `kernels`, Transformers can take flash attention from the Hugging Face hub instead.
     if attention(config).startswith("flash_attention"):
         modules = ("flash_attn", "kernels")
         yield Need("flash-attn", modules, ATTENTION, "sdpa without flash-attn", f"set +{ATTENTION}=sdpa")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the accelerators and CPUs that the parts of a run reserve, and checks whether the nodes have room for them.
+"""Lists the accelerators and CPUs that each component of a run reserves, and checks that they fit on the nodes.
 
-Contract: `wanted` lists what verl reserves: groups of accelerators, each group on one node, with some CPUs beside each
-accelerator. The part that `unplaceable` names fits in no arrangement. If group sizes divide each other, then parts
-that it accepts do fit, and can be reserved in the order of `wanted`, larger groups first, without blocking each other.
+Contract: `wanted` lists what verl reserves for the trainer and for each server: groups of accelerators, each group on
+one node, with a number of CPUs per accelerator. A component that `unplaceable` returns fits on the nodes in no
+arrangement. If all group sizes divide each other and `unplaceable` returns None, then all components fit, and reserving
+them in the order of `wanted`, larger groups first, never blocks.
 
 Shown by tests/config/test_placement.py.
 """
@@ -20,21 +21,22 @@ from recipe.async_engine.config.plan import replica_size, rollout_accelerators
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.config.sections import SHARED, Settings
 
-# The CPUs in verl's bundle for an accelerator (single_controller/ray/base.py:214, workers/rollout/replica.py:185).
+# Number of CPUs that verl reserves with each accelerator (single_controller/ray/base.py:214,
+# workers/rollout/replica.py:185).
 TRAINER_CPUS, REPLICA_CPUS = 3, 2
 TRAINER_POOL = "trainer_pool"
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one part of a run reserves."""
+    """The resources that one component of a run reserves: the trainer, or one server."""
 
-    pool: str  # verl's name of its resource pool
-    part: str  # in words
-    setting: str  # what says how many accelerators
-    on_a_node: int  # accelerators of a group, which lies on one node
-    groups: int
-    cpus: int  # beside each accelerator
+    pool: str  # verl's name for the resource pool
+    part: str  # name of the component, for messages
+    setting: str  # the setting for the number of its accelerators
+    on_a_node: int  # accelerators of one group; a group lies on one node
+    groups: int  # number of groups
+    cpus: int  # number of CPUs per accelerator
 
 
 def replica_pool(number: int, kind: str = "") -> str:
@@ -46,7 +48,7 @@ def replica_pool(number: int, kind: str = "") -> str:
 
 
 def wanted(config: Mapping[str, Any], settings: Settings) -> list[Wanted]:
-    """Return what the parts of a valid configuration reserve: larger groups first, the trainer first among equals."""
+    """Return what each component of a run reserves, by decreasing group size; in a tie the trainer comes first."""
     nodes, per_node = int(lookup(config, "trainer.nnodes")), int(lookup(config, "trainer.n_gpus_per_node"))
     setting = "trainer.n_gpus_per_node"
     parts = [Wanted(TRAINER_POOL, "the training ranks", setting, per_node, nodes, TRAINER_CPUS)]
@@ -68,17 +70,17 @@ def wanted(config: Mapping[str, Any], settings: Settings) -> list[Wanted]:
 
 def _replicas(what: str, setting: str, kind: str, count: int, size: int, per_node: int) -> Iterator[Wanted]:
     on_a_node = min(per_node, size)
-    # There may be none if a rule refuses the configuration.
+    # `on_a_node` is 0 only in a configuration that a rule refuses.
     for number in range(count if on_a_node else 0):
         pool = replica_pool(number, kind)
         yield Wanted(pool, f"{what} {number}", setting, on_a_node, size // on_a_node, REPLICA_CPUS)
 
 
 def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | None:
-    """Return the first of ``parts`` that cannot fit together with those before it; None if all may fit.
+    """Return the first of ``parts`` that does not fit on the nodes together with those before it; None if all may fit.
 
-    For each size of group, it compares how many such groups the nodes have room for with how many the parts take. That
-    is exact if sizes divide each other. The trainer's process takes one CPU more.
+    For each group size, compare the number of such groups that fit on the nodes with the number that ``parts`` take.
+    The comparison is exact if the sizes divide each other. One more CPU is counted for the trainer's process.
     """
     groups = [(part.on_a_node, part.on_a_node * part.cpus) for part in parts for _ in range(part.groups)]
     groups.append((0, 1))
@@ -88,10 +90,10 @@ def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | 
         room = sum(_times(unit, (node.accelerators, node.cpus)) for node in rooms)
         taken = itertools.accumulate(_times(unit, group) for group in groups)
         first += [index for index, count in enumerate(taken) if count > room][:1]
-    # If only the CPU for the trainer's process is missing, the last part is named.
+    # The last group is the CPU of the trainer's process; if only it does not fit, return the last part.
     return owners[min(*first, len(owners) - 1)] if first else None
 
 
 def _times(unit: tuple[int, int], room: tuple[int, float]) -> int:
-    """Return how many groups of the size ``unit`` fit into a room."""
+    """Return how many groups of ``unit`` (accelerators, CPUs) fit into ``room``."""
     return int(min(have // need for need, have in zip(unit, room, strict=True) if need))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derives what a run does from its configuration: sizes, bounds, the number of steps.
+"""Derives the plan of a run from its configuration: batch sizes, staleness bound, number of steps, concurrency.
 
-Contract: whatever follows from several settings is computed here and nowhere else.
+Contract: a value that follows from several settings is computed only in this module.
 """
 
 import dataclasses
@@ -15,27 +15,28 @@ from recipe.async_engine.config.problems import ConfigError, Problem, lookup
 from recipe.async_engine.config.sections import SHARED, AsyncTraining, Settings, read_settings
 
 USUAL_BOUND = 4
-"""The default bound in versions: long answers need less, and learning does not suffer (docs/benchmarks.md)."""
+"""Default staleness bound in versions: long answers fit within it, and learning is no worse (docs/benchmarks.md)."""
 MODEL = "actor_rollout_ref.model"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a run does, derived from its configuration."""
+    """The sizes, bounds and sources of a run, derived from its configuration."""
 
-    batch_groups: int  # b, prompt groups trained by one step
-    batches_per_version: int  # k, steps from one weight sync to the next
-    answers_per_group: int  # n
-    max_staleness: int  # S, the hard bound in versions
+    batch_groups: int  # b: prompt groups per step
+    batches_per_version: int  # k: steps from one weight sync to the next
+    answers_per_group: int  # n: answers per prompt
+    max_staleness: int  # S: the hard staleness bound in versions
     pipeline_depth: float  # how far generation runs ahead, in versions; at most S
     trainer_ranks: int  # processes of the training engine
     rollout_replicas: int
-    total_steps: int  # at most, since groups may be filtered or fail; 0 until the number of rows is known
-    total_groups: int | None  # prompt groups issued at most; None if only `total_steps` bounds them
-    max_concurrent_trajectories: int  # at the engines at the same time, over all replicas
-    max_trajectories_with_tools: int  # at most under way at the same time, while some of them wait for tools
-    engine_places: int  # how many the engines generate at once; the others wait at the engines
-    proximal: Proximal  # where the proximal log-probs come from
+    # Greatest number of steps; filtered and failed groups lower it. 0 until the number of data rows is known.
+    total_steps: int
+    total_groups: int | None  # greatest number of prompt groups issued; None if only `total_steps` limits it
+    max_concurrent_trajectories: int  # trajectories at the engines at the same time, over all replicas
+    max_trajectories_with_tools: int  # trajectories in progress at once if some of them wait for tools
+    engine_places: int  # sequence slots (max_num_seqs) of all engines; further trajectories queue there
+    proximal: Proximal  # source of the proximal log-probs
     settings: Settings
 
 
@@ -46,13 +47,13 @@ def has_critic(config: Mapping[str, Any]) -> bool:
 
 
 def adapter_rank(config: Mapping[str, Any]) -> int:
-    """Return the rank of the LoRA adapters, 0 if there are none; training engines have two names for the setting."""
+    """Return the rank of the LoRA adapters, or 0 without LoRA; the setting's name depends on the training engine."""
     ranks = (lookup(config, f"{MODEL}.{name}") for name in ("lora_rank", "lora.rank"))
     return max((rank for rank in ranks if is_count(rank)), default=0)
 
 
 def has_adapter(config: Mapping[str, Any]) -> bool:
-    """Return whether verl trains adapters, so that their base is the reference policy (ppo/ray_trainer.py:360)."""
+    """Return whether verl trains LoRA adapters; their base model is the reference policy (ppo/ray_trainer.py:360)."""
     return adapter_rank(config) > 0 or lookup(config, f"{MODEL}.lora_adapter_path") is not None
 
 
@@ -70,9 +71,9 @@ def has_reference(config: Mapping[str, Any]) -> bool:
 def staleness_bound(training: AsyncTraining) -> int:
     """Return S, the hard bound in versions.
 
-    By default it is wide enough for answers that take several versions to generate. Only `staleness_threshold` decides
-    how old samples usually are. If the bound were as tight as that, training would wait for the slowest answer of each
-    batch; it does not in stock verl, where the threshold counts samples.
+    By default the bound leaves room for answers that take several versions to generate; the usual age of samples is
+    decided by `staleness_threshold`. If the bound were equal to that threshold, training would wait for the slowest
+    answer of each batch. Stock verl does not wait for it, since its threshold counts samples.
     """
     if training.max_staleness is not None:
         return training.max_staleness
@@ -81,7 +82,7 @@ def staleness_bound(training: AsyncTraining) -> int:
 
 
 def replica_size(config: Mapping[str, Any], rollout: str = "actor_rollout_ref.rollout") -> int:
-    """Return the accelerators of one replica: tensor x data x pipeline parallel size."""
+    """Return the number of accelerators of one replica: tensor x data x pipeline parallel size."""
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
     return math.prod(int(lookup(config, f"{rollout}.{name}") or 1) for name in sizes)
 
@@ -92,7 +93,7 @@ def synchronous_batch(training: AsyncTraining) -> bool:
 
 
 def rollout_accelerators(config: Mapping[str, Any], settings: Settings) -> int:
-    """Return the accelerators that the rollout replicas run on: their own, or those shared with the trainer."""
+    """Return the number of accelerators of all rollout replicas: their own, or those shared with the trainer."""
     if settings.async_training.placement == SHARED:
         return trainer_ranks(config)
     return settings.rollout.nnodes * settings.rollout.n_gpus_per_node
@@ -104,26 +105,29 @@ def trainer_ranks(config: Mapping[str, Any]) -> int:
 
 
 def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Return b, the prompt groups of a step.
+    """Return b, the number of prompt groups of a step.
 
-    With whole batches or a shared placement it is `data.train_batch_size`, as in synchronous training. If that is 0,
-    and in the other modes, it is `ppo_mini_batch_size * require_batches`.
+    With whole batches or a shared placement, b is `data.train_batch_size`, as in synchronous training. If that setting
+    is 0, and in the other modes, b is `ppo_mini_batch_size * require_batches`.
     """
     whole = int(lookup(config, "data.train_batch_size") or 0) if synchronous_batch(training) else 0
     return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size")) * training.require_batches
 
 
 WAITING_SHARE = 0.25
-"""How many trajectories wait at an engine, as a share of its places.
+"""Trajectories that queue at an engine, as a share of its sequence slots (`max_num_seqs`).
 
-When one ends, a waiting one takes its place in the same step; from elsewhere it would arrive a step or two later.
+When a trajectory ends, a queued one gets its slot in the same decode step. Without the queue, the next trajectory would
+arrive a step or two later.
 """
 TOOLS_FACTOR = 4
-"""How many times as many trajectories may be under way while tools run, if no setting says how many a replica has."""
+"""Factor by which trajectories in progress may exceed those at the engines while some wait for tools.
+
+It applies only if `concurrent_samples_per_replica` is null."""
 
 
 def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Return how many trajectories one replica has at the same time; at least those of one group."""
+    """Return the number of trajectories that one replica has at the same time, at least one whole group."""
     answers = int(lookup(config, "actor_rollout_ref.rollout.n"))
     groups = training.concurrent_samples_per_replica
     if groups is not None:
@@ -133,23 +137,23 @@ def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int
 
 
 def places_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Return how many of a replica's trajectories its engine generates at once."""
+    """Return how many of a replica's trajectories its engine decodes at once, at most `max_num_seqs`."""
     slots = slots_per_replica(config, training)
     return min(slots, int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs") or slots))
 
 
 def rehearses(config: Mapping[str, Any], training: AsyncTraining) -> bool:
-    """Return whether the run begins with a rehearsal."""
+    """Return whether the run begins with a rehearsal, a trial of its main operations (docs/first-run.md)."""
     return training.rehearsal is True or (training.rehearsal == "auto" and lookup(config, "trainer.device") != "cpu")
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
-    """Return the prompts used in each pass over the data; as in verl, whole batches leave out an incomplete one."""
+    """Return the number of prompts per epoch; as in verl, whole batches leave out an incomplete last batch."""
     return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows
 
 
 def proximal_source(config: Mapping[str, Any], settings: Settings) -> Proximal:
-    """Return where a run's proximal log-probs come from: as set, else as follows from other settings."""
+    """Return the source of the proximal log-probs, which is derived from other settings if not set."""
     if settings.async_training.proximal_log_probs is not None:
         return Proximal(settings.async_training.proximal_log_probs)
     if settings.servers.enabled:
@@ -158,7 +162,7 @@ def proximal_source(config: Mapping[str, Any], settings: Settings) -> Proximal:
 
 
 def group_limits(epochs: int | None, settings: Settings, batch_groups: int, dataset_rows: int | None) -> dict[str, int]:
-    """Return, for each setting that limits the prompt groups of a run, how many may be issued."""
+    """Return the number of prompt groups that may be issued, for each setting that limits this number."""
     limits = {}
     if settings.rollout.total_rollout_steps is not None:
         limits["rollout.total_rollout_steps"] = settings.rollout.total_rollout_steps
@@ -172,10 +176,10 @@ def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> Run
 
     Args:
         config: The composed configuration as a plain, resolved mapping, which `judge` has accepted.
-        dataset_rows: Prompts in the training data after filtering; None where not known yet.
+        dataset_rows: Number of prompts in the training data after filtering; None if not known yet.
 
     Raises:
-        ConfigError: A section of this package does not read, or nothing bounds the number of steps.
+        ConfigError: A section of this package is invalid, or no setting limits the number of steps.
     """
     settings, problems = read_settings(config)
     if problems:
@@ -184,7 +188,7 @@ def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> Run
 
 
 def plan_of(config: Mapping[str, Any], settings: Settings, dataset_rows: int | None) -> RunPlan:
-    """Derive the plan of a configuration whose sections have been read already; see `derive` for the arguments."""
+    """Derive the plan of a configuration whose sections have been read; the arguments are those of `derive`."""
     training = settings.async_training
     batch_groups = batch_size(config, training)
     epochs = lookup(config, "trainer.total_epochs")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks settings up by their dotted names, and reports everything that is wrong with them as one error."""
+"""Looks up settings by their dotted names, and reports all problems of a configuration in one error."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ def lookup(config: Mapping[str, Any], setting: str, default: Any = None) -> Any:
 
 
 def render(value: object) -> str:
-    """Return a value as a configuration file writes it."""
+    """Return a value as YAML writes it: ``null``, ``true``."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -27,11 +27,11 @@ def render(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One setting that cannot be used."""
+    """One setting whose value is refused."""
 
     setting: str  # its dotted path, as written on the command line
-    value: str  # rendered
-    allowed: str  # what would be accepted
+    value: str  # as YAML writes it
+    allowed: str  # the accepted values, in words
     advice: str  # what to change
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Problem:
 
 
 class ConfigError(RecipeError, ValueError):
-    """A configuration that is refused before any process starts; `problems` has one entry for each fault."""
+    """A configuration is refused before any process starts; `problems` has one entry for each fault."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -48,5 +48,5 @@ class ConfigError(RecipeError, ValueError):
         super().__init__(f"The configuration has {len(self.problems)} {noun}:{lines}")
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...]]]:
-        # Exceptions are rebuilt from `args` when they cross processes; ours are built from problems.
+        # Unpickling calls the class with `args`, the message; this class needs the problems instead.
         return (ConfigError, (self.problems,))

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hides the secrets of a configuration that is to be written down.
+"""Replaces the secrets in a configuration before the configuration is written to a file or sent to a tracker.
 
-Contract: hidden are the values of all environment variables, the values of settings whose names say that they are
-secrets, and what stands before the host of a URL. Everything else is unchanged. It is applied to whatever leaves a
-run's processes: ``config.yaml`` in its folder, and the configuration that trackers get. Shown by
-tests/config/test_secrets.py.
+Contract: `HIDDEN` replaces the values of all environment variables, the values of settings with names such as `api_key`
+or `password`, and the user and password in URLs; everything else is unchanged. ``config.yaml`` in the run's folder and
+the configuration that trackers get have their secrets replaced. Shown by tests/config/test_secrets.py.
 """
 
 import re
@@ -18,7 +17,7 @@ USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+@")
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:
-    """Return ``settings``, a plain value found under ``name``, with `HIDDEN` in place of each secret."""
+    """Return ``settings``, the value of the setting or section ``name``, with each secret replaced by `HIDDEN`."""
     if isinstance(settings, Mapping):
         if name == ENVIRONMENT:
             return dict.fromkeys(settings, HIDDEN)

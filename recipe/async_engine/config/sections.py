@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings this package adds to verl's, as types.
+"""The sections of settings that this package adds to verl's configuration.
 
-Contract: each setting is declared here once, with its default, unit, limits and meaning, and docs/configuration.md is
-generated from that. Sections are read from plain mappings (`OmegaConf.to_container(config, resolve=True)`).
+Contract: each setting is declared once, with its default, unit, limits and meaning; docs/configuration.md is generated
+from these declarations. Sections are read from plain mappings (`OmegaConf.to_container(config, resolve=True)`).
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ SHARED: Final = "shared"
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Timeouts:
-    """Deadlines of a run; whatever passes its deadline ends with an error that names the setting.
+    """Deadlines of a run; work that passes its deadline ends with an error that names the setting.
 
-    `recipe.async_engine.core.deadlines` lists who watches what, and the deadlines that are not settings.
+    `recipe.async_engine.core.deadlines` lists which process watches which deadline, and the fixed deadlines.
     """
 
-    startup: float = seconds(1800.0, "The start of a run, until all workers, servers and models are up.")
+    startup: float = seconds(1800.0, "The launch of a run, until all workers, servers and models are up.")
     first_weights: float = seconds(
         1800.0, "How long a request to a rollout server waits for the first committed version before it fails."
     )
@@ -47,8 +47,8 @@ class Timeouts:
     )
     agent_worker: float = seconds(
         180.0,
-        "How long an agent-loop worker may not answer, because its process was stopped or a tool blocks its event loop,"
-        " before it is killed and started again.",
+        "How long an agent-loop worker may not answer, because its process is suspended or a tool blocks its event"
+        " loop, before it is killed and started again.",
     )
     reward: float = seconds(300.0, "The reward of one trajectory; one that takes longer is computed again.")
     batch_wait: float = seconds(
@@ -71,8 +71,8 @@ class Timeouts:
     heartbeat: float = seconds(
         300.0,
         "How long the main waits for a sign of life of the trainer's process, which a thread there gives every second,"
-        " before it ends the run. There is none while the process is stopped, or while one call keeps Python's lock, so"
-        " it should exceed the longest such call (unpickling a large batch, for example).",
+        " before it ends the run. No sign comes while the process is suspended, or while one call keeps Python's lock,"
+        " so it should exceed the longest such call (unpickling a large batch, for example).",
     )
     stop: float = seconds(
         900.0,
@@ -83,13 +83,13 @@ class Timeouts:
 
     @property
     def trackers(self) -> float:
-        """How long all trackers together have at a run's end."""
+        """Seconds that all trackers together have at the end of a run."""
         return min(TRACKERS_S, self.stop / 3)
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Weights:
-    """How new weights get to the rollout replicas."""
+    """The settings for the transfer of new weights to the rollout replicas."""
 
     staging: Literal["device", "host", "none"] = setting(
         "device",
@@ -97,22 +97,22 @@ class Weights:
         " which takes room for the weights a second time (leave it with `rollout.gpu_memory_utilization`); generation"
         " pauses for the swap alone. `host`: in host memory, as much for each replica as its weights take on its"
         " devices, and generation pauses for a copy to the device as well. `none`: nowhere; generation pauses while"
-        " they are loaded in place. Where both sides share accelerators nothing generates during a sync, and they are"
-        " loaded in place either way.",
+        " they are loaded in place. If trainer and replicas share accelerators, nothing generates during a sync, and"
+        " weights are always loaded in place.",
     )
     publish: Literal["beside", "inline"] | None = setting(
         None,
         "Whether the trainer waits for a version to reach the replicas: `beside`, it copies its weights to host memory"
-        " of its first rank and trains on while they travel; `inline`, it waits. null: `beside`, or `inline` where both"
-        " sides share accelerators, or with `model_engine_server.anchor=latest`, whose servers need the newest version"
-        " to score what is trained next.",
+        " of its first rank and trains on while they travel; `inline`, it waits. null: `beside`, or `inline` if trainer"
+        " and replicas share accelerators, or with `model_engine_server.anchor=latest`, whose servers need the newest"
+        " version to score what is trained next.",
     )
     at_swap: Literal["drain", "interrupt", "keep"] | None = setting(
         None,
         "What becomes of running answers when the weights are swapped: `drain`, the swap waits for them;"
-        " `interrupt`, they are cut and go on under the new version from the tokens that they have;"
-        " `keep`, they are held in the engine and go on there, what is before them being computed again by the new"
-        " weights. Each token has the version that sampled it, and no cut answer is trained as a complete one. null:"
+        " `interrupt`, they are interrupted and go on under the new version from the tokens that they have;"
+        " `keep`, they stay in the engine and go on after it has recomputed their keys and values with the new weights."
+        " Each token has the version that sampled it, and no interrupted answer is trained as a complete one. null:"
         " `drain` with `whole_batches`, else `interrupt`. Stock's `async_training.partial_rollout` is read as"
         " `interrupt` where it is true, and as `drain` where it is false.",
     )
@@ -120,10 +120,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Alarms:
-    """How many times in a row each alarm of `core.alarms` occurs before it ends the run; null: it never does.
+    """How many times in a row each alarm of `core.alarms` may occur before it ends the run; null: never.
 
-    `failed_groups` is a share of groups instead. ``exit_status`` says whether a run that was otherwise fine, but raised
-    alarms, exits with status 3.
+    `failed_groups` is a share of groups instead. `exit_status` is whether a run that succeeded but raised alarms exits
+    with status 3.
     """
 
     failed_groups: float | None = setting(0.5, "", gt=0)
@@ -138,7 +138,7 @@ class Alarms:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class AsyncTraining:
-    """How far generation and training may run apart, and what happens at a weight sync."""
+    """The settings of asynchronous training: staleness, batches, weight sync, fault tolerance, recording."""
 
     staleness_threshold: float = setting(
         0.1,
@@ -165,8 +165,8 @@ class AsyncTraining:
     trigger_parameter_sync_step: int = setting(4, "Batches trained from one weight sync to the next.", ge=1)
     placement: Literal["separate", "shared"] = setting(
         "separate",
-        "Where the two sides run: `separate` gives the rollout replicas accelerators of their own (`rollout.nnodes`,"
-        " `rollout.n_gpus_per_node`); `shared` has both sides take turns on the trainer's, and the two settings have no"
+        "Where trainer and replicas run: `separate` gives the replicas accelerators of their own (`rollout.nnodes`,"
+        " `rollout.n_gpus_per_node`); `shared` has both take turns on the trainer's, and these two settings have no"
         " effect. Each mode's own configuration sets it.",
     )
     off_policy_mask: int | None = setting(
@@ -253,8 +253,8 @@ class AsyncTraining:
     )
     events: bool = setting(
         True,
-        "Keep a record of events in `trainer.default_local_dir`: what every part did, and when. The account of every"
-        " accelerator's seconds in `summary.json` and the report are made from it (docs/run-record.md).",
+        "Record events in `trainer.default_local_dir`: what every process did, and when. The time account in"
+        " `summary.json` and the report page are made from these events (docs/run-record.md).",
     )
     start_from: str | None = setting(
         None,
@@ -277,7 +277,7 @@ class AsyncTraining:
 
     @property
     def policy(self) -> str:
-        """The admission policy: as it is set, or what follows from the placement."""
+        """The admission policy: `admission_policy` if set, else the default for the placement."""
         return self.admission_policy or ("turns" if self.placement == SHARED else "oldest_ready")
 
     @property
@@ -288,7 +288,7 @@ class AsyncTraining:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class RolloutResources:
-    """Resources of the rollout replicas, and how much they generate in all."""
+    """Resources of the rollout replicas, and how many prompt groups they generate in total."""
 
     nnodes: int = setting(
         1,
@@ -306,8 +306,8 @@ class RolloutResources:
 class BuiltinTask:
     """The task that comes with the package: a tokenizer, a small warm-started model, data and a rule-based reward.
 
-    It fills `actor_rollout_ref.model.path`, `data.train_files` and `data.val_files` where they are null, and, with
-    `data.train_files`, `reward.custom_reward_function.path`.
+    The task sets `actor_rollout_ref.model.path`, `data.train_files` and `data.val_files` if they are null, and
+    `reward.custom_reward_function.path` if it sets `data.train_files`.
     """
 
     dir: str | None = setting(
@@ -333,7 +333,7 @@ class Settings:
 
     @property
     def weights(self) -> Weights:
-        """`async_training.weights`, with its null values replaced by what they stand for."""
+        """`async_training.weights`, with the null settings replaced by their defaults for this configuration."""
         training = self.async_training
         waits = training.placement == SHARED or (self.servers.enabled and self.servers.anchor == Anchor.LATEST)
         return dataclasses.replace(
@@ -355,7 +355,7 @@ SECTIONS: Mapping[str, type[Any]] = {
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
-    """Read this package's sections of a whole configuration, with every fault found in them."""
+    """Return this package's sections of a whole configuration, and the problems of all their settings."""
     config = of_stock(config)
     training, problems = read_section(AsyncTraining, config.get("async_training"), "async_training")
     rollout, more = read_section(RolloutResources, config.get("rollout"), "rollout")
@@ -366,7 +366,7 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
         problems += more
     servers = config.get("model_engine_server")
     if isinstance(servers, Mapping):
-        # verl reads its engine's section, with a type of its own.
+        # verl reads the section `engine`, with verl's own type.
         servers = {key: value for key, value in servers.items() if key != "engine"}
     log_probs, more = read_section(LogProbServers, servers, "model_engine_server")
     return Settings(training, rollout, task, log_probs), problems + more

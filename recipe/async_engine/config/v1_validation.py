@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges configurations in which stock verl's v1 trainers run with parts of this package beside them."""
+"""Validates configurations of verl's own v1 trainers that use log-prob servers or other additions of this package."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ def read_v1(config: Mapping[str, Any], trainer: str = "") -> Settings:
     """Read this package's sections of a v1 trainer's configuration.
 
     Args:
-        trainer: the name of verl's trainer, whose own conditions are checked too.
+        trainer: the name of verl's v1 trainer; conditions that only this trainer has are checked too.
 
     Raises:
-        ConfigError: something in it cannot run; the error has every problem found.
+        ConfigError: the configuration cannot run; the error has every problem found.
     """
     problems, context = judge_v1(config, trainer)
     if problems:
@@ -40,7 +40,7 @@ def judge_v1(
     files: Sequence[FileFact] = (),
     judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """Return all problems of a v1 trainer's configuration, including those of ``judges``, and what the rules saw."""
+    """Return all problems of a v1 trainer's configuration, including those of ``judges``, and the rules' context."""
     config, problems = well_formed(config, misses=False)
     settings, own = read_settings(config)
     problems += own
@@ -55,7 +55,7 @@ def judge_v1(
 
 
 def as_placed(context: RuleContext, trainer: str) -> RuleContext:
-    """Return what the rules look at, with the placement and publication of weights that this package would call so."""
+    """Return the context with `placement`, `weights` and `rollout` set to describe what the v1 trainer does."""
     training = context.settings.async_training
     rollout = {
         name: context.count(f"{ROLLOUT}.{name}") or default for name, default in (("nnodes", 1), ("n_gpus_per_node", 8))
@@ -70,7 +70,7 @@ def as_placed(context: RuleContext, trainer: str) -> RuleContext:
 
 
 def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
-    """Check what this package's parts need of the settings."""
+    """Check the settings that the log-prob servers and the first-weights gate depend on."""
     servers = context.settings.servers
     if context.get("rehearse_only"):
         advice = "It is this package's own trainers that rehearse; take +recipe=fully_async or +recipe=partial_rollout."
@@ -96,7 +96,7 @@ def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
 
 
 def _separate(context: RuleContext) -> Iterator[Problem]:
-    """Check what verl asserts only when Ray is up and this trainer is made (trainer_separate_async.py:55-74)."""
+    """Check what the separate trainer asserts only when it is built, with Ray up (trainer_separate_async.py:55-74)."""
     steps = context.count("trainer.v1.separate_async.parameter_sync_step")
     mini, batch = context.count(f"{ACTOR}.ppo_mini_batch_size"), context.get("data.train_batch_size")
     if steps is not None and mini is not None and batch != steps * mini:

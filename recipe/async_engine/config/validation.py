@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses configurations that cannot run, before any process starts.
 
-Contract: `judge` is a pure function of a configuration and of facts about files and nodes. It finds all problems at
-once, and each problem names the setting, its value, what is allowed and what to change. The rules are in
-`recipe.async_engine.config.rules`; tests/config/test_config.py has one case for each.
+Contract: `judge` is a pure function of a configuration and of facts about files and nodes. It returns all problems, and
+each problem has the setting, its value, the allowed values and what to change. The rules are in
+`recipe.async_engine.config.rules`; tests/config/test_config.py has one case for each rule.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,13 +65,13 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
 
 
 class Judge(Protocol):
-    """Judges a configuration beside the engine's rules, if a main passes it; `recipe.plan.memory.estimate` is one."""
+    """A further check of configurations that a main can add to the rules, such as `recipe.plan.memory.estimate`."""
 
     def problems(self, context: RuleContext) -> Iterable[Problem]:
-        """Return what cannot run."""
+        """Return the problems for which the run is refused."""
 
     def warnings(self, context: RuleContext) -> Iterable[str]:
-        """Return what may not run well."""
+        """Return the texts of warnings, for which the run is not refused."""
 
 
 WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
@@ -85,14 +85,14 @@ WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
 
 
 def warnings_of(context: RuleContext, judges: Sequence[Judge] = (), of_v1: bool = False) -> list[str]:
-    """Return what may not run well or has no effect; with ``of_v1``, verl's own v1 trainer runs: only judges warn."""
+    """Return the warnings about a configuration; for verl's own v1 trainers (``of_v1``), only those of ``judges``."""
     rules = (*(other.warnings for other in judges), *(() if of_v1 else (*WARNINGS, notices.notices)))
     return [text for rule in rules for text in rule(context)]
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that was found out about a configuration."""
+    """The problems and warnings of a configuration, and the context that the rules used."""
 
     problems: list[Problem]
     warnings: list[str]
@@ -100,10 +100,10 @@ class Findings:
 
     @property
     def plan(self) -> RunPlan:
-        """What the run would do.
+        """The plan of the run.
 
         Raises:
-            ConfigError: nothing bounds the number of its steps.
+            ConfigError: no setting limits the number of steps.
         """
         return plan_of(self.context.config, self.context.settings, self.context.dataset_rows)
 
@@ -115,14 +115,14 @@ def judge(
     dataset_rows: int | None = None,
     judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """Return all problems of a configuration, those of ``judges`` included, and what they looked at.
+    """Return all problems of a configuration, including those of ``judges``, and the context that the rules used.
 
     Args:
         config: the composed configuration as a plain, resolved mapping.
-        available: what there is to place workers on, where known.
+        available: the accelerators and CPUs for the run, if known.
         files: what was found at the paths that the configuration names.
-        dataset_rows: the prompts in the training data, where known; else those of `training_rows`.
-        judges: who else judges it.
+        dataset_rows: number of prompts in the training data; if None, the result of `training_rows`.
+        judges: further checks.
     """
     config, problems = well_formed(migrated(config))
     settings, own = read_settings(config)
@@ -136,7 +136,7 @@ def judge(
 
 
 def training_rows(config: Mapping[str, Any], files: Sequence[FileFact]) -> int | None:
-    """Return the prompts in the training data, or None if the rows of a file are not known."""
+    """Return the number of prompts in the training data; None if a file's number of rows is not known."""
     counts = [fact.rows for fact in files if fact.setting == "data.train_files"]
     known = [count for count in counts if count is not None]
     if not known or len(known) < len(counts):

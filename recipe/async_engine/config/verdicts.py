@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says of each of verl's settings whether it takes effect here, has no effect, or is refused.
+"""Lists, for each of verl's settings, whether it takes effect in a run of this package, has no effect, or is refused.
 
-Contract: a setting's verdict is the longest entry of `TABLE` that names it or a section around it; if two are equally
-long, the first that applies to the run. `config.notices` warns of settings without effect whose values are not verl's
-defaults, and `refusals` reports what is refused, each with what to use instead. Whatever depends on several settings,
-files or nodes is left to the rules. tests/config/test_verdicts.py composes all of verl's configurations, and fails for
-a setting without a verdict.
+Contract: the verdict of a setting is the entry of `TABLE` for the setting itself, else for the closest section around
+it; of several such entries, the first that applies to the run. `config.notices` warns of settings without effect whose
+values differ from verl's defaults. `refusals` reports each refused value and what to use instead. Conditions on several
+settings, on files or on nodes are in the rules. tests/config/test_verdicts.py composes all of verl's configurations and
+fails if a setting has no verdict.
 """
 
 import itertools
@@ -21,17 +21,17 @@ from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 ENGINES = {"vllm": "recipe.async_engine.engines.vllm.replica.GatedVLLMReplica"}
-"""The class of each rollout engine, by ``rollout.name``; `recipe.async_engine.engines.protocol` describes it."""
+"""The replica class of each rollout engine, by ``rollout.name``; see `recipe.async_engine.engines.protocol`."""
 
 UNREAD = "verl 0.9.1 does not read it either; remove it"
 QUEUE = "nothing goes through TransferQueue here"
 V1 = "trainer.v1"
 PLACEHOLDER = "recipe.mains.trainer.NoAgentLoops"
-"""The class that stock verl's task runner makes in place of an agent-loop manager, if a flag has chosen a mode."""
+"""The stand-in for an agent-loop manager that stock verl's task runner builds if ``trainer_mode`` chose a mode."""
 
 
 class Kind(StrEnum):
-    """What becomes of a setting."""
+    """The effect of a setting on a run."""
 
     TAKES = "takes effect"
     NO_EFFECT = "has no effect"
@@ -40,15 +40,15 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a setting, and of all settings below it that have no verdict of their own.
+    """The effect of a setting or section on a run; it holds for all settings below without a verdict of their own.
 
     Attributes:
         advice: what to use instead.
-        allowed: in words, the values that are accepted if others are refused.
-        refuses: returns whether a value is refused; by default, true values are.
-        switch: the setting below this section whose value is judged; it turns the whole section on.
+        allowed: the accepted values, in words, if `kind` is REFUSED.
+        refuses: returns whether a value is refused; by default, all truthy values are.
+        switch: for a section, the name of the setting in it that turns the section on; its value is checked.
         here: returns whether the verdict applies to a run.
-        quiet: values that cause no notice although they are not verl's, since this package's configurations have them.
+        quiet: values without a warning although they are not verl's defaults, since this package's YAML sets them.
     """
 
     setting: str
@@ -70,7 +70,7 @@ def separate(context: RuleContext) -> bool:
 
 
 def by_flag(context: RuleContext) -> bool:
-    """Return whether a flag of stock verl's main has chosen the mode."""
+    """Return whether stock verl's main runs, with a mode of this package chosen by ``trainer.v1.trainer_mode``."""
     return str(context.get(f"{V1}.trainer_mode", "")).startswith("recipe_")
 
 
@@ -80,7 +80,7 @@ def judged(context: RuleContext) -> bool:
 
 
 def _expanded(names: str) -> Iterator[str]:
-    """Yield the settings in a text: ``a.{b,c}`` is `a.b` and `a.c`; ROLLOUT and the like stand for their sections."""
+    """Yield the settings in a text: ``a.{b,c}`` is `a.b` and `a.c`; the keys of `_SECTIONS` stand for sections."""
     for name in names.split():
         for parts in itertools.product(*(part.split(",") for part in re.split("[{}]", name))):
             first, dot, rest = "".join(parts).partition(".")
@@ -110,7 +110,7 @@ COMMITTED = "A checkpoint is committed when all of it is written; remove the set
 OWN = """actor_rollout_ref algorithm critic custom_reward_function data global_profiler model_engine ray_kwargs reward
     reward_model sandbox_fusion trainer
     async_training chosen_by_flag builtin_task model_engine_server plan_only rehearse_only rollout"""
-"""The sections of verl's configuration, and those of this package."""
+"""The top-level sections of verl's configuration and of this package that take effect."""
 
 TABLE: tuple[Verdict, ...] = (
     *map(Verdict, OWN.split()),
@@ -152,12 +152,12 @@ TABLE: tuple[Verdict, ...] = (
         "ROLLOUT.engine_kwargs.vllm.scheduler_cls",
         allowed="null",
     ),
-    # Settings of which a run here accepts only some values.
+    # Settings that a run of this package accepts with some values only.
     *_refused(
         "Other rollout engines are not supported yet in this mode.",
         "ROLLOUT.name",
         allowed=" or ".join(ENGINES),
-        refuses=lambda name: name not in tuple(ENGINES),  # The value may even be a list.
+        refuses=lambda name: name not in tuple(ENGINES),  # A list is unhashable, so a tuple is searched.
     ),
     *_refused(
         "Other engines are not supported for reward models.",
@@ -203,7 +203,7 @@ TABLE: tuple[Verdict, ...] = (
         allowed="false with trainer.logger=rl_insight",
         here=lambda context: "rl_insight" in str(context.get("trainer.logger")),
     ),
-    # Settings of other trainers, and settings in whose place another setting decides here.
+    # Settings of other trainers, and settings that another setting replaces in this package.
     *_none("this run uses this package's trainer", "trainer.use_v1"),
     *_none("only verl's own v1 trainers read it; this package's trainer reads async_training", V1),
     Verdict(f"{V1}.trainer_mode", here=by_flag),
@@ -294,7 +294,7 @@ TABLE: tuple[Verdict, ...] = (
 
 
 def verdict_of(setting: str, context: RuleContext) -> Verdict | None:
-    """Return the verdict of a setting in a run; None if neither verl nor this package has such a setting."""
+    """Return the verdict of a setting in a run; None if the setting is unknown."""
     parts = setting.split(".")
     above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((verdict for name in above for verdict in BY_SETTING.get(name, ()) if verdict.here(context)), None)
@@ -306,7 +306,7 @@ for _verdict in TABLE:
 
 
 def refusals(context: RuleContext) -> Iterator[Problem]:
-    """Report every setting whose value is refused."""
+    """Yield a problem for every setting whose value is refused."""
     for verdict in TABLE:
         if verdict.kind is Kind.REFUSED and verdict.here(context):
             setting = f"{verdict.setting}.{verdict.switch}" if verdict.switch else verdict.setting

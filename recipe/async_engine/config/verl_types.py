@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of verl's settings, derived from the values that they have in verl's own configuration.
+"""The expected types of verl's settings, derived from their default values in verl's own configuration.
 
-Contract: verl's types accept any value for most settings, so that text in place of a number fails in the first update.
-`well_formed` reports every setting whose value is of another kind than in verl's own configuration (a number, a truth
-value, a list, a section, text) or is not what `LIMITED` allows. It returns a configuration in which each of these
-settings is null, or an empty section, so that all rules can still be applied. null is accepted unless the setting is a
-parallel size or in `NEEDED`. The types of this package's own settings are in `sections`. Shown by
-tests/integration/test_config_fuzz.py.
+Contract: verl's own types accept any value for most settings, so text in place of a number fails only in the first
+update. `well_formed` reports every setting whose value is of another type than verl's default (number, bool, list,
+section, text) or outside of what `LIMITED` allows. In the configuration that it returns, each such setting is null, or
+an empty section, so that all rules can still be applied. null is accepted unless the setting is a parallel size or in
+`NEEDED`. The types of this package's own settings are in `sections`. Shown by tests/integration/test_config_fuzz.py.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ import yaml
 from recipe.async_engine.config.fields import is_count, is_number
 from recipe.async_engine.config.problems import Problem, lookup, render
 
-DEEPEST = 32  # levels of sections and lists; verl's own have seven
+DEEPEST = 32  # greatest number of nested sections and lists; verl's own configuration has seven levels
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -30,12 +29,12 @@ MISSING, ABSENT = "???", object()
 
 
 class Expected(NamedTuple):
-    """What a setting accepts.
+    """The values that a setting accepts.
 
     Attributes:
-        allowed: what it accepts, in words.
-        fits: tests a value.
-        nullable: whether verl's own value is null or that of another setting.
+        allowed: the accepted values, in words.
+        fits: returns whether a value is accepted.
+        nullable: whether verl's default is null or an interpolation of another setting.
     """
 
     allowed: str
@@ -61,7 +60,7 @@ FLAG = Expected("true or false", lambda value: isinstance(value, bool) or value 
 
 
 def number(advice: str = "", *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf) -> Expected:
-    """Return what a finite number within these limits has to be."""
+    """Return the `Expected` of a finite number v with v >= ``least``, v > ``above`` and v <= ``most``."""
     limits = ((">=", least), (">", above), ("and at most", most))
     words = " ".join(f"{sign} {limit:g}" for sign, limit in limits if math.isfinite(limit))
 
@@ -89,7 +88,7 @@ FREQUENCY = Expected(
 )
 SHARE = number("It is the share of an accelerator that an engine takes.", above=0, most=1)
 
-# What settings accept, by the last part of their names, where the kind of verl's own value does not say enough.
+# Accepted values by the last part of a setting's name, for settings whose type alone says too little.
 LIMITED: Mapping[str, Expected] = {
     **dict.fromkeys(
         (
@@ -129,7 +128,7 @@ LIMITED: Mapping[str, Expected] = {
     "steps": STEPS,
     "default_local_dir": NAME,
 }
-# Settings that verl reads although its configuration lacks them, or has them as copies of other settings.
+# Settings that verl reads although its default configuration lacks them or only copies them from other settings.
 ADDED: Mapping[str, Expected] = {
     f"{ROLLOUT}.standalone_gpu_memory_utilization": SHARE,
     f"{ROLLOUT}.qat": SECTION,
@@ -151,7 +150,7 @@ ADDED: Mapping[str, Expected] = {
     "ray_kwargs.ray_init.num_gpus": NATURAL,
     "actor_rollout_ref.ref.strategy": PATH,
 }
-# A run cannot be planned without these. A setting that is absent counts as null.
+# Settings without which no run can be planned; an absent setting counts as null.
 NEEDED: Mapping[str, Expected] = {
     **dict.fromkeys((f"{ROLLOUT}.n", f"{ROLLOUT}.agent.num_workers", f"{ACTOR}.ppo_mini_batch_size"), COUNT),
     **dict.fromkeys(("data.max_prompt_length", "data.max_response_length", "reward.num_workers"), COUNT),
@@ -162,7 +161,7 @@ NEEDED: Mapping[str, Expected] = {
 
 @functools.lru_cache
 def verls_own(model_engine: str = "dp") -> Mapping[str, Any]:
-    """Return verl's configuration for a training engine, with interpolations; empty if verl is not installed."""
+    """Return verl's default configuration for a training engine, unresolved; empty if verl is not installed."""
     engine = "" if model_engine == "dp" else f"_{model_engine}"
     verl = importlib.util.find_spec("verl")
     file = Path(str(verl.origin if verl else "")).with_name("trainer") / f"config/_generated_ppo{engine}_trainer.yaml"
@@ -173,7 +172,7 @@ def verls_own(model_engine: str = "dp") -> Mapping[str, Any]:
 
 @functools.lru_cache
 def expected(model_engine: str = "dp") -> Mapping[str, Expected]:
-    """Return what each setting accepts, outer sections first."""
+    """Return the accepted values by setting, outer sections first."""
     found = {**dict(_kinds(verls_own(model_engine))), **ADDED, **NEEDED}
     return dict(sorted(found.items(), key=lambda item: item[0].count(".")))
 
@@ -185,14 +184,14 @@ def _kinds(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, E
             case Mapping():
                 yield setting, SECTION
                 yield from _kinds(usual, f"{setting}.")
-            case "???":  # The user has to give it; a rule says what it may be.
+            case "???":  # The setting is mandatory, and a rule checks its value.
                 continue
             case _ if name in LIMITED:
                 kind, is_open = LIMITED[name], usual is None or str(usual).startswith("${")
                 yield setting, kind._replace(allowed=f"{kind.allowed}, or null", nullable=True) if is_open else kind
             case bool():
                 yield setting, FLAG
-            # A threshold may be text with several numbers; `rules.learning` checks those.
+            # A threshold may be text with several numbers; `rules.learning` checks thresholds.
             case int() | float() if not name.endswith("_threshold"):
                 yield setting, NUMBER
             case list():
@@ -202,10 +201,10 @@ def _kinds(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, E
 
 
 def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the configuration without the values of a wrong kind, and a problem for each of them.
+    """Return the configuration with each value of a wrong type removed, and a problem for each such value.
 
     Args:
-        misses: whether a missing setting of `NEEDED` is a problem too.
+        misses: whether to report a missing setting of `NEEDED` too.
     """
     repaired, problems = dict(config), []
     for setting in _too_deep(config):
@@ -229,7 +228,7 @@ def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[st
 
 
 def _too_deep(node: Any, above: str = "", level: int = 0) -> Iterator[str]:
-    """Yield the settings that are nested too deep to be read, or below which a name is no text."""
+    """Yield the settings that are nested too deeply, and the sections with a key that is not text."""
     if not isinstance(node, Mapping | list):
         return
     for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
@@ -241,7 +240,7 @@ def _too_deep(node: Any, above: str = "", level: int = 0) -> Iterator[str]:
 
 
 def _replace(config: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set the value at a path. The mappings on the path are copied first, so that the caller's are not changed."""
+    """Set the value at a path, after copying the mappings on it so that the caller's stay unchanged."""
     *parents, last = path
     node = config
     for parent in parents:

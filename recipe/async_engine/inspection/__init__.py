@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out about the files and nodes that a configuration names, and judges the configuration with that."""
+"""Inspects the files and nodes that a configuration refers to, and validates the configuration with the findings."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the files that a configuration refers to, and refuses a configuration that cannot run.
 
-Contract: `check` is the one call a main makes before it starts a process; `look` returns what was found and raises
-nothing. They read the data files and the models' config.json, and ask the model hub within a deadline. They change
-nothing, except that `datasets` and the hub keep in their caches what is read. The only program they start is the
-driver's own, which tells how much memory accelerators have. The judgement is that of `config.validation`, of the judges
-which a main passes, and of verl's own types where verl is imported anyway.
+Contract: a main calls only `check` before it starts a process; `look` returns the findings instead of raising an error.
+Both read the data files and the models' config.json, and query the Hugging Face hub with a deadline. They change
+nothing except the caches of `datasets` and of the hub. The only program that they start is the accelerator driver's
+tool, which reports device memory. The checks are the rules of `config.validation`, the `Judge`s that the main passes
+and, if verl is imported anyway, verl's own types.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ REWARD_FUNCTION = "reward.custom_reward_function"
 
 
 def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as a plain mapping with all interpolations resolved; `???` stays where a value is missing.
+    """Return a configuration as a plain mapping with all interpolations resolved; a missing value stays `???`.
 
     Raises:
         ConfigError: an interpolation cannot be resolved.
@@ -62,13 +62,13 @@ def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unresolved(error: OmegaConfBaseException) -> ConfigError:
-    """Return the error that refuses a value which refers to something that is missing."""
+    """Return the `ConfigError` for an interpolation that cannot be resolved."""
     advice = str(error.msg or error).splitlines()[0]
     return ConfigError([Problem(str(error.full_key), "as configured", "a value that can be made", f"{advice}.")])
 
 
 def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
-    """Return what is found at the paths of a plain configuration: models, data files, code, folders."""
+    """Return facts about the models, data files, code and folders that a plain configuration names."""
     return [
         *_models(config),
         *_start(config),
@@ -84,16 +84,16 @@ def check(
 ) -> RunPlan:
     """Refuse a configuration that cannot run, else log its warnings and derive the plan of the run.
 
-    Call it after the built-in task, if there is one, has filled its paths.
+    If the run uses the built-in task, the task must have set its paths before.
 
     Args:
         config: the configuration; a plain mapping has to be resolved.
-        available: what there is to place workers on. If None, and the run starts its own Ray with
-            `ray_kwargs.ray_init.num_gpus`, it is that number of accelerators.
-        judges: who else judges the configuration.
+        available: the resources for the run. If None and the run starts its own Ray with
+            `ray_kwargs.ray_init.num_gpus`, that number of accelerators is available.
+        judges: further checks.
 
     Raises:
-        ConfigError: something in it cannot run; the error has every problem found.
+        ConfigError: the configuration cannot run; the error has every problem found.
     """
     found = look(plain(config), available=available, judges=judges)
     if found.problems:
@@ -104,19 +104,19 @@ def check(
 
 
 def check_types(settings: Mapping[str, Any]) -> None:
-    """Refuse, in the trainer's process, what a main without verl could not check.
+    """Run, in the trainer's process, the checks that a main without verl could not make.
 
-    On a CPU these are the values that verl's own types refuse. On every platform they are names that only a module of
-    the user's may add to verl's registries. verl and those modules are imported.
+    On a CPU, verl's own types check the configuration. On every platform, names that are not verl's own must be in
+    verl's registries after the user's modules are imported. This imports verl and those modules.
 
     Raises:
-        ConfigError: something is refused.
+        ConfigError: a check failed.
     """
     from recipe.async_engine.inspection.verl_check import external_names, verl_problems
 
     usable = migrated(settings)
     problems, context = judge(usable, None, list(code_facts(usable)))
-    # The main has judged the rest already, with facts that are not gathered again here.
+    # The main has already checked everything else, with facts that are not collected again here.
     found = external_names(context)
     if context.on_cpu:
         found += [problem for problem in verl_problems(context, problems) if problem not in found]
@@ -132,19 +132,19 @@ def look(
     makes_task: bool = False,
     judges: Sequence[Judge] = (),
 ) -> Findings:
-    """Return everything that can be said of a plain, resolved configuration before a process starts.
+    """Return all problems and warnings of a plain, resolved configuration that can be found before a process starts.
 
     Args:
         available: as in `check`.
-        with_verl: whether verl's types judge it too, which imports verl. If None, they do so unless the run is on a
-            CPU, where the trainer's process calls `check_types`. A CPU's main still imports verl if a name is none of
-            verl's own.
-        makes_task: whether the run would make the built-in task, which fills paths that are null.
-        judges: who else judges the configuration.
+        with_verl: whether to check the configuration with verl's types too, which imports verl. If None: yes on
+            accelerators; on a CPU only if a name is not one of verl's own, since the trainer's process calls
+            `check_types`.
+        makes_task: whether the run would create the built-in task, which sets paths that are null.
+        judges: further checks.
     """
     dropped = list(left_behind(settings))
     settings = migrated(settings)
-    # `judge` reports the values of a wrong type; here they are left out, so that everything else is still looked at.
+    # `judge` reports values of a wrong type; removing them here lets the other settings still be inspected.
     usable, _ = well_formed(settings)
     facts = file_facts(usable)
     if makes_task:
@@ -163,13 +163,13 @@ def look(
 
 
 def _available(config: Mapping[str, Any], given: Resources | None) -> Resources | None:
-    """Return what there is to place workers on: as given, else what a Ray that the run starts here would have."""
+    """Return the resources for the run: ``given``, or those of the Ray that the run would start on this machine."""
     if given is not None or lookup(config, "ray_kwargs.ray_init.address"):
         return given
-    # A cluster may have other accelerators than this machine.
+    # The accelerators of a cluster may differ from this machine's.
     elsewhere = lookup(config, "trainer.device") == "cpu" or os.environ.get("RAY_ADDRESS")
     device_bytes = None if elsewhere else _memory_here()
-    # Engines would run here only if there are accelerators; then their packages have to be here too.
+    # Engines run on this machine only if it has accelerators; then their packages must be installed on it too.
     missing = frozenset(() if device_bytes is None else absent(MODULES))
     logical, cpus = (lookup(config, f"ray_kwargs.ray_init.{name}") for name in ("num_gpus", "num_cpus"))
     if logical is not None and cpus is not None:
@@ -179,9 +179,9 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
 
 
 def _memory_here() -> int | None:
-    """Return the bytes of this machine's smallest accelerator; None if the driver's program is missing or fails.
+    """Return the bytes of memory of this machine's smallest accelerator; None if nvidia-smi is missing or fails.
 
-    It imports and initializes nothing that would take memory of an accelerator, or seconds.
+    Asking nvidia-smi takes neither device memory nor the seconds that importing torch would.
     """
     if shutil.which(QUERY[0]) is None:
         return None
@@ -199,7 +199,7 @@ def _is_remote(path: str) -> bool:
 
 
 def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Look at the models of the policy, of the critic and of the reward model."""
+    """Yield facts about the models of the policy, the critic and the reward model."""
     policy = "actor_rollout_ref.model.path"
     settings = [policy]
     if has_critic(config):
@@ -211,8 +211,8 @@ def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
         if not path:
             yield FileFact(setting, "null", "model", fault="is not set")
         elif not _is_remote(str(path)):
-            # Only a rule for a CPU's engines asks for it. A large model has the headers of many files to be read,
-            # perhaps from a slow disk.
+            # Only a rule for runs on a CPU needs the largest tensor. Reading the headers of all files of a large model
+            # from a slow disk takes long.
             on_cpu = setting == policy and lookup(config, "trainer.device") == "cpu"
             largest = _largest_tensor(Path(path)) if on_cpu else None
             sizes, fault = _model_config(str(path))
@@ -220,7 +220,7 @@ def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _start(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Look at the checkpoint whose weights the run begins with, unless only the nodes of a cluster may see it."""
+    """Yield a fact about the checkpoint in `async_training.start_from`, unless only a cluster's nodes may see it."""
     path = lookup(config, "async_training.start_from")
     sizes = [lookup(config, f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node")]
     if isinstance(path, str) and all(map(is_count, sizes)) and not lookup(config, "ray_kwargs.ray_init.address"):
@@ -230,7 +230,7 @@ def _start(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
-    """Return a model's config.json, if it can be read from here, and why the model cannot be used."""
+    """Return the contents of a model's config.json if it can be read, and why the model cannot be used."""
     if os.path.isdir(path):
         return _read_config(Path(path) / "config.json")
     if os.path.exists(path):
@@ -239,7 +239,7 @@ def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
         return None, "does not exist: ~ is taken as it is written; write the whole path"
     if not is_hub_name(path):
         return None, "does not exist"
-    # With this variable, which verl documents, verl asks a mirror instead of the hub.
+    # With VERL_USE_MODELSCOPE=true, which verl documents, verl downloads models from ModelScope instead of the hub.
     if os.environ.get("VERL_USE_MODELSCOPE", "").lower() == "true":
         return None, None
     file, fault = _on_hub(path)
@@ -247,7 +247,6 @@ def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
 
 
 def _read_config(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:
-    """Return the content of a config.json, or why it cannot be used."""
     try:
         read = from_json(file.read_bytes())
     except FileNotFoundError:
@@ -258,7 +257,7 @@ def _read_config(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:
 
 
 def _on_hub(name: str) -> tuple[Path | None, str | None]:
-    """Return the path of a hub model's config.json in the hub's cache, or why the model is not available."""
+    """Return the path of a hub model's config.json in the local cache, or why the model is not available."""
     import httpx
     from huggingface_hub import HfApi, constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -270,7 +269,7 @@ def _on_hub(name: str) -> tuple[Path | None, str | None]:
         if constants.HF_HUB_OFFLINE:
             return None, f"{absent} is offline (HF_HUB_OFFLINE)"
     try:
-        HfApi().model_info(name, timeout=HUB_S)  # It is not tried again.
+        HfApi().model_info(name, timeout=HUB_S)  # Unlike a download, `model_info` makes no retries.
         return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_S)), None
     except HfHubHTTPError as error:
         return None, f"does not exist as a directory, and the hub refuses it ({type(error).__name__})"
@@ -279,7 +278,7 @@ def _on_hub(name: str) -> tuple[Path | None, str | None]:
 
 
 def _largest_tensor(model: Path) -> tuple[str, int] | None:
-    """Return name and size of the largest tensor by the headers of the weights; None if there are no such files."""
+    """Return the name and number of elements of the largest tensor in safetensors headers; None without such files."""
     sizes: dict[str, int] = {}
     for file in model.glob("*.safetensors") if os.path.isdir(model) else ():
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="numpy") as weights:
@@ -296,7 +295,7 @@ def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _written(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Look at the folders that the run would make, unless only the nodes of a cluster may see them."""
+    """Yield facts about the folders that the run would create, unless only a cluster's nodes may see them."""
     for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         path = lookup(config, f"trainer.{name}")
         if not isinstance(path, str) or not path or lookup(config, "ray_kwargs.ray_init.address"):
@@ -322,5 +321,5 @@ def _code_fault(path: Path, function: str) -> str | None:
     except (SyntaxError, ValueError) as error:
         return f"is not valid Python ({error})"
     names = {item.get_name() for item in symbols if item.is_assigned() or item.is_imported()}
-    # Only running the file would tell which names a star import brings.
+    # The names that a star import brings cannot be known without running the file.
     return None if function in names or "import *" in source else f"defines no function {function}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out whether the code that a configuration names, and descriptions of code, exist before a process needs them.
+"""Checks that the code files, modules and YAML descriptions that a configuration names exist.
 
-Contract: no code is run or imported. Files on remote file systems (`scheme://`) are not looked at. Modules are looked
-for only if the run starts its own Ray, whose workers have what this process has; a cluster's nodes may have others, and
-so may an environment that `runtime_env` makes. Shown by tests/integration/test_code_files.py.
+Contract: no code is run or imported, and files on remote file systems (`scheme://`) are skipped. Modules are checked
+only if the run starts its own Ray without a `runtime_env` that changes packages: then workers have the same modules as
+this process, while the nodes of a cluster may have others. Shown by tests/integration/test_code_files.py.
 """
 
 import importlib.util
@@ -34,12 +34,12 @@ OTHERS = (
     "runtime_env.env_vars.PYTHONPATH",
     *(f"runtime_env.{name}" for name in ("working_dir", "py_modules", "pip", "uv", "conda", "container", "image_uri")),
 )
-"""With one of these, workers may have other modules than this process."""
+"""Settings of `ray_init` with which workers may have other modules than this process."""
 TOOLS, DATASET = f"{ROLLOUT}.multi_turn.function_tool_path", "data.custom_cls.path"
 
 
 def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield what is found at the settings above in a plain configuration."""
+    """Yield a fact for each path or module that a plain configuration gives in one of the settings above."""
     here = not (os.environ.get("RAY_ADDRESS") or any(lookup(config, f"{RAY}.{name}") for name in OTHERS))
     for setting in DESCRIPTIONS:
         if path := _local(config, setting):
@@ -50,7 +50,7 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
             yield FileFact(setting, path, "code", fault="does not exist" if missing else None)
     for setting in FOLDERS:
         path = _local(config, setting)
-        # Any other path may be a name on the hub.
+        # A path without such a prefix may be the name of a model on the hub.
         if path and path.startswith(("/", "~", "./", "../")):
             # verl expands ~ only for the adapter (verl/utils/model.py:826).
             folder = Path(path).expanduser() if setting == FOLDERS[1] else Path(path)
@@ -65,18 +65,18 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _local(config: Mapping[str, Any], setting: str) -> str:
-    """Return the path that a setting names on this machine; empty if it names none."""
+    """Return the local path in a setting; empty if the setting is empty or names a remote file."""
     path = str(lookup(config, setting) or "")
     return "" if "://" in path else path
 
 
 def _description(setting: str, path: str, names_modules: bool) -> FileFact:
-    """Look at a file that describes agent loops or tools; the fact's columns are the names in it."""
+    """Return the fact about a YAML file of agent loops or tools; its `columns` are the names in the file."""
     file = next((place for place in _places(path) if os.path.isfile(place)), None)
     if file is None:
         return FileFact(setting, path, "description", "does not exist")
     try:
-        # verl reads it the same way.
+        # verl reads the file with the same call.
         read = OmegaConf.to_container(OmegaConf.load(file))
     except Exception as error:  # A user's file may be wrong in any way.
         return FileFact(setting, path, "description", f"cannot be read ({' '.join(str(error).split())})")
@@ -89,7 +89,9 @@ def _description(setting: str, path: str, names_modules: bool) -> FileFact:
 
 
 def _places(path: str) -> Iterator[Path]:
-    """Yield where verl looks for a path: here, beside its package, in its package (verl/utils/import_utils.py:91)."""
+    """Yield the candidates that verl tries for a path: as given, relative to the parent folder of the
+    package verl, and relative to the package itself (verl/utils/import_utils.py:91).
+    """
     yield Path(path)
     verl = importlib.util.find_spec("verl")
     for folder in (verl.submodule_search_locations or []) if verl is not None else []:

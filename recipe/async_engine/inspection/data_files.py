@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the data files that a configuration names as verl's data set reads them, and finds rows that cannot be used.
+"""Reads the data files that a configuration names as verl's `RLHFDataset` reads them, and finds unusable rows.
 
-Contract: a file is opened with the call that verl's `RLHFDataset` makes (the library `datasets`, by the ending of the
-name), and all files of a setting are joined with the call that joins them there. So what is refused here would fail in
-the run, and what the library reads is accepted. What it converts stays in its cache, where the run finds it. A file
-that cannot be read is reported with the library's own words, and reading has a deadline. A data set class of the user's
-reads in its own way; the run's own process checks its rows (`trainer.data_sets`).
+Contract: files are opened and concatenated with the calls of the library `datasets` that verl's `RLHFDataset` makes. So
+a file that is refused would also fail in the run, and a file that `datasets` can read is accepted. `datasets` keeps
+converted files in its cache, where the run finds them. An unreadable file is reported with the error message of
+`datasets`, and reading has a deadline. Files of a user's own data set class are not read here; the trainer's process
+checks their rows (`trainer.data_sets`).
 
-`row_faults` looks at the columns that verl takes apart, with Arrow's own loops, so that a million rows take seconds. A
-prompt counts as too long if its text alone has more tokens than allowed. The chat template, which only transformers can
-fill, could only add to that. So what is reported is certain, and prompts that only their template makes too long are
-found by the run. Neither verl nor torch nor transformers is imported. Shown by tests/integration/test_data_check.py.
+`row_faults` checks the columns that verl uses with vectorized Arrow functions, so that a million rows take seconds. A
+prompt counts as too long if its text alone exceeds the limit in tokens. The chat template, which only transformers can
+apply, can only add tokens: every reported prompt is too long, and prompts that only their template makes too long are
+found in the run. This module imports neither verl, torch nor transformers. Shown by
+tests/integration/test_data_check.py.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
-"""The reader of `datasets` that verl uses for each ending of a name (verl/utils/dataset/rl_dataset.py:197)."""
+"""The loader of `datasets` that verl uses for each file name suffix (verl/utils/dataset/rl_dataset.py:197)."""
 WORDS = 400
-"""How many characters of another library's message are shown."""
+"""Number of characters of another library's error message that are shown."""
 
 NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
-"""What the library says if a JSON or Parquet file has no rows."""
+"""Texts in the error messages of `datasets` for a JSON or Parquet file without rows."""
 
 
 class Unreadable(Exception):
-    """The library cannot read a file; the message has its words."""
+    """A data file cannot be read; the message says why."""
 
 
 def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield a fact for each training and validation file, and one more for each that cannot be joined to the others."""
+    """Yield a fact for each data file, and another fact if the file cannot be joined with the files before."""
     for setting in (TRAIN_FILES, VAL_FILES):
         value = lookup(config, setting)
         paths = value if isinstance(value, list) else [value] if value else []
@@ -75,16 +76,16 @@ def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def words_of(error: BaseException) -> str:
-    """Return an error's type and first words, or those of its cause where the library only wraps it."""
+    """Return the type and the shortened message of an error, or of its cause if `datasets` only wraps the cause."""
     cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
     said = " ".join(str(cause).split())
     return f"{type(cause).__name__}: {said[:WORDS]}{'...' * (len(said) > WORDS)}" if said else type(cause).__name__
 
 
 def _file(setting: str, path: str, config: Mapping[str, Any]) -> tuple[FileFact, Dataset | None]:
-    """Return what is found at a path, and the file's table if it could be read."""
+    """Return the fact about a data file, and its table if it can be read."""
     if "://" in path or lookup(config, "data.custom_cls.path") is not None:
-        # The run's own process reads it: verl copies remote files, and only a user's class knows what its paths mean.
+        # The run reads such a file itself: verl copies remote files, and only the user's class knows its own paths.
         return FileFact(setting, path, "data"), None
     ending = next((ending for ending in READERS if path.endswith(ending)), None)
     if (fault := _not_there(path)) is not None or ending is None:
@@ -108,12 +109,12 @@ def _not_there(path: str) -> str | None:
         return "does not exist"
     if os.path.isdir(path):
         return "is no file"
-    # The library accepts patterns such as *.parquet.
+    # `datasets` accepts patterns such as *.parquet.
     return None if os.path.exists(path) or glob.glob(path, recursive=True) else "does not exist"
 
 
 def _within(limit_s: float, path: str, reader: str) -> Dataset:
-    """Read a file in another thread, which is left behind if a disk or a lock does not answer in time."""
+    """Read a file in another thread, which is abandoned if a disk or a lock blocks it for ``limit_s`` seconds."""
     files = [Path(path)] if os.path.exists(path) else sorted(map(Path, glob.glob(path, recursive=True)))
     try:
         found = tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
@@ -130,14 +131,14 @@ def _within(limit_s: float, path: str, reader: str) -> Dataset:
 
 @lru_cache(maxsize=32)
 def _read(path: str, reader: str, found: tuple[Any, ...]) -> Dataset:
-    """Read the files, once for each of their states, which ``found`` describes."""
+    """Return the table of the files, cached as long as ``found`` (their names, times and sizes) is the same."""
     import datasets
 
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(reader, data_files=path)["train"]
-    except Exception as error:  # The library passes on whatever its parsers raise.
+    except Exception as error:  # `datasets` passes on whatever its parsers raise.
         raise Unreadable(words_of(error)) from error
     finally:
         if shown:
@@ -145,23 +146,23 @@ def _read(path: str, reader: str, found: tuple[Any, ...]) -> Dataset:
 
 
 def _cannot_join(tables: list[Dataset]) -> str | None:
-    """Return why the last of these files cannot be joined to those before it, or None if it can."""
+    """Return why the last of these tables cannot be concatenated with the others; None if it can."""
     from datasets import concatenate_datasets
 
     try:
         concatenate_datasets(tables)
-    except Exception as error:  # The library passes on whatever its parsers raise.
+    except Exception as error:  # `datasets` passes on whatever its parsers raise.
         return f"cannot be joined with the files before it ({words_of(error)})"
     return None
 
 
 COUNTED = 2000
-"""Of the prompts that may be too long, only this many are counted in tokens: the longest ones."""
+"""Greatest number of prompts to tokenize: the longest of those that may exceed the limit."""
 ANSWER = "ground_truth"
 
 
 def row_faults(table: Dataset, config: Mapping[str, Any]) -> tuple[RowFault, ...]:
-    """Return the faults of a file's rows, each with its first row (from 0) and the number of rows that have it."""
+    """Return the faults of a file's rows; rows with the same fault are one `RowFault`."""
     key = str(lookup(config, "data.prompt_key", "prompt"))
     columns = {name: table.data.table.column(name) for name in table.column_names}
     found: list[RowFault] = []
@@ -177,12 +178,12 @@ def row_faults(table: Dataset, config: Mapping[str, Any]) -> tuple[RowFault, ...
 
 
 def _is_registered(config: Mapping[str, Any]) -> bool:
-    """Return whether the reward manager comes from verl's registry, so that it needs a column `reward_model`."""
+    """Return whether the reward manager is from verl's registry; such managers need the column `reward_model`."""
     return bool(lookup(config, "reward.reward_manager.source", "register") == "register")
 
 
 def _lack_answers(column: pyarrow.ChunkedArray, config: Mapping[str, Any]) -> bool:
-    """Return whether all rows lack the ground truth, which verl's own reward managers pass to any reward function."""
+    """Return whether the column lacks the ground truth, which verl's own reward managers read from every row."""
     manager = lookup(config, "reward.reward_manager.name", VERLS_MANAGERS[0])
     taken = _is_registered(config) and manager in VERLS_MANAGERS
     return bool(
@@ -191,7 +192,7 @@ def _lack_answers(column: pyarrow.ChunkedArray, config: Mapping[str, Any]) -> bo
 
 
 def _loops_of_verls_own(config: Mapping[str, Any], columns: Mapping[str, Any]) -> bool:
-    """Return whether each prompt goes to one of verl's own agent loops, which accept only lists of messages."""
+    """Return whether all prompts go to verl's own agent loops, which accept only lists of messages."""
     agent = "actor_rollout_ref.rollout.agent"
     if lookup(config, f"{agent}.agent_loop_config_path") or "agent_name" in columns:
         return False
@@ -199,13 +200,13 @@ def _loops_of_verls_own(config: Mapping[str, Any], columns: Mapping[str, Any]) -
 
 
 def _mappings(name: str, column: pyarrow.ChunkedArray, needed: bool) -> Iterator[RowFault]:
-    """Find rows whose value is no mapping, which verl needs, and with ``needed`` also rows without a value."""
+    """Yield a fault if the values of a column are not mappings; with ``needed``, also if values are missing."""
     nulls = column.null_count
     if needed and nulls:
         yield RowFault(name, "missing", compute.index(compute.is_null(column), True).as_py(), nulls)
     kind = column.type
     if not (
-        # `datasets` keeps values of several types as JSON, in a type of its own.
+        # `datasets` stores columns of mixed types as JSON, in an extension type.
         isinstance(kind, pyarrow.BaseExtensionType)
         or pyarrow.types.is_struct(kind)
         or pyarrow.types.is_map(kind)
@@ -217,7 +218,7 @@ def _mappings(name: str, column: pyarrow.ChunkedArray, needed: bool) -> Iterator
 def _prompts(
     column: pyarrow.ChunkedArray, key: str, config: Mapping[str, Any], as_messages: bool
 ) -> Iterator[RowFault]:
-    """Find prompts that are empty, too long, or text where messages are needed."""
+    """Yield faults for prompts that are empty, too long, or plain text although messages are needed."""
     lengths: list[np.ndarray] = []
     texts: list[tuple[int, int, list[str]]] = []
     limit = _limit(config)
@@ -254,7 +255,7 @@ def _is_text(kind: pyarrow.DataType) -> bool:
 
 
 def _limit(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a prompt may have, or None if verl leaves out longer ones."""
+    """Return the greatest number of tokens of a prompt; None if verl filters longer prompts out."""
     limit = lookup(config, "data.max_prompt_length")
     if lookup(config, "data.filter_overlong_prompts") or isinstance(limit, bool) or not isinstance(limit, int):
         return None
@@ -262,7 +263,7 @@ def _limit(config: Mapping[str, Any]) -> int | None:
 
 
 def _contents(column: pyarrow.Array) -> tuple[pyarrow.Array | None, np.ndarray]:
-    """Return the texts of all messages, and the row of each text; None if the column holds anything but text."""
+    """Return the texts of all messages and the row of each text; the texts are None if some content is not text."""
     if _is_text(column.type):
         return column.fill_null(""), np.arange(len(column))
     if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
@@ -279,7 +280,7 @@ def _contents(column: pyarrow.Array) -> tuple[pyarrow.Array | None, np.ndarray]:
 def _too_long(
     texts: Sequence[tuple[int, int, list[str]]], key: str, limit: int, config: Mapping[str, Any]
 ) -> Iterator[RowFault]:
-    """Count the tokens of prompts whose text has more bytes than tokens are allowed, and report those with too many."""
+    """Tokenize prompts of more than ``limit`` bytes, and yield a fault if some have more than ``limit`` tokens."""
     tokenizer = _tokenizer(str(lookup(config, f"{MODEL}.tokenizer_path") or lookup(config, f"{MODEL}.path")))
     if tokenizer is None:
         return
@@ -293,7 +294,7 @@ def _too_long(
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether this could be the name of a model on the hub."""
+    """Return whether ``path`` is a valid name of a model on the Hugging Face hub."""
     try:
         validate_repo_id(path)
     except HFValidationError:
@@ -302,7 +303,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def _tokenizer(model: str) -> Any:
-    """Return the model's tokenizer, or None if it has no tokenizer.json, which alone is quick to load."""
+    """Return the model's tokenizer, or None without a tokenizer.json, the only format that loads quickly."""
     from tokenizers import Tokenizer
 
     local = Path(model) / "tokenizer.json"
@@ -315,6 +316,6 @@ def _tokenizer(model: str) -> Any:
     try:
         json.loads(Path(path).read_bytes())
         return Tokenizer.from_file(path)
-    except Exception as error:  # The library raises plain Exception.
+    except Exception as error:  # `tokenizers` raises plain Exception.
         logger.warning("the lengths of the prompts are not checked: %s cannot be read (%s)", path, error)
         return None

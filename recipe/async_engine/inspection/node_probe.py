@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function that each node of a cluster runs to tell about itself.
+"""The function that each node of a cluster runs to report its packages and files.
 
-Contract: it is sent to the node by value and needs only the standard library, so that it answers even if this package
-is missing there. It changes nothing there.
+Contract: `probe` is pickled by value and needs only the standard library, so a node answers even if this package is not
+installed on it. `probe` changes nothing on the node.
 """
 
 import os
@@ -15,16 +15,16 @@ from importlib.util import find_spec
 from typing import Any
 
 SEEN_S, POLL_S = 10.0, 0.2
-"""How long, and how often, to look for the main's file, which a network file system may show late."""
+"""Seconds to wait for the marker file, which a network file system may show late, and seconds between two looks."""
 
 
 def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict[str, Any]:
     """Return the fields of `config.facts.NodeFact`, except the node's address.
 
     Args:
-        paths: settings, each with a path to look at.
+        paths: pairs of a setting and the path to check.
         marker: the file that the main has just written to the run's folder.
-        modules: the modules to look for.
+        modules: names of the modules to look for.
     """
     facts: dict[str, Any] = {"sees_folder": appears(marker), "absent": absent(modules)}
     with suppress(ImportError):
@@ -39,14 +39,14 @@ def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict
 
 
 def absent(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return the modules that are not installed here."""
+    """Return those of ``modules`` that are not installed."""
     return tuple(module for module in modules if not is_there(module))
 
 
 def is_there(module: str) -> bool:
-    """Return whether a module can be found, by looking into its packages' folders; nothing is imported."""
+    """Return whether a module can be found in the folders of its packages, without importing anything."""
     top, *parts = module.split(".")
-    # Workers start with this path, even if this process was forked before it was set.
+    # Workers start with this PYTHONPATH, even if this process was forked before the variable was set.
     more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:
         spec = find_spec(top) or PathFinder.find_spec(top, [path for path in more if path])
@@ -58,7 +58,7 @@ def is_there(module: str) -> bool:
 
 
 def unreadable(path: str) -> str | None:
-    """Return why a file or folder cannot be read here, or None if it can."""
+    """Return why a file or folder cannot be read on this machine; None if it can."""
     path = os.path.expanduser(path)
     if not os.path.exists(path):
         where = "" if os.path.isabs(path) else f" from {os.getcwd()}, where its workers begin"
@@ -67,7 +67,7 @@ def unreadable(path: str) -> str | None:
 
 
 def appears(marker: str) -> bool:
-    """Return whether the file is there, or appears within `SEEN_S` seconds."""
+    """Return whether the file exists or appears within `SEEN_S` seconds."""
     deadline = time.monotonic() + SEEN_S
     while not os.path.exists(marker):
         if time.monotonic() > deadline:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks each node of a cluster whether a run's processes can work there, and refuses the run where they cannot.
+"""Checks that a run's processes can work on every node of the cluster, and refuses the run if they cannot.
 
-Contract: each node with CPUs or accelerators runs one small task before anything expensive starts. Everything that is
-wrong with any node is reported at once (`node_problems`, a pure function). The run's folder counts as shared if a node
-sees a file that this process has just written there, which is removed again.
+Contract: each node with CPUs or accelerators runs one small task before anything expensive starts. The problems of all
+nodes are reported at once (`node_problems`, a pure function). To check that the run's folder is shared, this process
+writes a marker file to it, which every node must see, and removes the file afterwards.
 
 Shown by tests/config/test_nodes.py, tests/integration/test_nodes.py and tests/e2e/test_nodes.py.
 """
@@ -43,12 +43,11 @@ PATHS = (
     "data.train_files",
     "data.val_files",
 )
-"""Settings with paths that a process of the run opens, on whichever node it is."""
+"""Settings with paths that processes on any node may open."""
 ACCELERATORS = ("GPU", "NPU")
-"""Ray's names of accelerators."""
+"""Ray's resource names of accelerators."""
 RAY_TYPE = "accelerator_type:"
-# GiB of the types that Ray names (ray.util.accelerators). If a type comes in several sizes and its name does not tell
-# which, the smallest one counts.
+# GiB of memory by Ray's name for the accelerator type (ray.util.accelerators); the smallest size if there are several.
 BY_TYPE: Mapping[str, int] = {
     "T4": 15,
     "L4": 22,
@@ -70,7 +69,7 @@ GIB = 1 << 30
 
 
 class NodesNotReady(RecipeError):
-    """Processes of the run could not work on a node of the cluster; the message has every problem found."""
+    """The run's processes could not work on a node of the cluster; the message has every problem found."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         lines = "".join(f"\n  - {problem}" for problem in problems)
@@ -78,13 +77,13 @@ class NodesNotReady(RecipeError):
 
 
 def node_problems(facts: Sequence[NodeFact], recipe: str, folder: str, needs: Sequence[Need] = ()) -> list[str]:
-    """Return the problems of all nodes; none means that the run may start.
+    """Return the problems of all nodes; an empty list means that the run may start.
 
     Args:
         facts: the nodes' answers.
-        recipe: this package's version where the main runs.
+        recipe: version of this package on the main's machine.
         folder: `trainer.default_local_dir`.
-        needs: the packages that nodes with accelerators were asked for.
+        needs: the packages that nodes with accelerators must have.
     """
     releases = sorted({fact.verl for fact in facts if fact.verl is not None})
     found = [problem for fact in facts for problem in _problems(fact, recipe, releases, folder)]
@@ -125,10 +124,10 @@ def _problems(fact: NodeFact, recipe: str, releases: Sequence[str], folder: str)
 
 
 def check_nodes(config: Mapping[str, Any], timeout_s: float) -> None:
-    """Ask the nodes of the cluster that this process has joined; ``config`` is plain and resolved.
+    """Check the nodes of the cluster that this process has joined; ``config`` is plain and resolved.
 
     Raises:
-        NodesNotReady: a process of the run could not work on one of them.
+        NodesNotReady: the run's processes could not work on one of the nodes.
     """
     folder, needed = Path(lookup(config, "trainer.default_local_dir")), list(needs(config))
     with _marker(folder) as marker:
@@ -138,15 +137,15 @@ def check_nodes(config: Mapping[str, Any], timeout_s: float) -> None:
 
 
 def cluster_resources() -> Resources:
-    """Return what Ray counts on each node of the cluster that this process has joined, in use or not."""
+    """Return the resources of each node of the cluster that this process has joined, whether in use or not."""
     counted = (node["Resources"] for node in _alive())
-    # verl counts them the same way (single_controller/ray/base.py:226).
+    # verl counts accelerators the same way (single_controller/ray/base.py:226).
     rooms = [NodeRoom(int(room.get("GPU", room.get("NPU", 0))), room.get("CPU", 0)) for room in counted]
     return Resources.of(rooms, memory_by_type(ray.cluster_resources()))
 
 
 def memory_by_type(resources: Iterable[str]) -> int | None:
-    """Return the bytes of the smallest type of accelerator in a Ray cluster; None if one of its types is not known."""
+    """Return the least memory of the accelerator types in ``resources`` in bytes; None if a type is unknown."""
     types = [name.removeprefix(RAY_TYPE) for name in resources if name.startswith(RAY_TYPE)]
     sizes = [BY_TYPE.get(name) for name in types]
     known = [size for size in sizes if size is not None]
@@ -154,7 +153,7 @@ def memory_by_type(resources: Iterable[str]) -> int | None:
 
 
 def local_paths(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the settings of `PATHS` whose paths exist on this machine; names of models on a hub do not."""
+    """Return (setting, path) for each path in `PATHS` that exists on this machine, which excludes names on the hub."""
     found = []
     for setting in PATHS:
         value = lookup(config, setting)
@@ -169,7 +168,7 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def _ask(paths: list[tuple[str, str]], marker: str, modules: list[str], timeout_s: float) -> list[NodeFact]:
-    """Have each node run the probe, and return the answers; only nodes with accelerators look for ``modules``."""
+    """Run the probe on each node, and return the answers; only nodes with accelerators look for ``modules``."""
     cloudpickle.register_pickle_by_value(node_probe)
     try:
         task = ray.remote(num_cpus=0, max_retries=0)(node_probe.probe)
@@ -187,7 +186,7 @@ def _ask(paths: list[tuple[str, str]], marker: str, modules: list[str], timeout_
 
 
 def _fact(address: str, answer: Any, timeout_s: float) -> NodeFact:
-    """Return a node's answer, or why there is none."""
+    """Return a node's answer, or a fact with the error if the node did not answer."""
     if answer is None:
         return NodeFact(address, f"did not answer within {timeout_s:g} s (async_training.timeouts.startup)")
     try:
@@ -198,7 +197,7 @@ def _fact(address: str, answer: Any, timeout_s: float) -> NodeFact:
 
 @contextmanager
 def _marker(folder: Path) -> Iterator[Path]:
-    """Keep a new file in the folder meanwhile."""
+    """Provide a new, uniquely named file in ``folder`` for the duration of the context."""
     folder.mkdir(parents=True, exist_ok=True)
     marker = folder / f".seen-by-all-nodes-{uuid.uuid4().hex}"
     marker.touch()

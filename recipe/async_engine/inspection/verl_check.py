@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds verl's own types from a configuration, as verl does in its workers, and names what they refuse.
+"""Builds verl's own config types from a configuration, as verl's workers do, and reports the values that they refuse.
 
-Contract: `verl_problems` builds each type that a run would build once its processes are placed (actor, rollout,
-checkpoint engine, reference policy, critic, the log-prob servers' engine, algorithm) and calls verl's
-`validate_config`. Whatever they raise becomes a `Problem` of the section. The model's type is not built, since it would
-read the model's files; only its keys are compared. All this imports verl, so a main on a CPU leaves it to the trainer's
-process. Shown by tests/integration/test_documented_commands.py.
+Contract: `verl_problems` builds each type that a run would build in its workers (actor, rollout, checkpoint engine,
+reference policy, critic, the log-prob servers' engine, algorithm) and calls verl's `validate_config`. Each exception
+becomes a `Problem` of the section. The model's type is not built, since that would read the model's files; only its
+keys are compared. The checks import verl, so a main on a CPU leaves them to the trainer's process. Shown by
+tests/integration/test_documented_commands.py.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from recipe.async_engine.config.rules.names import BACKEND, MODULE, OWN_ENGINES,
 EXTERNAL = "actor_rollout_ref.model.external_lib"
 ROLES = "actor_rollout_ref"
 ALLOWED = "what verl's own types accept"
-# How verl renames settings when it builds the reference policy (engine_workers.py:556-566).
+# Settings that verl renames when it builds the reference policy, with their new names (engine_workers.py:556-566).
 RENAMED = {
     "log_prob_micro_batch_size": "ppo_micro_batch_size",
     "log_prob_micro_batch_size_per_gpu": "ppo_micro_batch_size_per_gpu",
@@ -35,16 +35,16 @@ RENAMED = {
 
 
 def verl_problems(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
-    """Return what verl refuses, except in sections for which ``known`` has a problem already."""
+    """Return the problems that verl finds, except in sections that already have a problem in ``known``."""
     found = list(late_names(context))
     return found + _of_types(context, [*known, *found])
 
 
 def late_names(context: RuleContext, loaded: bool = False) -> Iterator[Problem]:
-    """Yield the problems of names that are in none of verl's registries.
+    """Yield a problem for each name that is missing from its registry in verl.
 
-    ``loaded`` says whether the model's ``external_lib`` is imported. If not, names that it may add are left to the
-    trainer's process, which imports it.
+    ``loaded`` is whether the user's modules are imported. If not, names that these modules may add are left to the
+    trainer's process, which imports the modules.
     """
     for name in unusual(context):
         may_be_added = context.get(EXTERNAL) or (
@@ -62,7 +62,7 @@ def late_names(context: RuleContext, loaded: bool = False) -> Iterator[Problem]:
 
 
 def external_names(context: RuleContext) -> list[Problem]:
-    """Return `late_names` after importing the user's modules that may add names, as verl's trainer process does."""
+    """Import the user's modules that may add names, as verl's trainer process does, and return `late_names`."""
     from verl.utils.import_utils import import_external_libs
 
     if not unusual(context):
@@ -79,10 +79,10 @@ def external_names(context: RuleContext) -> list[Problem]:
 
 
 def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
-    """Return what verl's types refuse and, if they and all rules accept everything, what `validate_config` does."""
+    """Return the problems that verl's types find; without these and ``known``, call `validate_config` too."""
     config = OmegaConf.create(dict(context.config))
     with open_dict(config):
-        # verl reads it as the number of prompts of a step.
+        # verl reads this setting as the number of prompts of a step.
         config.data.train_batch_size = context.batch_groups or 1
     found: list[Problem] = []
     for section, build in _types(config, context).items():
@@ -94,7 +94,7 @@ def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
 
 
 def _types(config: DictConfig, context: RuleContext) -> dict[str, Callable[[], Any]]:
-    """Return, for each section, a function that builds its type."""
+    """Return, for each section of the configuration, a function that builds verl's type of it."""
     from verl.utils.config import omega_conf_to_dataclass as build
     from verl.workers.config import HFModelConfig
 
@@ -118,7 +118,7 @@ def _types(config: DictConfig, context: RuleContext) -> dict[str, Callable[[], A
 
 
 def _reference(config: DictConfig) -> DictConfig:
-    """Return the reference policy's section with an actor's names, as verl's worker builds it."""
+    """Return the reference policy's section with its settings renamed to an actor's, as verl's worker does."""
     section = OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref.ref))
     with open_dict(section):
         section.ppo_mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -128,7 +128,7 @@ def _reference(config: DictConfig) -> DictConfig:
 
 
 def _without_model(critic: DictConfig) -> DictConfig:
-    """Return the critic's section without its model, whose type would read the model's files."""
+    """Return the critic's section with `model` null, since building the model's type would read files."""
     section = OmegaConf.create(OmegaConf.to_container(critic))
     with open_dict(section):
         section.model = None
@@ -139,7 +139,7 @@ def _known_keys(section: DictConfig, cls: type[Any]) -> None:
     """Raise `TypeError` if the section has keys that its type lacks."""
     unknown = set(section) - {field.name for field in dataclasses.fields(cls)} - {"_target_"}
     if unknown:
-        raise TypeError(f"{cls.__name__} has no {', '.join(sorted(map(str, unknown)))}")
+        raise TypeError(f"{cls.__name__} has no setting {', '.join(sorted(map(str, unknown)))}")
 
 
 def _validate(config: DictConfig, context: RuleContext) -> None:
@@ -152,12 +152,12 @@ def _validate(config: DictConfig, context: RuleContext) -> None:
 
 
 def _attempt(section: str, build: Callable[[], Any]) -> Iterator[Problem]:
-    """Yield what ``build`` raises as a problem of the section."""
+    """Call ``build``, and yield its exception as a problem of the section."""
     try:
-        # What verl's types print and warn of does not concern the user here.
+        # Output and warnings of verl's types do not concern the user at this point.
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
             build()
-    except Exception as error:  # Whatever verl raises here, it would raise in a worker.
+    except Exception as error:  # A worker would fail with the same exception.
         cause = error.__cause__ or error
         message = " ".join(str(cause).split()) or "an assertion without a message"
         yield Problem(section, "as configured", ALLOWED, f"verl refuses it: {type(cause).__name__}: {message}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the memory of one accelerator of each engine in a configuration: training, generation, and buckets."""
+"""Computes the memory of one accelerator of each training and rollout engine, and of weight-sync buckets."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def dtype_bytes(name: object, default: int = FP32) -> int:
 
 
 def longest(config: Mapping[str, Any]) -> int:
-    """Return the tokens of the longest sequence that the data may give."""
+    """Return the number of tokens of the longest prompt and response together."""
     return int(lookup(config, "data.max_prompt_length") or 0) + int(lookup(config, "data.max_response_length") or 0)
 
 
 def micro_batch_tokens(config: Mapping[str, Any], sizing: Sizing, shares: int) -> int:
-    """Return the tokens of a micro-batch on one rank, if ``shares`` ranks split each sequence."""
+    """Return the number of tokens of a micro-batch on one rank, if ``shares`` ranks split each sequence."""
     if lookup(config, sizing.dynamic):
         return int(lookup(config, sizing.tokens) or DEFAULT_TOKENS)
     return int(lookup(config, sizing.rows) or 1) * longest(config) // shares
 
 
 def actor_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
-    """Return a rank that trains the policy."""
+    """Return the memory of a rank that trains the policy."""
     shares = sequence_shares(config, ACTOR)
     entropy = lookup(config, f"{ACTOR}.entropy_coeff") or lookup(config, f"{ACTOR}.calculate_entropy")
     update = Work(
@@ -63,14 +63,14 @@ def actor_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
 
 
 def reference_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
-    """Return a rank of the reference policy, which only computes forward passes; FSDP2 keeps it in host memory."""
+    """Return the memory of a reference-policy rank: forward passes only, with FSDP2's weights on the host."""
     tokens = micro_batch_tokens(config, scoring(REF), sequence_shares(config, ACTOR))
     forward = Work(tokens, _logit_bytes(config, REF, False, differentiated=False))
     return _rank(config, REF, shape, None, forward, None)
 
 
 def critic_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
-    """Return a rank that trains the critic."""
+    """Return the memory of a rank that trains the critic."""
     work = Work(
         micro_batch_tokens(config, updating(CRITIC), sequence_shares(config, CRITIC)), 0, _recomputes(config, CRITIC)
     )
@@ -78,7 +78,7 @@ def critic_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
 
 
 def server_rank(config: Mapping[str, Any], servers: LogProbServers, shape: ModelShape) -> Rank:
-    """Return a rank of a log-prob server, which keeps its weights on the device and only computes forward passes."""
+    """Return the memory of a log-prob server's rank: weights on the device, forward passes only."""
     section = f"{SERVERS}.engine"
     megatron = is_megatron(config, SERVERS)
     layout = _megatron(config, section, servers.ranks, None, False) if megatron else None
@@ -99,18 +99,18 @@ def is_megatron(config: Mapping[str, Any], section: str) -> bool:
 
 
 def sequence_shares(config: Mapping[str, Any], section: str) -> int:
-    """Return how many ranks split a sequence (Ulysses, or Megatron's context parallelism)."""
+    """Return the number of ranks that split each sequence (Ulysses, or Megatron's context parallelism)."""
     name = "megatron.context_parallel_size" if is_megatron(config, section) else "ulysses_sequence_parallel_size"
     return int(lookup(config, f"{section}.{name}") or 1)
 
 
 def _logit_bytes(config: Mapping[str, Any], section: str, entropy: bool, differentiated: bool) -> int:
-    """Return the bytes of one logit with all its copies; 0 with fused kernels, which never store logits.
+    """Return the bytes of all copies of one logit; 0 with fused kernels, which never store logits.
 
-    FSDP2 has each logit in bf16, and a second time where a temperature divides it. Log-probs write their gradient in
-    its place, unless an entropy is differentiated too, which needs the logits. An entropy takes a softmax and its
-    product with the logits, unless it is compiled or computed in chunks. Megatron has bf16 and fp32, and its cross
-    entropy keeps a softmax in fp32.
+    FSDP2 stores each logit in bf16, and a second copy if it is divided by a temperature other than 1. The gradient of
+    log-probs overwrites the logits, unless an entropy is differentiated too. An entropy needs a softmax and its product
+    with the logits, unless it is compiled or computed in chunks. Megatron stores logits in bf16 and fp32, and its cross
+    entropy stores a softmax in fp32.
     """
     if lookup(config, f"{MODEL}.use_fused_kernels"):
         return 0
@@ -143,7 +143,7 @@ def _rank(
         reshards=bool(lookup(config, f"{engine}.reshard_after_forward", True)),
         weights_rest=bool(lookup(config, f"{engine}.param_offload")),
         optimizer_rest=bool(lookup(config, f"{engine}.optimizer_offload")),
-        # verl keeps the weights of an engine that trains nothing in host memory (fsdp/transformer_impl.py:459).
+        # verl keeps the weights of a forward-only engine in host memory (fsdp/transformer_impl.py:459).
         on_host=not trains or bool(lookup(config, f"{engine}.offload_policy")),
     )
     return fsdp_rank(shape, fsdp, update, forward, head=section != CRITIC)
@@ -172,7 +172,7 @@ def _megatron(config: Mapping[str, Any], section: str, ranks: int, trained: int 
 
 
 def _recomputes(config: Mapping[str, Any], section: str) -> bool:
-    """Return whether layers are computed again for the backward pass; Megatron has settings of its own for it."""
+    """Return whether layers are recomputed in the backward pass (gradient checkpointing)."""
     if is_megatron(config, section):
         return bool(lookup(config, f"{section}.megatron.override_transformer_config.recompute_granularity") == "full")
     model = f"{CRITIC}.model" if section == CRITIC else MODEL
@@ -184,19 +184,19 @@ def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
 
 
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
-# What a vLLM engine keeps while it sleeps (context, graphs, NCCL), by whether it has several accelerators. Users
-# have reported 0.8 GiB alone and 2.4 GiB with tensor parallelism (NVIDIA-NeMo/RL#223).
+# Bytes that a sleeping vLLM engine keeps on its device (context, graphs, NCCL): on one accelerator, and on several.
+# Users have reported 0.8 GiB on one and 2.4 GiB with tensor parallelism (NVIDIA-NeMo/RL#223).
 ASLEEP = {False: GIB, True: 5 * GIB // 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One accelerator of a rollout replica.
+    """The memory of one accelerator of a rollout replica.
 
     Attributes:
-        weights: of the model on it.
-        share: of the device that vLLM takes for weights, KV cache and activations (`gpu_memory_utilization`).
-        token_bytes: of a token's keys and values on it.
+        weights: bytes of the weights on this accelerator.
+        share: share of the device for weights, KV cache and activations (`gpu_memory_utilization`).
+        token_bytes: bytes of one token's keys and values on this accelerator.
     """
 
     weights: int
@@ -204,18 +204,19 @@ class Engine:
     token_bytes: int
 
     def cache_tokens(self, device: int) -> int:
-        """Return how many tokens its KV cache would have room for if activations took nothing."""
+        """Return the tokens that the KV cache of a device of ``device`` bytes can hold, ignoring activations."""
         return max(0, int(self.share * device) - self.weights) // self.token_bytes
 
 
 def rollout_engine(config: Mapping[str, Any], shape: ModelShape) -> Engine:
-    """Return one accelerator of a rollout replica."""
+    """Return the memory of one accelerator of a rollout replica."""
     tensor = int(lookup(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)
     ranks, item = replica_size(config), dtype_bytes(lookup(config, f"{ROLLOUT}.dtype", "bfloat16"), 2)
-    # With expert parallelism, experts are spread over all ranks of a replica, and the rest over each tensor group.
+    # With expert parallelism, experts are split over all ranks of a replica; other weights are split over a tensor
+    # group.
     spread = ranks if int(lookup(config, f"{ROLLOUT}.expert_parallel_size") or 1) > 1 else tensor
     dense = shape.parameters - shape.expert_parameters
-    # A tied embedding is there once, as in the model's files.
+    # A tied embedding is stored once, as in the model's files.
     weights = item * (dense // tensor + shape.expert_parameters // spread)
     heads = max(1, shape.kv_heads // tensor)
     own = standalone_share(config)
@@ -224,14 +225,14 @@ def rollout_engine(config: Mapping[str, Any], shape: ModelShape) -> Engine:
 
 
 def standalone_share(config: Mapping[str, Any]) -> float | None:
-    """Return the memory share of a replica with its own accelerators, if it is set apart; else None."""
+    """Return `standalone_gpu_memory_utilization` if it is set and replicas have their own accelerators, else None."""
     share = lookup(config, f"{ROLLOUT}.standalone_gpu_memory_utilization")
     separate = lookup(config, "async_training.placement") != SHARED
     return float(share) if separate and isinstance(share, int | float) else None
 
 
 def asleep(config: Mapping[str, Any]) -> Item:
-    """Return what a sleeping rollout engine keeps on its device."""
+    """Return the memory that a sleeping rollout engine keeps on its device."""
     return Item("sleeping rollout engine", ASLEEP[replica_size(config) > 1], certain=False)
 
 
@@ -240,9 +241,9 @@ def bucket_bytes(config: Mapping[str, Any]) -> int:
 
 
 def device_buckets(config: Mapping[str, Any], hands_over: bool) -> Item | None:
-    """Return the buckets on each device that takes part in a weight sync; None if they are in host memory.
+    """Return the buckets on each device that takes part in a weight sync; None if the buckets are in host memory.
 
-    Each member of the group has two, as verl's checkpoint engines do, and a third if it hands the weights over to
+    Each device has two buckets, as in verl's checkpoint engines, and a third if its process hands the weights over to
     another process.
     """
     if lookup(config, f"{ROLLOUT}.checkpoint_engine.backend") == "recipe_gloo":
@@ -251,8 +252,8 @@ def device_buckets(config: Mapping[str, Any], hands_over: bool) -> Item | None:
 
 
 def room(config: Mapping[str, Any], positions: int | None) -> int:
-    """Return the tokens of the longest request that the engine has to have room for.
+    """Return the number of tokens of the longest request for which the engine must have room.
 
-    ``positions`` is the model's number, which verl takes if `max_model_len` is null (vllm_async_server.py:1104).
+    ``positions`` is the model's number of positions, verl's default for `max_model_len` (vllm_async_server.py:1104).
     """
     return int(lookup(config, f"{ROLLOUT}.max_model_len") or 0) or positions or longest(config)

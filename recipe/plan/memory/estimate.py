@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates the memory of a whole run: what accelerators and hosts have in memory, when, and whether it fits.
+"""Estimates the memory of a whole run, and checks that it fits on the accelerators.
 
-Contract: `parts_of` returns every part of a run that takes accelerators, with the moments that matter, and `verdicts`
-compares them with a device. A part is refused if its certain amounts do not fit, or if all its amounts exceed a device
-by more than an estimate may be wrong. There is a warning from the share `NEAR` of the device on. A main passes this
-module as a judge: `problems` and `warnings` judge its configuration if the models' shapes are known. Shown by
-tests/plan/test_memory.py and test_memory_parts.py; docs/memory.md has estimates beside published and measured figures.
+Contract: `parts_of` returns a `Part` for each group of accelerators with the same role (trainer ranks, rollout
+replicas, log-prob servers), with the phases (`Moment`) in which their memory may peak; `verdicts` compares these with a
+device. A part is refused if its certain amounts exceed the device, or if all its amounts together exceed the device by
+more than the estimate's error. From the share `NEAR` of the device on there is a warning. A main passes this module as
+a `Judge`, with `problems` and `warnings`. Shown by tests/plan/test_memory.py and test_memory_parts.py; docs/memory.md
+compares the estimates with published and measured figures.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from recipe.plan.memory.parallel import parallel_sizes
 from recipe.plan.memory.shape import ModelShape, model_of
 from recipe.plan.memory.training import CONTEXT, Rank
 
-# By which share an estimate may be wrong (docs/memory.md), and from which share of a device on there is a warning.
+# ERROR is the relative error of an estimate (docs/memory.md), NEAR the share of a device from which on there is a
+# warning.
 ERROR = 0.15
 NEAR = 0.92
 POLICY, REFERENCE = "actor", "reference policy"
@@ -51,7 +53,7 @@ POLICY, REFERENCE = "actor", "reference policy"
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The shapes of the models, where known, and how many tokens the policy has positions for."""
+    """The shapes of the models, None if not known, and the policy's number of token positions."""
 
     policy: ModelShape
     critic: ModelShape | None = None
@@ -60,7 +62,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A part that does not fit, or nearly does not."""
+    """A part that exceeds a device (``refused``) or that nearly fills it, with the phase in which it does."""
 
     part: Part
     moment: Moment
@@ -68,12 +70,12 @@ class Verdict:
 
 
 def parts_of(context: RuleContext, models: Models, device: int | None) -> list[Part]:
-    """Return every part of a run that takes accelerators.
+    """Return the parts of a run that use accelerators.
 
     Args:
         context: the run's configuration.
-        models: the shapes of its models.
-        device: the bytes of an accelerator, where known; rollout engines take a share of it.
+        models: the shapes of the run's models.
+        device: bytes of memory of an accelerator, if known; rollout engines take a share of this memory.
     """
     run = _Run(context, models, device)
     if context.settings.async_training.placement == SHARED:
@@ -83,7 +85,7 @@ def parts_of(context: RuleContext, models: Models, device: int | None) -> list[P
 
 
 def verdicts(parts: list[Part], device: int) -> Iterator[Verdict]:
-    """Yield the parts that do not fit into a device of so many bytes, or nearly do not."""
+    """Yield the parts that exceed or nearly fill a device of ``device`` bytes."""
     for part in parts:
         certain = max(part.moments, key=lambda moment: moment.certain)
         if certain.certain > device:
@@ -107,7 +109,7 @@ class _Run:
         return self.context.settings
 
     def trainer(self) -> Part:
-        """Return the training ranks of a run whose trainer has accelerators of its own."""
+        """Return the memory of the training ranks if the trainer has accelerators of its own."""
         buckets = listed(device_buckets(self.config, hands_over=False))
         moments = tuple(Moment(moment.name, (*moment.items, *buckets)) for moment in self._training())
         devices, settings = trainer_ranks(self.config), self._less_training()
@@ -115,7 +117,7 @@ class _Run:
         return Part("trainer rank", devices, moments, settings, host, self._snapshot())
 
     def _training(self) -> Iterator[Moment]:
-        """Yield what is on a training rank while each of its models works and the others rest."""
+        """Yield the memory of a training rank in each phase: one model computes while the others are idle."""
         for name, rank in self._ranks().items():
             rest = self._beside(name)
             if name != REFERENCE:
@@ -124,7 +126,7 @@ class _Run:
                 yield Moment("log-probs" if name == POLICY else f"log-probs of the {name}", (*rank.scoring, *rest))
 
     def _ranks(self) -> dict[str, Rank]:
-        """Return the models of a training rank, by name."""
+        """Return the memory of each model on a training rank, by the model's name."""
         ranks = {POLICY: actor_rank(self.config, self.models.policy)}
         if self.context.has_critic and self.models.critic is not None:
             ranks["critic"] = critic_rank(self.config, self.models.critic)
@@ -133,17 +135,17 @@ class _Run:
         return ranks
 
     def _beside(self, working: str) -> tuple[Item, ...]:
-        """Return what the other models of a training rank keep on its device."""
+        """Return the device memory that models of a training rank other than ``working`` keep while idle."""
         others = ((name, rank) for name, rank in self._ranks().items() if name != working)
         return tuple(_of(name, item) for name, rank in others for item in rank.at_rest)
 
     def _on_host(self) -> tuple[Item, ...]:
-        """Return what the models of a training rank keep in host memory."""
+        """Return the host memory of all models of a training rank."""
         policy, *others = self._ranks().items()
         return (*policy[1].host, *(_of(name, item) for name, rank in others for item in rank.host))
 
     def _kept(self) -> tuple[Item, ...]:
-        """Return the copies of a rank's weights that are needed while the rollout uses the published version."""
+        """Return the host copies of a rank's weights that exist if several steps are trained per published version."""
         saves, scores = (self.context.get("trainer.save_freq") or -1) > 0, self.context.trainer_scores
         if self.settings.async_training.trigger_parameter_sync_step == 1 or not (saves or scores):
             return ()
@@ -154,7 +156,7 @@ class _Run:
         )
 
     def _less_training(self) -> tuple[str, ...]:
-        """Return the settings that a user would change for training to need less memory."""
+        """Return the settings to change for less memory in training, most effective first."""
         dynamic = self.context.get(f"{ACTOR}.use_dynamic_bsz")
         tokens = f"{ACTOR}.ppo_max_token_len_per_gpu" if dynamic else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
         if is_megatron(self.config, ACTOR):
@@ -164,7 +166,7 @@ class _Run:
         return tokens, layers, f"{MODEL}.use_fused_kernels", "trainer.n_gpus_per_node", BUCKET
 
     def _snapshot(self) -> tuple[Item, ...]:
-        """Return the copy of the weights that is sent beside training."""
+        """Return the host copy of the weights that is sent while training continues."""
         weights = self.settings.weights
         if weights.publish != "beside":
             return ()
@@ -172,7 +174,7 @@ class _Run:
         return (Item("copy of the weights that is sent, at rank 0", copy),)
 
     def rollout(self) -> Part:
-        """Return the accelerators of rollout replicas, which hold two versions while a new one arrives."""
+        """Return the memory of rollout replicas, which hold two versions of the weights during a weight sync."""
         engine, weights = rollout_engine(self.config, self.models.policy), self.settings.weights
         staged = Item("next weights", engine.weights)
         on_device = weights.staging == "device"
@@ -189,7 +191,7 @@ class _Run:
         return Part("rollout replica", devices, (moment,), settings, host, notes=self._cache())
 
     def _engine(self) -> tuple[Item, ...]:
-        """Return the engine's share of the device, or only its weights if the device's size is not known."""
+        """Return the memory of a rollout engine, or only its weights if the device's size is not known."""
         engine = rollout_engine(self.config, self.models.policy)
         if self.device is None:
             return (Item("rollout engine: weights", engine.weights),)
@@ -209,7 +211,7 @@ class _Run:
         return (f"KV cache: at most {tokens} tokens, {requests} requests of {request} tokens",)
 
     def servers(self) -> Part:
-        """Return the accelerators of log-prob servers."""
+        """Return the memory of log-prob servers."""
         servers = self.settings.servers
         rank = server_rank(self.config, servers, self.models.policy)
         staged = Item("next weights", rank.weights)
@@ -220,7 +222,7 @@ class _Run:
         return Part("log-prob server", servers.accelerators, (Moment("log-probs", items),), settings, host)
 
     def in_turns(self) -> Part:
-        """Return the accelerators that training and generation use in turns."""
+        """Return the memory of accelerators that training and generation use in turns."""
         actor = actor_rank(self.config, self.models.policy)
         engine = rollout_engine(self.config, self.models.policy)
         sleeps = self.context.get(f"{ROLLOUT}.free_cache_engine", True)
@@ -247,7 +249,7 @@ def _of(name: str, item: Item) -> Item:
 
 
 def told(verdict: Verdict, device: int) -> str:
-    """Return the amounts of a verdict in words."""
+    """Return a text with the amounts of memory in a verdict."""
     items = sorted(verdict.moment.items, key=lambda item: -item.bytes)
     amounts = ", ".join(f"{item.name} {gib(item.bytes)}" for item in items)
     return f"{verdict.part.name}, {verdict.moment.name}: {gib(verdict.moment.total)} of {gib(device)} ({amounts})"
@@ -258,7 +260,7 @@ MODELS_OWN = f"{ROLLOUT}.max_model_len, which is the number of the model's posit
 
 
 def parts(context: RuleContext) -> list[Part]:
-    """Return the run's parts with the memory of their accelerators; none if the model's shape is not known."""
+    """Return the parts of the run with their memory; an empty list if the policy's shape or an engine is unknown."""
     policy = model_of(context, POLICY_PATH)
     strategies = {context.get(f"{section}.strategy") for section in context.trained}
     if policy is None or context.on_cpu or not strategies <= {"fsdp", "fsdp2", "megatron"}:
@@ -268,7 +270,7 @@ def parts(context: RuleContext) -> list[Part]:
 
 
 def device_bytes(context: RuleContext) -> int | None:
-    """Return the bytes of an accelerator: as set, else as found."""
+    """Return the bytes of memory of an accelerator: `async_training.device_memory_gib`, or by default as detected."""
     asked = context.settings.async_training.device_memory_gib
     if asked is not None:
         return int(asked * GIB)
@@ -276,7 +278,7 @@ def device_bytes(context: RuleContext) -> int | None:
 
 
 def problems(context: RuleContext) -> Iterator[Problem]:
-    """Report what cannot fit; `warnings` names what only comes near."""
+    """Yield a problem for each part that cannot fit; `warnings` has the parts that nearly fill a device."""
     yield from parallel_sizes(context)
     for verdict in _verdicts(context):
         if verdict.refused:
@@ -290,7 +292,7 @@ def problems(context: RuleContext) -> Iterator[Problem]:
 
 
 def _cache(context: RuleContext) -> Iterator[Problem]:
-    """Check the KV cache: vLLM starts only if a request of the longest length fits (vllm/v1/core/kv_cache_utils.py)."""
+    """Check that the KV cache fits the longest request, as vLLM requires (vllm/v1/core/kv_cache_utils.py)."""
     shape, device = model_of(context, POLICY_PATH), device_bytes(context)
     windowed = context.policy.get("sliding_window") and context.policy.get("use_sliding_window", True)
     other_size = context.get(f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype")
@@ -307,7 +309,7 @@ def _cache(context: RuleContext) -> Iterator[Problem]:
 
 
 def warnings(context: RuleContext) -> list[str]:
-    """Warn of what may not fit."""
+    """Return a warning for each part that nearly fills a device."""
     device = device_bytes(context) or 0
     return [
         f"may not fit: {told(verdict, device)}; to need less, change {', '.join(verdict.part.settings)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amounts of memory: what takes them, and at which moments they are on a device together."""
+"""Named amounts of memory, and the phases of a run in which a device holds them at the same time."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something that takes memory.
+    """A named amount of memory, such as weights or activations.
 
-    If `certain`, its bytes follow from sizes alone, to within a few per cent. Others, such as activations and what
-    libraries take, are estimates.
+    If `certain`, the bytes follow from tensor sizes, to within a few per cent. Other amounts, such as those of
+    activations and libraries, are estimates.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is on a device at the same time; `name` says when."""
+    """The memory of a device in one phase of the run, such as the update; `name` is the phase."""
 
     name: str
     items: tuple[Item, ...]
@@ -38,15 +38,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Devices that do the same work.
+    """Devices with the same role, such as trainer ranks.
 
     Attributes:
-        devices: how many there are.
-        moments: what each of them has in its memory at different moments.
-        settings: what a user would change to need less, most effective first.
-        host: what each of them keeps in the memory of its host.
-        host_once: what is in the memory of one host only.
-        notes: what follows from the amounts, in words.
+        moments: memory of each device in each phase.
+        settings: the settings to change for less memory, most effective first.
+        host: memory that each device's process uses on its host.
+        host_once: memory on one host only.
+        notes: further remarks for the plan, such as the size of the KV cache.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Part:
 
 
 def listed(*items: Item | None) -> tuple[Item, ...]:
-    """Return the items that take any memory."""
+    """Return the items of more than 0 bytes."""
     return tuple(item for item in items if item is not None and item.bytes > 0)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that engines can divide the layers of a model by their parallel sizes, if the model's shape is known.
+"""Checks that parallel sizes divide the heads, layers, experts and other dimensions of models of known shape.
 
-Contract: whatever an engine would assert when it builds a model is refused before anything starts. That holds for each
-model of a run: the policy in rollout, trainer and log-prob servers, the critic, the reward model. Shown by
-tests/config/test_parallel_sizes.py, which asks Megatron itself.
+Contract: sizes with which an engine would fail to build a model are refused before anything starts. The checks cover
+each model of a run: the policy in rollout, trainer and log-prob servers, the critic, and the reward model. Shown by
+tests/config/test_parallel_sizes.py, which compares them with Megatron's own assertions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
 
 
 def _rollout(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check vLLM's sizes (vllm/model_executor/layers/linear.py, models/qwen2.py:137, config/model.py:1361)."""
+    """Check vLLM's parallel sizes (vllm/model_executor/layers/linear.py, models/qwen2.py:137, config/model.py:1361)."""
     in_parallel = (context.count(f"{section}.expert_parallel_size") or 1) > 1
     yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {} if in_parallel else _experts(shape))
     if in_parallel and not shape.experts:
@@ -52,16 +52,16 @@ def _training(context: RuleContext, section: str, shape: ModelShape) -> Iterator
 
 
 def _ulysses(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check the size of Ulysses (verl/models/transformers/monkey_patch.py:344)."""
+    """Check the Ulysses sequence-parallel size (verl/models/transformers/monkey_patch.py:344)."""
     yield from _attention(context, f"{section}.ulysses_sequence_parallel_size", shape)
 
 
 def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check Megatron's sizes (megatron/core/transformer/transformer_config.py:920, tensor_parallel/layers.py)."""
+    """Check Megatron's sizes (megatron/core/transformer/transformer_config.py:920, core/tensor_parallel/layers.py)."""
     of_experts = f"{section}.expert_tensor_parallel_size"
-    # If none is set for experts, Megatron takes that of the other layers.
+    # If no tensor-parallel size is set for experts, Megatron uses that of the other layers.
     inherited = {} if context.count(of_experts) else _experts(shape)
-    # mbridge does not pad the vocabulary, so its entries have to divide; Megatron-Bridge is not checked.
+    # mbridge does not pad the vocabulary, so the size must divide its entries; Megatron-Bridge is not checked.
     vocabulary = {"entries of the vocabulary": shape.vocab} if context.get(f"{section}.vanilla_mbridge") else {}
     yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {**vocabulary, **inherited})
     yield from _divides(context, of_experts, _experts(shape))
@@ -78,15 +78,15 @@ def _no_experts(context: RuleContext, setting: str) -> Problem:
 
 
 def _experts(shape: ModelShape) -> dict[str, int]:
-    """Return what tensor parallelism divides of each expert."""
+    """Return the dimension of an expert that tensor parallelism divides, by its name; empty without experts."""
     return {"columns of an expert": shape.expert_mlp} if shape.experts else {}
 
 
 def _stages(context: RuleContext, section: str, layers: int) -> Iterator[Problem]:
-    """Check how layers divide among pipeline stages (megatron/core/transformer/transformer_config.py:1350-1480).
+    """Check the division of layers among pipeline stages (megatron/core/transformer/transformer_config.py:1350-1480).
 
-    The first and the last stage may have a number of layers of their own, or embedding and loss count as a layer each;
-    all other stages have equal numbers. A layout that names the layers of each stage is left to Megatron.
+    Either the first and last stage may have their own numbers of layers, or embedding and loss count as one layer each;
+    all other stages have equally many layers. A layout that lists the layers of each stage is left to Megatron.
     """
     layout = f"{section}.override_transformer_config"
     if context.get(f"{layout}.pipeline_model_parallel_layout"):
@@ -120,7 +120,7 @@ def _tensor(context: RuleContext, setting: str, shape: ModelShape, more: Mapping
 
 
 def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check that a size divides the attention heads; heads of keys and values may be repeated instead."""
+    """Check that a size divides the attention heads, and divides or is a multiple of the KV heads."""
     size = context.count(setting) or 1
     if shape.heads % size:
         yield from _divides(context, setting, {"attention heads": shape.heads})
@@ -130,7 +130,7 @@ def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterato
 
 
 def _divides(context: RuleContext, setting: str, wholes: Mapping[str, int]) -> Iterator[Problem]:
-    """Report the first of ``wholes`` that a size does not divide."""
+    """Yield a problem for the first of the dimensions ``wholes`` that the size in ``setting`` does not divide."""
     size = context.count(setting) or 1
     what = next((what for what, whole in wholes.items() if whole % size), None)
     if what is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a decoder-only language model, and how many parameters it has.
+"""The shape of a decoder-only language model, and the number of its parameters.
 
-Contract: `shape_of` reads the config.json of the families in `FAMILIES` and counts exactly the parameters that
-transformers makes. For any other model it returns None, since a guess would be worse. Shown by
+Contract: for the families in `FAMILIES`, the parameters that follow from `shape_of` are exactly those of the model in
+transformers. For any other model `shape_of` returns None instead of a guess. Shown by
 tests/plan/test_memory.py and test_memory_parts.py.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from recipe.async_engine.config.rules.context import RuleContext
 
-# Whether a family has biases of q, k and v, and whether it has norms of each head's q and k.
+# For each model family: whether it has biases on q, k and v, and whether it has norms on each head's q and k.
 FAMILIES: Mapping[str, tuple[bool, bool]] = {
     "llama": (False, False),
     "mistral": (False, False),
@@ -25,7 +25,7 @@ FAMILIES: Mapping[str, tuple[bool, bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes in a model's config.json; those of experts are 0 in a dense model."""
+    """The dimensions in a model's config.json; the numbers about experts are 0 in a dense model."""
 
     hidden: int
     layers: int
@@ -52,7 +52,7 @@ class ModelShape:
 
     @property
     def attention(self) -> int:
-        """The parameters of one layer's attention, including its norms and the layer's two norms."""
+        """Number of parameters of one layer's attention, including head norms and the layer's two norms."""
         weights = 2 * self.hidden * (self.q_width + self.kv_width)
         biases = (self.q_width + 2 * self.kv_width) * self.qkv_bias
         return weights + biases + 2 * self.head_dim * self.head_norms + 2 * self.hidden
@@ -63,7 +63,7 @@ class ModelShape:
 
     @property
     def experts_of_layer(self) -> int:
-        """The parameters of all experts of one layer."""
+        """Number of parameters of all experts of one layer."""
         return self.experts * 3 * self.hidden * self.expert_mlp
 
     @property
@@ -85,7 +85,7 @@ class ModelShape:
 
     @property
     def outside_layers(self) -> int:
-        """The parameters of the embedding, the output head and the last norm."""
+        """Number of parameters of the embedding, the output head and the last norm."""
         return self.embedding * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -94,7 +94,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """The parameters of all layers, without the experts."""
+        """Number of parameters of all layers, without experts."""
         return self.layers * self.attention + self.expert_layers * self.router + self.dense_layers * self.dense_mlp
 
     @property
@@ -103,11 +103,11 @@ class ModelShape:
 
     @property
     def without_head(self) -> int:
-        """The parameters of a value model, which has one output in place of the vocabulary."""
+        """Number of parameters of a value model, whose head has a single output instead of the vocabulary."""
         return self.layer_parameters + self.expert_parameters + self.embedding + 2 * self.hidden
 
     def lora_parameters(self, rank: int) -> int:
-        """Return the parameters of adapters on every linear layer (`target_modules=all-linear`) except the experts'."""
+        """Return the number of parameters of LoRA adapters on all linear layers (`all-linear`) but experts."""
         attention = 2 * (self.hidden + self.q_width) + 2 * (self.hidden + self.kv_width)
         return rank * (self.layers * attention + self.dense_layers * 3 * (self.hidden + self.mlp))
 
@@ -147,11 +147,11 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 768,
     },
 }
-"""For plans without a config.json at hand: sizes of the models in the documentation's commands, from their hub."""
+"""Dimensions of the models in the documentation's commands, from their config.json, for plans without that file."""
 
 
 def known_model(name: str) -> Mapping[str, Any] | None:
-    """Return the entries of a model's config.json that its size depends on; None if its name is not known."""
+    """Return the entries of a known model's config.json that determine its size; None if its name is not known."""
     return _SIZES.get(name.removesuffix("-Instruct").removesuffix("-Base"))
 
 
@@ -159,7 +159,7 @@ MOST_LAYERS = 10_000
 
 
 def model_of(context: RuleContext, setting: str) -> ModelShape | None:
-    """Return the shape of the model that a setting names; None if neither its config.json nor its name tells it."""
+    """Return the shape of the model in a setting; None if neither its config.json nor its name is known."""
     for fact in context.files:
         if fact.setting == setting and (config := fact.model_config or known_model(fact.path)) is not None:
             return shape_of(config)
@@ -167,7 +167,7 @@ def model_of(context: RuleContext, setting: str) -> ModelShape | None:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """Return the shape that a config.json describes; None if its family is not known or a size is missing."""
+    """Return the shape in a config.json; None if the model's family is not known or an entry is missing or invalid."""
     family = FAMILIES.get(str(config.get("model_type")))
     try:
         return None if family is None else _shape(config, *family)
@@ -180,7 +180,7 @@ def _shape(config: Mapping[str, Any], qkv_bias: bool, head_norms: bool) -> Model
     if not (
         0 < layers <= MOST_LAYERS and heads > 0 and int(config["hidden_size"]) > 0 and int(config["vocab_size"]) > 0
     ):
-        raise ValueError("sizes of no model")
+        raise ValueError("the config.json has sizes that no model can have")
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     skipped = set(config.get("mlp_only_layers") or ())
     step = int(config.get("decoder_sparse_step") or 1)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the memory of one rank of a training engine, from a model's shape and the engine's layout.
 
-Contract: weights, gradients and optimizer are counted as the engines keep them. FSDP2 shards an fp32 copy of everything
-over its group and computes with gathered bf16 layers. Megatron has bf16 weights, an fp32 gradient buffer and, shared
-over the data-parallel ranks, fp32 weights and Adam's two moments: 6 + 12/d bytes per parameter (Megatron-Core's guide,
-"Distributed Optimizer"). docs/memory.md compares the results with published and measured figures.
+Contract: weights, gradients and optimizer state are counted as the engines store them. FSDP2 shards weights, gradients
+and moments in fp32 over its group, and computes with gathered layers in bf16. Megatron has bf16 weights, an fp32
+gradient buffer and, sharded over d data-parallel ranks, fp32 weights and Adam's two moments: 6 + 12/d bytes per
+parameter (Megatron-Core's guide, "Distributed Optimizer"). docs/memory.md compares the results with published and
+measured figures.
 """
 
 from dataclasses import dataclass
@@ -12,18 +13,18 @@ from dataclasses import dataclass
 from recipe.plan.memory.items import GIB, Item, listed
 from recipe.plan.memory.shape import ModelShape
 
-# What each process takes: CUDA's context, NCCL's buffers, libraries.
+# Memory that each process takes for CUDA's context, NCCL's buffers and libraries.
 CONTEXT = Item("context, NCCL, libraries", GIB, certain=False)
 FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The most that a rank computes at once.
+    """The largest micro-batch of a rank, for an update or a forward pass.
 
     Attributes:
-        tokens: the tokens of a micro-batch on this rank.
-        logit_bytes: the bytes of all copies of a logit; 0 with fused kernels or a value model.
+        tokens: number of tokens of the micro-batch on this rank.
+        logit_bytes: bytes of all copies of one logit; 0 with fused kernels or a value model.
         recomputes: whether only the inputs of layers are kept for the backward pass (gradient checkpointing).
     """
 
@@ -37,13 +38,13 @@ class Rank:
     """The memory of one rank.
 
     Attributes:
-        weights: the bytes of the weights that it holds during an update; likewise `gradients` and `optimizer`.
-        update: what it needs besides at the peak of an update.
-        forward: what it needs besides at the peak of a forward pass alone.
-        weights_rest: whether the weights leave the device while the rank does not work.
-        optimizer_rest: whether the optimizer's state does.
-        keeps_gradients: whether the buffer of gradients stays meanwhile.
-        on_host: whether weights, gradients and optimizer are always in host memory.
+        weights: bytes of the rank's weights during an update; likewise `gradients` and `optimizer` (its state).
+        update: further memory at the peak of an update.
+        forward: further memory at the peak of a forward pass without backward.
+        weights_rest: whether the weights are offloaded to the host while the rank is idle.
+        optimizer_rest: whether the optimizer state is offloaded to the host while the rank is idle.
+        keeps_gradients: whether the gradient buffer stays on the device while the rank is idle.
+        on_host: whether weights, gradients and optimizer state are always in host memory.
     """
 
     weights: int
@@ -58,19 +59,19 @@ class Rank:
 
     @property
     def updating(self) -> tuple[Item, ...]:
-        """What is on the device during an update."""
+        """Device memory during an update."""
         states = (Item("weights", self.weights), Item("gradients", self.gradients), Item("optimizer", self.optimizer))
         return (*(() if self.on_host else listed(*states)), *self.update)
 
     @property
     def scoring(self) -> tuple[Item, ...]:
-        """What is on the device during a forward pass alone."""
+        """Device memory during a forward pass without backward."""
         weights = () if self.on_host or not self.weights_rest else (Item("weights", self.weights),)
         return (*weights, *self.at_rest, *self.forward)
 
     @property
     def at_rest(self) -> tuple[Item, ...]:
-        """What stays on the device while the rank does not work."""
+        """Device memory while the rank is idle."""
         if self.on_host:
             return ()
         buffer = self.keeps_gradients and not self.weights_rest
@@ -82,7 +83,7 @@ class Rank:
 
     @property
     def host(self) -> tuple[Item, ...]:
-        """What the rank keeps in host memory."""
+        """Host memory of the rank."""
         return listed(
             Item("weights", self.weights) if self.weights_rest or self.on_host else None,
             Item("gradients", self.gradients) if self.on_host else None,
@@ -92,15 +93,15 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class FSDP:
-    """How FSDP2 lays a model out.
+    """The layout of a model under FSDP2.
 
     Attributes:
-        shards: ranks that share one copy (`fsdp_size`, or all).
-        model_bytes: the bytes of a parameter that a rank keeps (`model_dtype`).
-        compute_bytes: of a parameter that it computes with (`mixed_precision.param_dtype`).
-        trained: how many parameters are trained; None for all.
-        trains: whether there are gradients and an optimizer.
-        keeps_unsharded: whether gradients stay whole until the last micro-batch
+        shards: number of ranks that share one copy of the model (`fsdp_size`, or all ranks).
+        model_bytes: bytes of a stored parameter (`model_dtype`).
+        compute_bytes: bytes of a gathered parameter (`mixed_precision.param_dtype`).
+        trained: number of trained parameters; None for all.
+        trains: whether the rank has gradients and an optimizer.
+        keeps_unsharded: whether gradients stay unsharded until the last micro-batch
             (`use_no_sync_for_gradient_accumulation`).
         reshards: whether a layer's gathered weights are freed after its forward pass.
     """
@@ -118,12 +119,12 @@ class FSDP:
 
 
 def fsdp_rank(shape: ModelShape, layout: FSDP, update: Work | None, forward: Work | None, head: bool = True) -> Rank:
-    """Return a rank of FSDP2; ``head`` says whether the model has an output for each entry of the vocabulary."""
+    """Return the memory of an FSDP2 rank; ``head`` is whether the model has a language-model head, unlike a critic."""
     parameters = shape.parameters if head else shape.without_head
     trained = 0 if not layout.trains else parameters if layout.trained is None else layout.trained
     outside = parameters - shape.layer_parameters - shape.expert_parameters
     share, trained_share = -(-parameters // layout.shards), -(-trained // layout.shards)
-    # The layer at work and the next one are gathered; what is outside of layers stays gathered.
+    # The current layer and the next one are gathered; parameters outside of layers stay gathered.
     gathered = (outside + 2 * shape.largest_layer if layout.reshards else parameters) * layout.compute_bytes
     return Rank(
         weights=share * layout.model_bytes,
@@ -140,10 +141,10 @@ def fsdp_rank(shape: ModelShape, layout: FSDP, update: Work | None, forward: Wor
 def _fsdp_update(
     shape: ModelShape, layout: FSDP, work: Work, gathered: int, outside: int, trained: int
 ) -> tuple[Item, ...]:
-    """Return what an update needs at the larger of two peaks: at the output, or in the largest layer's backward pass.
+    """Return an update's memory at the larger of two peaks: at the output, or in the largest layer's backward pass.
 
-    At the output there are all logits, and the gradients of the output's weights. In a layer there are also the layer's
-    own gradients, which are summed over the ranks in fp32, and the activations that are computed again.
+    At the output, memory has all logits and the gradients of the output head. In a layer's backward pass, it has these
+    gradients, the layer's own gradients, which are reduced over the ranks in fp32, and the recomputed activations.
     """
     inputs = work.tokens * shape.hidden * 2 * shape.layers
     layer = work.tokens * layer_activations(shape)
@@ -173,10 +174,10 @@ def _fsdp_forward(shape: ModelShape, work: Work, gathered: int) -> tuple[Item, .
 
 
 def layer_activations(shape: ModelShape) -> int:
-    """Return the bytes per token that transformers' layer keeps for its backward pass, with flash attention in bf16.
+    """Return the bytes per token that a transformers layer keeps for its backward pass, with flash attention in bf16.
 
     Norms compute in fp32 and keep their input, its fp32 copy, the normed and the scaled values. Attention keeps q, k, v
-    and its output, twice if heads have norms. The MLP keeps gate, its activation, up and their product.
+    and its output; head norms add copies of q and k. The MLP keeps gate, its activation, up, and their product.
     """
     width = shape.q_width + shape.kv_width
     norms = 2 * 12 * shape.hidden + (8 * width if shape.head_norms else 0)
@@ -188,20 +189,20 @@ def layer_activations(shape: ModelShape) -> int:
 
 
 def _layer_peak(shape: ModelShape) -> int:
-    """Return the bytes per token that one layer has at once in a forward pass alone."""
+    """Return the peak bytes per token of one layer in a forward pass without backward."""
     mlp = shape.experts_per_token * shape.expert_mlp if shape.expert_layers else shape.mlp
     return 8 * shape.hidden + max(6 * mlp, 4 * (shape.q_width + shape.kv_width))
 
 
 @dataclass(frozen=True, slots=True)
 class Megatron:
-    """How Megatron lays a model out; sizes are those of verl's `megatron` section.
+    """The layout of a model under Megatron; parallel sizes are those of verl's `megatron` section.
 
     Attributes:
-        ranks: the engine's ranks, with all copies of the model.
-        distributed: whether the optimizer's state is shared over the data-parallel ranks.
-        trained: how many parameters are trained; None for all.
-        trains: whether there are gradients and an optimizer.
+        ranks: number of all ranks of the engine.
+        distributed: whether the optimizer state is sharded over the data-parallel ranks.
+        trained: number of trained parameters; None for all.
+        trains: whether the rank has gradients and an optimizer.
     """
 
     ranks: int
@@ -219,7 +220,7 @@ class Megatron:
 
     @property
     def copies(self) -> int:
-        """How many ranks share the optimizer's state of dense parameters."""
+        """Number of ranks over which the optimizer state of dense parameters is sharded."""
         return max(1, self.ranks // (self.tensor * self.pipeline))
 
     @property
@@ -228,7 +229,7 @@ class Megatron:
 
 
 def megatron_rank(shape: ModelShape, layout: Megatron, update: Work | None, forward: Work | None) -> Rank:
-    """Return the rank that needs most memory, of the first or of the last pipeline stage."""
+    """Return the memory of a rank of the first or the last pipeline stage, whichever needs more."""
     stages = [_stage(shape, layout, update, forward, first=True)]
     if layout.pipeline > 1:
         stages.append(_stage(shape, layout, update, forward, first=False))
@@ -242,7 +243,7 @@ def _stage(shape: ModelShape, layout: Megatron, update: Work | None, forward: Wo
     if layout.trained is not None:
         trained = layout.trained // (layout.tensor * layout.pipeline), 0
     sharers = (layout.copies, layout.expert_copies) if layout.distributed else (1, 1)
-    # The first stage has as many micro-batches under way as there are stages; the last stage has one.
+    # The first stage has as many micro-batches in flight as there are stages; the last stage has one.
     under_way = layout.pipeline if first else 1
     has_logits = only or not first
     return Rank(
@@ -258,7 +259,7 @@ def _stage(shape: ModelShape, layout: Megatron, update: Work | None, forward: Wo
 
 
 def _on_stage(shape: ModelShape, layout: Megatron, first: bool) -> tuple[int, int]:
-    """Return the dense parameters and the experts' parameters on a rank of this stage."""
+    """Return the numbers of dense and of expert parameters on a rank of this pipeline stage."""
     only = layout.pipeline == 1
     layers = -(-shape.layers // layout.pipeline) / shape.layers
     norms = 2 * shape.hidden + 2 * shape.head_dim * shape.head_norms
@@ -287,9 +288,9 @@ def _megatron_work(
 def _megatron_layer(shape: ModelShape) -> int:
     """Return the bytes per token that a layer keeps with flash attention and fused norms, before tensor parallelism.
 
-    A layer keeps the inputs and outputs of both norms, q, k and v with and without positions, the output of attention
-    and, in the MLP, both halves of its first layer and their product. With experts it keeps two copies of the token
-    for each expert that it goes to: one going in, one coming out.
+    A layer keeps the inputs and outputs of both norms, q, k and v before and after rotary embedding, the output of
+    attention and, in the MLP, both halves of its first layer and their product. With experts, a layer also keeps the
+    input and the output of each expert to which a token is routed.
     """
     common = 8 * shape.hidden + 6 * (shape.q_width + shape.kv_width)
     if shape.expert_layers:

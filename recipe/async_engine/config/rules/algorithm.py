@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for advantages, losses and corrections.
 
-Whatever they accept runs, and whatever they refuse of verl's own does not: tests/integration/test_algorithms.py calls
-each of verl's functions with the columns that a batch has here.
+verl's functions that the rules accept run on a batch of this package, and those that they refuse fail:
+tests/integration/test_algorithms.py calls each function with the columns of such a batch.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ ADVANTAGE_ESTIMATORS = (
     "tir_optimal_token_baseline",
 )
 """The advantage estimators of verl 0.9.1 that need no second, greedy answer to each prompt."""
-# They compare the answers of one group: with a single answer every advantage is zero or undefined.
+# Estimators that compare the answers of one group: with a single answer every advantage is zero or undefined.
 GROUP_ESTIMATORS = frozenset(ADVANTAGE_ESTIMATORS) - {"gae", "gpg", "reinforce_plus_plus"}
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -39,29 +39,29 @@ REJECTIONS = (
     *(f"seq_{over}_k{number}" for over in ("sum", "mean") for number in (1, 2, 3)),
     *("seq_max_k2", "seq_max_k3"),
 )
-# Losses with a ratio to the proximal policy. If that is the policy that sampled, the ratio is the importance weight.
+# Losses with a ratio to the proximal policy. If the behaviour policy is proximal, the ratio is the importance weight.
 RATIO_LOSSES = ("vanilla", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "geo_mean", "gspo", "kl_cov", "sapo")
-# The names of verl's PPO loss.
+# Both are names of verl's PPO loss.
 PPO = ("vanilla", "bypass_mode")
 
 
 def has_ratio(loss: str) -> bool:
     """Return whether a loss has a ratio to the proximal policy.
 
-    A user's own loss counts as one without, so it gets the importance weights that the settings ask for.
+    A user's own loss counts as a loss without a ratio, so importance weights are applied to it if the settings say so.
     """
     return loss in RATIO_LOSSES
 
 
 def chosen_loss(mode: str, loss_type: str | None, source: Proximal) -> str:
-    """Return the loss that an update uses, which ``loss_mode`` or, for verl's PPO loss, ``loss_type`` names."""
+    """Return the name of the loss of an update: ``mode``, or for verl's PPO loss the one that ``loss_type`` selects."""
     if mode not in PPO:
         return mode
     return "reinforce" if loss_type == "reinforce" and source is Proximal.BYPASS else "vanilla"
 
 
 def advantages(context: RuleContext) -> Iterator[Problem]:
-    """Check that the advantage estimator has what it needs."""
+    """Check the settings that the advantage estimator requires."""
     estimator = str(context.get("algorithm.adv_estimator"))
     if estimator == "remax":
         advice = "It needs a greedy answer for each prompt, which is not supported yet; choose another estimator."
@@ -82,7 +82,7 @@ def advantages(context: RuleContext) -> Iterator[Problem]:
 
 
 def _group_filter(context: RuleContext) -> Iterator[Problem]:
-    """Check that the filter of groups has a metric and could filter any."""
+    """Check that the filter of groups has a metric, and groups of more than one answer."""
     if not context.get("algorithm.filter_groups.metric"):
         advice = "reward is the reward itself; others are fields of what the reward function returns, such as acc."
         yield context.problem("algorithm.filter_groups.metric", "a name with filter_groups.enable=true", advice)
@@ -92,7 +92,7 @@ def _group_filter(context: RuleContext) -> Iterator[Problem]:
 
 
 def _token_baseline(context: RuleContext, estimator: str) -> Iterator[Problem]:
-    """Check token baselines: they need each token's whole distribution, which only a pass of the trainer computes."""
+    """Check token baselines, which need each token's whole distribution: only the trainer's forward pass has it."""
     if not context.get(f"{ACTOR}.calculate_sum_pi_squared"):
         allowed = f"true with algorithm.adv_estimator={estimator}"
         yield context.problem(f"{ACTOR}.calculate_sum_pi_squared", allowed, "Set it, or choose another estimator.")
@@ -121,7 +121,7 @@ def losses(context: RuleContext) -> Iterator[Problem]:
 
 
 def correction(context: RuleContext) -> Iterator[Problem]:
-    """Check corrections, which verl would refuse only at the first batch or, inside a loss, at the first update."""
+    """Check off-policy corrections, whose faults verl would report only at the first batch or update."""
     section = "algorithm.rollout_correction"
     yield from _in_loss(context, section)
     rejection = context.get(f"{section}.rollout_rs")
@@ -137,7 +137,7 @@ def correction(context: RuleContext) -> Iterator[Problem]:
 
 
 def _in_loss(context: RuleContext, section: str) -> Iterator[Problem]:
-    """Check settings that have no effect, or two meanings, where the loss itself corrects."""
+    """Check settings that are redundant or contradictory if the loss itself corrects for off-policy data."""
     if proximal_source(context.config, context.settings) is not Proximal.BYPASS:
         return
     mode, loss_type = _loss(context), context.get(f"{section}.loss_type", "ppo_clip")
@@ -156,7 +156,7 @@ def _in_loss(context: RuleContext, section: str) -> Iterator[Problem]:
 
 
 def without_effect(context: RuleContext) -> Iterator[str]:
-    """Warn if importance weights are only reported: verl's PPO loss computes them and does not apply them."""
+    """Warn if importance weights have no effect: with log-probs by bypass, verl's PPO loss only reports them."""
     section = "algorithm.rollout_correction"
     level = context.get(f"{section}.rollout_is")
     if proximal_source(context.config, context.settings) is not Proximal.BYPASS or not level:

@@ -16,7 +16,7 @@ DEPTH = "async_training.staleness_threshold"
 
 
 def staleness(context: RuleContext) -> Iterator[Problem]:
-    """Check that the pipeline is no deeper than the staleness bound."""
+    """Check that the pipeline depth is at most the staleness bound."""
     training = context.settings.async_training
     bound, depth = staleness_bound(training), training.staleness_threshold
     if depth > bound:
@@ -25,7 +25,7 @@ def staleness(context: RuleContext) -> Iterator[Problem]:
 
 
 def tight_bound(context: RuleContext) -> Iterator[str]:
-    """Warn of a bound so tight that training waits for long answers."""
+    """Warn of a staleness bound so tight that training waits for long answers."""
     training = context.settings.async_training
     bound, depth = staleness_bound(training), training.staleness_threshold
     if depth == 0 or training.whole_batches or bound > math.ceil(depth):
@@ -78,7 +78,7 @@ def _train_batch(context: RuleContext) -> Iterator[Problem]:
 
 
 def admission_policy(context: RuleContext) -> Iterator[Problem]:
-    """Check that a policy's module can be found; the trainer's process checks the class itself."""
+    """Check that the module of a custom admission policy exists; the trainer's process checks the class in it."""
     name = context.settings.async_training.policy
     if name in POLICIES:
         return
@@ -94,7 +94,7 @@ def admission_policy(context: RuleContext) -> Iterator[Problem]:
 
 
 def whole_batches(context: RuleContext) -> Iterator[Problem]:
-    """Check that whole batches are trained at most one version late."""
+    """Check that the admission policy `whole_batches` trains each batch at most one version late."""
     training = context.settings.async_training
     if not training.whole_batches:
         return
@@ -107,7 +107,7 @@ def whole_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def shared_placement(context: RuleContext) -> Iterator[Problem]:
-    """Check settings that have only one value with a shared placement or with whole batches."""
+    """Check settings for which a shared placement or whole batches leave only one value."""
     training = context.settings.async_training
     if synchronous_batch(training) and training.trigger_parameter_sync_step != 1:
         allowed = f"1 with {'placement=shared' if training.placement == SHARED else 'whole batches'}"

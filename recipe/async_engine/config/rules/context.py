@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule looks at: a configuration, and what is known about files and nodes."""
+"""The input of a rule: a configuration, and what is known about files and nodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ REWARD_MODEL = "reward.reward_model"
 
 @dataclass(frozen=True, slots=True)
 class RuleContext:
-    """All that a rule may look at."""
+    """A configuration, and the facts about files, data and resources that rules check it against."""
 
     config: Mapping[str, Any]
     settings: Settings
@@ -31,7 +31,7 @@ class RuleContext:
         return lookup(self.config, setting, default)
 
     def problem(self, setting: str, allowed: str, advice: str) -> Problem:
-        """Return a problem with the value that a setting has."""
+        """Return a problem of a setting with its current value."""
         return Problem(setting, render(self.get(setting)), allowed, advice)
 
     def count(self, setting: str) -> int | None:
@@ -41,7 +41,7 @@ class RuleContext:
 
     @property
     def batch_groups(self) -> int | None:
-        """b, the prompt groups of a step; None if its mini-batch is not given."""
+        """b, the number of prompt groups of a step; None without a valid `ppo_mini_batch_size`."""
         mini = self.count(f"{ACTOR}.ppo_mini_batch_size")
         return None if mini is None else batch_size(self.config, self.settings.async_training)
 
@@ -51,35 +51,35 @@ class RuleContext:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The sections of the models that are trained."""
+        """The configuration sections of the trained models."""
         return (ACTOR, "critic") if self.has_critic else (ACTOR,)
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The sections of the rollout engines: the policy's, and the reward model's if there is one."""
+        """The configuration sections of the inference engines: the policy's, and the reward model's if enabled."""
         return (ROLLOUT, f"{REWARD_MODEL}.rollout") if self.get(f"{REWARD_MODEL}.enable") else (ROLLOUT,)
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest sequence that the data may give."""
+        """Number of tokens of the longest prompt and response together."""
         return (self.count("data.max_prompt_length") or 0) + (self.count("data.max_response_length") or 0)
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the trainer's workers keep the weights of a reference policy; with LoRA it is the actor's base."""
+        """Whether the trainer's workers keep reference-policy weights; with LoRA they use the actor's base model."""
         return has_reference(self.config)
 
     @property
     def trainer_scores(self) -> bool:
-        """Whether the trainer computes log-probs, be it only those that no log-prob server answers."""
+        """Whether the trainer computes log-probs, at least where log-prob servers fail to answer."""
         return proximal_source(self.config, self.settings) in (Proximal.RECOMPUTE, Proximal.SERVER)
 
     @property
     def positions(self) -> int | None:
-        """How many tokens the policy has positions for; None if that is not known.
+        """Number of token positions of the policy; None if not known.
 
-        It is what its config.json says, unless the configuration overrides it (verl/workers/config/model.py:216). verl
-        makes it the length of an engine's longest sequence.
+        The number is in the model's config.json, unless the configuration overrides it
+        (verl/workers/config/model.py:216). verl makes it the default `max_model_len` of an engine.
         """
         model = "actor_rollout_ref.model"
         for part in ("model_config.", ""):
@@ -91,7 +91,7 @@ class RuleContext:
 
     @property
     def policy(self) -> Mapping[str, Any]:
-        """The policy's config.json; empty if it could not be read."""
+        """The contents of the policy model's config.json; empty if it cannot be read."""
         setting = "actor_rollout_ref.model.path"
         return next((fact.model_config for fact in self.files if fact.setting == setting and fact.model_config), {})
 

@@ -25,7 +25,7 @@ WANTED = {
 
 
 def files(context: RuleContext) -> Iterator[Problem]:
-    """Report paths that cannot be used, missing columns, and rows that cannot be used."""
+    """Report unusable paths, missing columns, and unusable rows."""
     needed = [str(context.get("data.prompt_key", "prompt"))]
     if context.get("reward.reward_manager.source", "register") == "register":
         needed += [str(context.get("data.reward_fn_key", "data_source")), *REWARD_COLUMNS]
@@ -40,7 +40,7 @@ def files(context: RuleContext) -> Iterator[Problem]:
 
 
 def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[Problem]:
-    """Report what is wrong with a data file's columns and rows."""
+    """Report problems with the columns and rows of a data file."""
     columns = fact.columns or ()
     missing = [name for name in needed if fact.columns is not None and name not in columns]
     if missing:
@@ -56,7 +56,7 @@ def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[P
 
 
 def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
-    """Report rows with the same fault."""
+    """Return the problem of all rows that have the same fault."""
     limit = context.get("data.max_prompt_length")
     allowed, said = {
         "empty": ("data whose prompts have text", "no text. Remove the rows, or fill them."),
@@ -81,7 +81,7 @@ def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
 
 
 def lengths(context: RuleContext) -> Iterator[Problem]:
-    """Check that the engines' lengths are those of the data, by which memory and answers are checked."""
+    """Check that the engines' prompt and response lengths equal the limits of the data, which other rules use."""
     for engines, datas in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         length = context.get(f"data.{datas}")
         if context.get(f"{ROLLOUT}.{engines}") not in (None, length):
@@ -89,7 +89,7 @@ def lengths(context: RuleContext) -> Iterator[Problem]:
 
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
-"""The parts that verl's checkpoints may have; verl ignores other names."""
+"""The names that verl knows in `save_contents` and `load_contents`; it ignores all others."""
 
 
 def saving(context: RuleContext) -> Iterator[Problem]:
@@ -110,7 +110,7 @@ def saving(context: RuleContext) -> Iterator[Problem]:
 
 
 def _contents(context: RuleContext) -> Iterator[Problem]:
-    """Check that checkpoints have all parts that a run needs to resume, unless none may resume."""
+    """Check that checkpoints contain all that resuming needs, unless `trainer.resume_mode` is disable."""
     saves, resumes = (context.get("trainer.save_freq") or -1) > 0, context.get("trainer.resume_mode") != "disable"
     for section in context.trained:
         before: object = None

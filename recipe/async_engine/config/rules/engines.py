@@ -18,8 +18,8 @@ from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 AT_SWAP = "async_training.weights.at_swap"
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
-# Model families whose experts have different names in a checkpoint, which vLLM uses, and in Transformers' model, which
-# verl's FSDP engines use when they send weights.
+# Model families whose experts have different names in Transformers' model than in a checkpoint. verl's FSDP engines
+# send the former names, and vLLM expects the latter.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 STRATEGIES = {
     "dp": ("fsdp", "fsdp2"),
@@ -27,13 +27,13 @@ STRATEGIES = {
     "torchtitan": ("torchtitan",),
     "veomni": ("veomni",),
 }
-"""The training engines that verl has for each ``model_engine``."""
-# The tokens of the built-in task's longest answer with lengths=long_tail, its end token included.
+"""The values of ``strategy`` that verl has for each ``model_engine``."""
+# Number of tokens of the built-in task's longest answer with lengths=long_tail, including the end token.
 LONG_TAIL_TOKENS = 121
 
 
 def rollout(context: RuleContext) -> Iterator[Problem]:
-    """Check that the engines have room for the longest sequence, and a token of each sequence in a step."""
+    """Check that the engines' `max_model_len` and `max_num_batched_tokens` are large enough."""
     room = context.count(f"{ROLLOUT}.max_model_len")
     if room is not None and room < context.longest:
         advice = "Raise it, or lower data.max_prompt_length or data.max_response_length."
@@ -51,7 +51,7 @@ def rollout(context: RuleContext) -> Iterator[Problem]:
 
 
 def early_ends(context: RuleContext) -> Iterator[str]:
-    """Warn if answers would be cut off because the model has too few positions."""
+    """Warn if the model has too few positions for the longest answers, so that they would be truncated."""
     positions = context.positions
     if context.get(f"{ROLLOUT}.max_model_len") is None and positions is not None and positions < context.longest:
         yield (
@@ -62,10 +62,10 @@ def early_ends(context: RuleContext) -> Iterator[str]:
 
 
 def weights(context: RuleContext) -> Iterator[Problem]:
-    """Check how versions are staged, and what happens to running answers when they are swapped in."""
+    """Check the settings for staging and publishing weights, and for running answers at the swap."""
     training = context.settings.async_training
     chosen, at_swap = training.weights, context.settings.weights.at_swap
-    # The problem names the setting that the user has set: this package's, or stock's.
+    # The problem names the setting that the user has set: `at_swap`, or stock verl's `partial_rollout`.
     stock = context.get("async_training.weights.at_swap") is None and context.get(INTERRUPTS) is not None
     setting, cut, drained = (INTERRUPTS, "true", "false") if stock else (AT_SWAP, "interrupt", "drain")
     if training.placement == SHARED:
@@ -96,7 +96,7 @@ def weights(context: RuleContext) -> Iterator[Problem]:
 
 
 def _relays(context: RuleContext) -> Iterator[Problem]:
-    """Check that trainer ranks pass no weights on while they train."""
+    """Check that trainer ranks do not relay weights to replicas while they train."""
     setting = f"{ROLLOUT}.checkpoint_engine.engine_kwargs.nccl.multi_sender"
     if context.get(f"{ROLLOUT}.checkpoint_engine.backend") == "nccl" and context.get(setting):
         advice = (
@@ -107,7 +107,7 @@ def _relays(context: RuleContext) -> Iterator[Problem]:
 
 
 def _stageable(context: RuleContext) -> Iterator[Problem]:
-    """Refuse settings whose weights cannot be staged beside the live ones."""
+    """Refuse model settings with which weights can only be loaded in place, if weights are to be staged."""
     for setting in (f"{ROLLOUT}.quantization", "actor_rollout_ref.model.mtp.enable_rollout"):
         if context.get(setting):
             advice = "Its weights can only be loaded in place: set async_training.weights.staging=none, or remove it."
@@ -116,7 +116,7 @@ def _stageable(context: RuleContext) -> Iterator[Problem]:
 
 
 def engine(context: RuleContext) -> Iterator[Problem]:
-    """Check that the training engine is the one that the configuration was composed for."""
+    """Check that the training engines match `model_engine`, for which the configuration was composed."""
     engine = context.get("model_engine", "dp")
     strategies = STRATEGIES.get(str(engine), ())
     if not strategies:
@@ -133,7 +133,7 @@ def engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def _torchtitan(context: RuleContext) -> Iterator[Problem]:
-    """Check torchtitan: verl has no critic on it, and no copies of its weights (separation/engine_workers.py:118)."""
+    """Check torchtitan: verl has no critic on it, and cannot copy its weights (separation/engine_workers.py:118)."""
     setting, training = "async_training.trigger_parameter_sync_step", context.settings.async_training
     keeps = context.trainer_scores or (context.get("trainer.save_freq") or -1) > 0
     if context.get(f"{ACTOR}.strategy") == "torchtitan" and training.trigger_parameter_sync_step > 1 and keeps:
@@ -144,7 +144,7 @@ def _torchtitan(context: RuleContext) -> Iterator[Problem]:
 
 
 def _sequence_parallel(context: RuleContext, section: str) -> Iterator[Problem]:
-    """Check FSDP's sequence parallelism, which slices packed sequences inside flash attention."""
+    """Check the conditions of Ulysses sequence parallelism: packed sequences and flash attention."""
     setting = f"{section}.ulysses_sequence_parallel_size"
     if context.get(f"{section}.strategy") == "megatron" or (context.count(setting) or 1) == 1:
         return
@@ -161,7 +161,7 @@ def _sequence_parallel(context: RuleContext, section: str) -> Iterator[Problem]:
 
 
 def critic(context: RuleContext) -> Iterator[Problem]:
-    """Check that the critic's mini-batches divide the batch of a step."""
+    """Check that the batch of a step is a multiple of the critic's mini-batch."""
     if not context.has_critic:
         return
     mini, batch = context.count("critic.ppo_mini_batch_size"), context.batch_groups
@@ -171,7 +171,7 @@ def critic(context: RuleContext) -> Iterator[Problem]:
 
 
 def lora(context: RuleContext) -> Iterator[Problem]:
-    """Check that trainer and engines agree on the adapters, and that these reach the engines."""
+    """Check that trainer and rollout engines use the same LoRA rank, and that the engines can get the adapters."""
     megatron = context.get(f"{ACTOR}.strategy") == "megatron"
     mine, other = f"{MODEL}.lora_rank", f"{MODEL}.lora.rank"
     if megatron:
@@ -193,7 +193,7 @@ def lora(context: RuleContext) -> Iterator[Problem]:
 
 
 def experts(context: RuleContext) -> Iterator[Problem]:
-    """Refuse models whose experts vLLM would not recognize by the names that verl sends."""
+    """Refuse models for which verl sends names of experts that vLLM does not know."""
     family, strategy = context.policy.get("model_type"), context.get(f"{ACTOR}.strategy")
     if family in OTHER_EXPERTS and strategy != "megatron":
         advice = "verl's FSDP engines send experts by names that vLLM does not know of this family; take another model"
@@ -204,7 +204,7 @@ def experts(context: RuleContext) -> Iterator[Problem]:
 
 
 def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:
-    """Check that adapters can be sent without the base weights, which engines load from the model's files."""
+    """Check that engines can load the base weights themselves, if only adapters are sent to them."""
     merge, allowed = f"{MODEL}.lora.merge", "with adapters that are sent alone"
     if megatron:
         advice = (
@@ -229,14 +229,14 @@ def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:
 
 
 def packages(context: RuleContext) -> Iterator[Problem]:
-    """Report packages that the engines would import here and that are missing."""
+    """Report packages that the engines would import on this machine but that are not installed."""
     for need in needs(context.config):
         if context.available is not None and need.is_lacking(context.available.absent):
             yield context.problem(need.setting, need.allowed, need.advice)
 
 
 def cpu(context: RuleContext) -> Iterator[Problem]:
-    """Check that engines and transfer can run on a CPU."""
+    """Check that engines and weight transfer can run on a CPU, if the run is on a CPU."""
     if not context.on_cpu:
         return
     for section in context.trained:
@@ -268,7 +268,7 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
 
 
 def _bucket(context: RuleContext) -> Iterator[Problem]:
-    """Check that a bucket holds the largest tensor: on a CPU it goes to vLLM's engine whole, in shared memory."""
+    """Check that a transfer bucket holds the largest tensor: on a CPU, vLLM gets each tensor in one bucket."""
     setting = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
     megabytes = context.count(setting)
     wide = context.get(f"{ACTOR}.fsdp_config.model_dtype", "fp32") in ("fp32", "float32")
@@ -282,7 +282,7 @@ def _bucket(context: RuleContext) -> Iterator[Problem]:
 
 
 def resources(context: RuleContext) -> Iterator[Problem]:
-    """Check that replicas divide their accelerators, and that there are enough accelerators for all parts."""
+    """Check that replicas divide their accelerators, and that the cluster has enough accelerators in total."""
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     shared = context.settings.async_training.placement == SHARED
     if shared and (nodes is None or per_node is None):
@@ -319,7 +319,7 @@ def resources(context: RuleContext) -> Iterator[Problem]:
 
 
 def _rooms(context: RuleContext, nodes: Sequence[NodeRoom]) -> Iterator[Problem]:
-    """Check that the nodes have room for each group of accelerators, and for the CPUs that verl reserves with it."""
+    """Check that each group of accelerators that verl reserves on one node, with its CPUs, fits on the nodes."""
     part = unplaceable(wanted(context.config, context.settings), nodes)
     if part is None:
         return
@@ -335,7 +335,7 @@ def _rooms(context: RuleContext, nodes: Sequence[NodeRoom]) -> Iterator[Problem]
 
 
 def builtin_task(context: RuleContext) -> Iterator[Problem]:
-    """Check that the built-in task's answers fit into the length of a response."""
+    """Check that the built-in task's longest answers fit into `data.max_response_length`."""
     task, length = context.settings.builtin_task, context.count("data.max_response_length")
     if task is not None and task.lengths == "long_tail" and length is not None and length < LONG_TAIL_TOKENS:
         allowed = f"at least {LONG_TAIL_TOKENS} with builtin_task.lengths=long_tail"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that refuse values with which a run would reach its end without having learned anything.
+"""Rules that refuse values with which a run would end without having learned anything.
 
-verl accepts such values: with a temperature of 0 every gradient is 0, and with `optim.clip_grad=0` every update is.
+verl accepts such values: a temperature of 0 makes every gradient 0, and `optim.clip_grad=0` makes every update 0.
 """
 
 import math
@@ -37,11 +37,11 @@ LIMITS: Mapping[str, Expected] = {
     "critic.optim.lr": number("0 trains nothing.", least=0),
     "critic.cliprange_value": number(ROOM, above=0),
 }
-"""The numbers that these settings may be; null is left to verl."""
+"""The accepted numbers of each setting; null is always accepted, and verl handles it."""
 
 
 def learning(context: RuleContext) -> Iterator[Problem]:
-    """Refuse numbers outside of `LIMITS`, greedy sampling, and updates that are never made."""
+    """Refuse numbers outside of `LIMITS`, greedy sampling, and settings that prevent every update."""
     for setting, limit in LIMITS.items():
         is_used = context.has_critic or not setting.startswith("critic.")
         value = context.get(setting)
@@ -61,7 +61,7 @@ def learning(context: RuleContext) -> Iterator[Problem]:
 
 
 def _thresholds(context: RuleContext) -> Iterator[Problem]:
-    """Check the thresholds of importance weights and of rejection, which are numbers or text in verl."""
+    """Check the thresholds of importance weights and rejection, each a number or text with several numbers."""
     for kind, what in (("is", "Weights are cut there"), ("rs", "What lies above is rejected")):
         setting = f"{CORRECTION}.rollout_{kind}_threshold"
         value = context.get(setting)
@@ -81,7 +81,7 @@ def _above_0(text: str) -> bool:
 
 
 def trains_nothing(context: RuleContext) -> Iterator[str]:
-    """Warn of values that are accepted, since somebody may want them, but leave the policy unchanged."""
+    """Warn of accepted values that leave the policy unchanged."""
     if context.get(f"{ACTOR}.optim.lr") == 0:
         yield f"{ACTOR}.optim.lr=0: the policy stays as it is"
     if all(context.get(f"{ACTOR}.clip_ratio{which}") == 0 for which in ("", "_low", "_high")):

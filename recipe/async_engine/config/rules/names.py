@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks names that verl looks up only when a run is under way: estimators, losses, loggers, dtypes and others.
+"""Checks names that verl looks up only during a run: of estimators, losses, loggers, dtypes and others.
 
-Contract: if nobody can add a name to verl's own, a name that is none of them is refused here. The other kinds are in
-verl's registries, to which plugins and a model's ``external_lib`` may add names. There, a name that is none of verl's
-own is looked up in the registry once verl is imported (`inspection/verl_check`); a main on a CPU imports verl only for
-such names (`unusual`). tests/integration/test_late_names.py shows that the lists are verl's.
+Contract: some names are fixed in verl, and an unknown one is refused here. Other names are in verl's registries, to
+which plugins and a model's ``external_lib`` may add. If such a name is not one of verl's own (`unusual`),
+`inspection/verl_check` looks it up in the registry, which takes importing verl; a main on a CPU imports verl for no
+other reason. tests/integration/test_late_names.py compares the lists in this module with verl's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ OWN_ENGINES = {
 UNTRIED_ENGINES = ("kimi_ckpt_engine", "mooncake", "nixl")
 DTYPES = ("fp16", "float16", "fp32", "float32", "bf16", "bfloat16")
 CORRECTION = "algorithm.rollout_correction"
-# The package of each logger. If it is missing, verl fails when everything else has started.
+# The package of each logger. If the package is missing, verl fails only after everything else has started.
 LOGGERS: Mapping[str, str] = {
     "clearml": "clearml",
     "console": "",
@@ -46,7 +46,7 @@ LOGGERS: Mapping[str, str] = {
 
 
 def _is_no_described_loop(context: RuleContext) -> bool:
-    """Return whether the user's file of agent loops, as far as it can be read here, lacks the default one."""
+    """Return whether the user's file of agent loops, if it can be read, lacks the default agent loop."""
     setting = f"{ROLLOUT}.agent.agent_loop_config_path"
     described = next((fact.columns for fact in context.files if fact.setting == setting), None)
     if described is None:
@@ -56,13 +56,12 @@ def _is_no_described_loop(context: RuleContext) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A setting whose value verl looks up late.
+    """A setting whose value is a name that verl looks up during the run.
 
     Attributes:
-        own: verl's own names.
-        registry: where verl keeps the names and others may add some; empty if nobody can.
-        external: whether the processes that look the name up have imported the model's ``external_lib``.
-        used: returns whether a run looks the name up.
+        registry: the ``module:attribute`` of verl's registry of these names; empty if they are fixed.
+        external: whether the processes that look up the name have imported the model's ``external_lib``.
+        used: returns whether a run looks up the name.
     """
 
     setting: str
@@ -82,7 +81,7 @@ PARSERS = ("deepseek_v4", "gemma4", "glm", "gpt-oss", "hermes", "kimi", "minimax
 
 
 def _is_on(setting: str, *values: Any) -> Callable[[RuleContext], bool]:
-    """Return a test of whether a setting has one of ``values`` or, without ``values``, is on."""
+    """Return a function that tests whether a setting has one of ``values``; without ``values``, whether it is on."""
     return lambda context: context.get(setting) in values if values else bool(context.get(setting))
 
 
@@ -118,7 +117,7 @@ NAMES: tuple[Name, ...] = (
         ATTENTION,
         ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa"),
         "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
-        # A name with a slash is a kernel on the hub.
+        # A name with a slash is a kernel on the Hugging Face hub.
         used=lambda context: "/" not in str(context.get(ATTENTION)),
     ),
     *(
@@ -151,7 +150,7 @@ NAMES: tuple[Name, ...] = (
 
 
 def names(context: RuleContext) -> Iterator[Problem]:
-    """Refuse unknown names of a kind to which nobody can add, unknown loggers, and unfit checkpoint engines."""
+    """Refuse unknown names that no registry can have, unknown loggers, and unsuitable checkpoint engines."""
     for name in NAMES:
         value = context.get(name.setting)
         if not name.registry and value is not None and name.used(context) and value not in name.own:
@@ -164,7 +163,7 @@ def names(context: RuleContext) -> Iterator[Problem]:
 
 
 def asked(loggers: Any) -> list[Any]:
-    """Return the names in a setting that accepts one or several."""
+    """Return the list of names in a setting that accepts one name or a list."""
     return list(loggers) if isinstance(loggers, list) else [loggers] if loggers is not None else []
 
 
@@ -175,14 +174,14 @@ def unknown(context: RuleContext, setting: str, known: Sequence[str]) -> Problem
 
 
 def unusual(context: RuleContext) -> list[Name]:
-    """Return the settings whose values are none of verl's own names, so that a registry has to be asked."""
+    """Return the settings whose names are not verl's own, so that they must be looked up in verl's registries."""
     ours = OWN_ENGINES.get(context.get(MODULE))
     asked = ((name, context.get(name.setting)) for name in NAMES if name.registry and name.used(context))
     return [name for name, value in asked if value is not None and value not in (*name.own, ours)]
 
 
 def _checkpoint_engine(context: RuleContext) -> Iterator[Problem]:
-    """Check that the checkpoint engine can bring whole weights to other processes."""
+    """Check that the checkpoint engine can send whole weights to other processes."""
     backend, publish = context.get(BACKEND), context.settings.weights.publish
     usual = "recipe_gloo" if context.on_cpu else "nccl"
     if backend == "naive":
@@ -201,7 +200,7 @@ def _checkpoint_engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def untried(context: RuleContext) -> Iterator[str]:
-    """Warn of checkpoint engines that are accepted but that nobody has tried with this package."""
+    """Warn of checkpoint engines that are accepted but have never been tried with this package."""
     backend = context.get(BACKEND)
     if backend in UNTRIED_ENGINES and context.settings.async_training.placement != SHARED:
         yield f"{BACKEND}={backend} was never tried with this package; nccl was"

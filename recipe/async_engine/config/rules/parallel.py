@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for how ranks and batches are divided, which verl would only assert when the workers are up, or later.
+"""Rules for the division of ranks and batches, which verl checks only after the workers have started.
 
-verl/workers/config/actor.py:199-209 and critic.py (a size, or sizing by tokens), verl/workers/engine_workers.py:616-643
-(the same way for updates and log-probs), verl/workers/engine/utils.py:124 (sizes that divide) and
-verl/utils/seqlen_balancing.py:384 (the longest sequence fits into a micro-batch). Shown by
-tests/config/test_model_rules.py and test_parallel_sizes.py.
+verl's own checks are in verl/workers/config/actor.py:199-209 and critic.py (micro-batches have a size or are sized by
+tokens), verl/workers/engine_workers.py:616-643 (both sized the same way for updates and log-probs),
+verl/workers/engine/utils.py:124 (divisibility) and verl/utils/seqlen_balancing.py:384 (the longest sequence fits into
+a micro-batch). Shown by tests/config/test_model_rules.py and test_parallel_sizes.py.
 """
 
 import math
@@ -15,7 +15,7 @@ from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
-# The settings by which ranks share a model or a sequence, by training engine.
+# The parallel sizes by which ranks share a model or a sequence, for each training engine.
 OF_FSDP = ("ulysses_sequence_parallel_size",)
 TITANS = tuple(f"torchtitan.{kind}_parallel_size" for kind in ("tensor", "pipeline", "context"))
 SHARING = {
@@ -31,7 +31,7 @@ SERVERS, PARALLEL, REFERENCE = "model_engine_server", "model_parallel_size", "ac
 
 
 def ranks(context: RuleContext) -> Iterator[Problem]:
-    """Check the sizes by which an engine lays its ranks out; `division` checks the actor's own parallel sizes."""
+    """Check `fsdp_size` of every engine, and the parallel sizes of critic and servers; `division` has the actor's."""
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     if nodes is not None and per_node is not None:
         trainer = nodes * per_node
@@ -48,7 +48,7 @@ def ranks(context: RuleContext) -> Iterator[Problem]:
 
 
 def _copies(context: RuleContext, section: str, engine: str, count: int) -> Iterator[Problem]:
-    """Check ``fsdp_size``: FSDP keeps a copy of the model on as many ranks (verl/workers/engine/fsdp/utils.py:35)."""
+    """Check ``fsdp_size``, the number of ranks that share a copy of a model (verl/workers/engine/fsdp/utils.py:35)."""
     setting = f"{engine}.fsdp_size"
     size = context.get(setting)
     if context.get(f"{section}.strategy") in SHARING or not isinstance(size, int):
@@ -59,7 +59,7 @@ def _copies(context: RuleContext, section: str, engine: str, count: int) -> Iter
 
 
 def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
-    """Check that the ranks divide into groups that share a model or a sequence."""
+    """Check that the product of the parallel sizes divides the number of ranks."""
     sizes = shared_by(context, section)
     if count % math.prod(sizes.values()) == 0:
         return []
@@ -70,13 +70,13 @@ def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
 
 
 def shared_by(context: RuleContext, section: str) -> dict[str, int]:
-    """Return, for each setting, by how many ranks it has a model or a sequence shared."""
+    """Return the sizes by which an engine's ranks share a model or a sequence, by setting; a size is 1 if not set."""
     of_engine = SHARING.get(str(context.get(f"{section}.strategy")), OF_FSDP)
     return {setting: context.count(setting) or 1 for setting in (f"{section}.{name}" for name in of_engine)}
 
 
 def _critics_batches(context: RuleContext, count: int) -> Iterator[Problem]:
-    """Check that the critic's mini-batches divide among its ranks (verl/workers/engine_workers.py:267)."""
+    """Check that the critic's data-parallel ranks divide its mini-batches (verl/workers/engine_workers.py:267)."""
     setting = "critic.ppo_mini_batch_size"
     mini, answers = context.count(setting), context.count(f"{ROLLOUT}.n")
     parts = count // math.prod(shared_by(context, "critic").values())
@@ -87,13 +87,13 @@ def _critics_batches(context: RuleContext, count: int) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The settings by which one kind of work is divided into micro-batches.
+    """Names of the settings that size the micro-batches of updates or of log-probs.
 
     Attributes:
-        dynamic: whether micro-batches are sized by tokens, else by a number of sequences.
-        rows: the sequences of a micro-batch of a rank.
-        old_rows: verl's older setting for all ranks together, which its engines do not read.
-        tokens: the tokens of a micro-batch of a rank.
+        dynamic: the switch for sizing micro-batches by tokens instead of by sequences.
+        rows: the number of sequences in a rank's micro-batch.
+        old_rows: verl's older setting for the sequences of all ranks, which its engines do not read.
+        tokens: the number of tokens in a rank's micro-batch.
     """
 
     dynamic: str
@@ -103,19 +103,19 @@ class Sizing:
 
 
 def scoring(section: str) -> Sizing:
-    """Return the settings that size the computation of log-probs."""
+    """Return the settings that size micro-batches of log-probs."""
     names = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "micro_batch_size", "max_token_len_per_gpu")
     return Sizing(*(f"{section}.log_prob_{name}" for name in names))
 
 
 def updating(section: str) -> Sizing:
-    """Return the settings that size updates."""
+    """Return the settings that size micro-batches of updates."""
     names = ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu")
     return Sizing(f"{section}.use_dynamic_bsz", *(f"{section}.{name}" for name in names))
 
 
 def micro_batches(context: RuleContext) -> Iterator[Problem]:
-    """Check that each kind of work has a micro-batch size of the chosen kind, with room for the longest sequence."""
+    """Check that each micro-batch has a size, in sequences or tokens as chosen, that fits the longest sequence."""
     for section, sizing in _used(context).items():
         by_tokens = bool(context.get(sizing.dynamic))
         if not by_tokens and (context.get(sizing.rows) is None or context.get(sizing.old_rows) is not None):
@@ -124,9 +124,9 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
             name = sizing.old_rows.rpartition(".")[2]
             advice = f"Set it, or {switch}=True, and remove {name}."
             yield context.problem(sizing.rows, allowed, advice)
-        # verl's critic is always sized by tokens (engine.use_dynamic_bsz).
+        # verl always sizes the critic's micro-batches by tokens (engine.use_dynamic_bsz).
         tokens = context.count(sizing.tokens)
-        # The last of these sizes shares a sequence.
+        # The last of the parallel sizes is the one that splits sequences.
         shares = list(shared_by(context, "critic" if section == "critic" else ACTOR).values())[-1]
         if (by_tokens or section == "critic") and tokens is not None and tokens * shares < context.longest:
             allowed = f"at least {-(-context.longest // shares)}"
@@ -140,9 +140,9 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def _used(context: RuleContext) -> dict[str, Sizing]:
-    """Return the kinds of work that a run does, by section."""
+    """Return the settings of the micro-batches that a run uses, by configuration section."""
     sizings = {section: updating(section) for section in context.trained}
-    # verl asserts the sizes for log-probs even if the trainer computes none.
+    # verl asserts the sizes for log-probs even if the trainer computes no log-probs.
     sizings[ROLLOUT] = scoring(ROLLOUT)
     if context.uses_reference:
         sizings[REFERENCE] = scoring(REFERENCE)
@@ -150,7 +150,7 @@ def _used(context: RuleContext) -> dict[str, Sizing]:
 
 
 def division(context: RuleContext) -> Iterator[Problem]:
-    """Check that the actor's ranks divide by its parallel sizes, and its batches by what is left."""
+    """Check that the parallel sizes divide the actor's ranks, and its data-parallel ranks divide the batches."""
     mini, answers = context.count(f"{ACTOR}.ppo_mini_batch_size"), context.count(f"{ROLLOUT}.n")
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     if mini is None or answers is None or nodes is None or per_node is None:
@@ -174,8 +174,8 @@ def _divisors(context: RuleContext, mini: int, batch: int) -> Iterator[Problem]:
     """Check that micro-batches sized by sequences divide a rank's trajectories.
 
     Args:
-        mini: a rank's trajectories of an update.
-        batch: a rank's trajectories of a step.
+        mini: number of trajectories of a rank in one update.
+        batch: number of trajectories of a rank in one step.
     """
     works = {ACTOR: (updating(ACTOR), mini, "mini-batch")}
     if context.trainer_scores:
@@ -191,7 +191,7 @@ def _divisors(context: RuleContext, mini: int, batch: int) -> Iterator[Problem]:
 
 
 def _expert_division(context: RuleContext, ranks: int) -> Iterator[Problem]:
-    """Check that Megatron's ranks divide by the parallel sizes of experts."""
+    """Check that the product of the parallel sizes of experts divides Megatron's ranks."""
     if context.get(f"{ACTOR}.strategy") != "megatron":
         return
     names = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")

@@ -33,7 +33,7 @@ def proximal_log_probs(context: RuleContext) -> Iterator[Problem]:
 
 
 def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
-    """Check the servers' mode, anchor and division of accelerators."""
+    """Check the log-prob servers against the mode, the weight sync and the accelerators."""
     servers = context.settings.servers
     yield from _reference(context)
     if not servers.enabled:
@@ -75,7 +75,7 @@ def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
 
 
 def _reference(context: RuleContext) -> Iterator[Problem]:
-    """Check that servers of the reference policy are of use."""
+    """Check that servers of the reference policy, if configured, would be used."""
     servers, setting = context.settings.servers, f"{SERVERS}.reference_replicas"
     if servers.reference_replicas == 0:
         return
@@ -101,7 +101,7 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
     rollout = f"{REWARD_MODEL}.rollout"
     size = context.count(f"{rollout}.tensor_model_parallel_size") or 1
     total = reward_accelerators(context)
-    # Where there are none, a problem above says so.
+    # If the total is 0, the loop above has reported it.
     if total and total % size:
         advice = f"They are the {total} of {REWARD_MODEL}.nnodes * n_gpus_per_node."
         allowed = "a divisor of the reward model's accelerators"
@@ -109,7 +109,7 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
 
 
 def reward_accelerators(context: RuleContext) -> int:
-    """Return how many accelerators the reward model's servers have."""
+    """Return the number of accelerators of the reward model's servers."""
     if not context.get(f"{REWARD_MODEL}.enable") or not context.get(f"{REWARD_MODEL}.enable_resource_pool"):
         return 0
     return (context.count(f"{REWARD_MODEL}.nnodes") or 0) * (context.count(f"{REWARD_MODEL}.n_gpus_per_node") or 0)
