@@ -52,7 +52,7 @@ class RolloutEngine(Protocol):
         """
 
     async def hold_requests(self) -> None:
-        """Pause generation but keep all requests, which continue after `resume_generation` with the weights live then."""
+        """Pause generation but keep all requests; after `resume_generation` they continue with the live weights."""
 
     async def resume_generation(self) -> None:
         """Resume generation after `abort_all_requests` or `hold_requests`."""
