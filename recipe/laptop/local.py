@@ -68,7 +68,7 @@ def _make_task(folder: str, settings: TaskSettings) -> None:
     if done.returncode == 2:  # `recipe.laptop.task` exits with status 2 for TaskDirectoryError.
         raise TaskDirectoryError(said)
     if done.returncode:
-        raise RunFailed(f"the built-in task was not created in {folder}: {said or 'it gave no reason'}")
+        raise RunFailed(f"the built-in task was not created in {folder}: {said or 'its process gave no reason'}")
 
 
 def forks(config: DictConfig, choice: PlatformChoice) -> Prefork | None:

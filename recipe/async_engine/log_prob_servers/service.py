@@ -148,8 +148,7 @@ class ScoringService:
         """Start the serving loop on the current event loop."""
         self._loop = asyncio.create_task(self._run(), name="scoring service")
 
-    # Requests
-
+    # The following methods are about requests.
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
         """Wait until one sequence has been scored and return the answer.
 
@@ -183,8 +182,7 @@ class ScoringService:
         self._queue.paused = False
         self._wake.set()
 
-    # Weights
-
+    # The following methods are about weights.
     async def begin_join(self) -> None:
         """Wait until a rank may join the group of a weight sync; joining is a collective.
 
@@ -293,7 +291,7 @@ class ScoringService:
             if len(scores) != len(sequences):
                 raise ValueError(f"the engine gave {len(scores)} scores")
             if batch.version == self._refused:
-                raise ValueError(f"the weights of version {batch.version} were refused meanwhile")
+                raise ValueError(f"the weights of version {batch.version} were refused while they scored the batch")
         except EngineLost:
             raise
         except Exception as error:

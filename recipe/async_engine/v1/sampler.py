@@ -10,12 +10,12 @@ and no group is evicted for its age. verl's own strategies check the age only wh
 late: a group that was issued too early can then only be trained although it is too old (`wait`) or evicted (`drop`).
 Here `StalenessGate` decides when prompts are issued, including those of ``num_warmup_batches``, and when a batch may be
 taken. If prompts are requested before they may be issued, only their number is kept as owed, and no data are read for
-them. A group's start version is the version that was live when it was issued; none of its tokens is older.
+them. A group's start version is the version that was live when it was issued; no older version samples its tokens.
 
-verl's step G trains with version G - 1 on the rollout, and the tag of a prompt is the step at which it was issued. The
-sampler reaches the trainer through ``refill_fn``, which is one of the trainer's methods, and replaces the two methods
-of that trainer that issue prompts. Failed groups and those that ``algorithm.filter_groups`` removes are replaced as in
-verl. Shown by tests/integration/test_v1_sampler.py and, in stock trainers, tests/e2e/test_v1_trainers.py.
+verl's step G starts from version G - 1, and the tag of a prompt is the step at which it was issued. ``refill_fn`` is a
+method of the trainer, through which the sampler finds the trainer; it then replaces the two methods of this trainer
+that issue prompts. Failed groups and those that ``algorithm.filter_groups`` removes are replaced as in verl. Shown by
+tests/integration/test_v1_sampler.py and, in stock trainers, tests/e2e/test_v1_trainers.py.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             )
         except StalenessViolation as error:
             raise SamplerError(
-                f"{SETTING}={self.max_off_policy_threshold} cannot be kept with what has been issued ({error}). Resume "
-                "with the threshold that the checkpoint was made with, or a larger one"
+                f"{SETTING}={self.max_off_policy_threshold} cannot be kept for prompts already issued ({error}). "
+                "Resume with the threshold with which the checkpoint was made, or a larger one"
             ) from error
 
     @staticmethod
@@ -154,7 +154,10 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return taken if step == global_steps else 0
 
     def _issue_owed(self, global_steps: int) -> int:
-        """Issue owed prompts while the gate admits ``data.gen_batch_size`` more; return how many were issued."""
+        """Issue prompts that were requested earlier while the gate admits ``data.gen_batch_size`` more of them.
+
+        Return the number of prompts issued now.
+        """
         issued = 0
         while self._owed > 0:
             gate = self._gate(global_steps)

@@ -191,7 +191,7 @@ class SummedSender:
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Send like the engine, and add the checksum and version to its metrics."""
+        """Send the weights with the wrapped engine; return its metrics with the checksum and version added."""
         checksum = StreamChecksum()
         if getattr(self.engine, "sums_what_it_sends", False):
             metrics = await self.engine.send_weights(weights, global_steps=global_steps)

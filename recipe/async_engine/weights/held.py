@@ -81,7 +81,10 @@ def _held(holder: Any) -> tuple[dict[Any, Any], Put]:
 
 
 def _parts(holder: Any) -> tuple[dict[Any, Any], Put] | None:
-    """Return the values that an object holds, by name or index, and a setter or None; or None if it holds nothing."""
+    """Return the values that an object holds, by name or index, and a function that replaces one.
+
+    The function is None if the values cannot be replaced; the result is None for an object that is not looked into.
+    """
     if isinstance(holder, dict):
         return holder, holder.__setitem__
     if isinstance(holder, list):

@@ -50,7 +50,7 @@ def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
         if tied:
             raise WeightsError(
                 f"{name} has an adapter and shares its weight with {tied[0]}, so the merged weights cannot serve both: "
-                "leave it out with actor_rollout_ref.model.exclude_modules"
+                "leave its layer out with actor_rollout_ref.model.exclude_modules"
             )
     tensors = {name: (tensor, adapted.get(name)) for name, tensor in module.state_dict().items()}
     for name, (tensor, layer) in convert_weight_keys(normalize_peft_param_name(tensors), module).items():
@@ -110,7 +110,7 @@ class LoraSending(FSDPEngine):
 
 
 class LoraFSDPEngineWithLMHead(LoraSending, FSDPEngineWithLMHead):
-    """verl's FSDP engine for an accelerator, with LoRA weights sent as the module's contract says."""
+    """verl's FSDP engine for language models on an accelerator, with LoRA weights sent by `LoraSending`."""
 
 
 def register(device: str, vendor: str) -> None:

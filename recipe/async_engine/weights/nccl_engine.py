@@ -193,10 +193,9 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         with torch.cuda.stream(stream), cp.cuda.ExternalStream(stream.cuda_stream):
             yield stream
 
-    # Membership
-
+    # The following methods join and leave groups.
     def prepare(self) -> Member:
-        """Allocate the buckets, and report the group that this process is in."""
+        """Allocate the buckets and return this process's metadata, including its present group."""
         # The sender's buckets are zeroed on the stream that later fills them, so that the zeroing comes first.
         with self._filling() if self.is_master else nullcontext():
             reported = super().prepare()
@@ -208,7 +207,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return verl's topology, keeping the group's name if all members report it with these ranks."""
+        """Return verl's topology with a group's name: a new one, unless all members report the same group and ranks."""
         topology = super().build_topology(actor_wg_world_size, rollout_world_size, metadata)
         ranks = [rank for side in topology for rank in side["rank"]]
         world_size = topology[0]["world_size"][0]
@@ -240,7 +239,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             return
         self.reset("another group takes its place")
         if not self._under_way.acquire(timeout=self._connect_timeout_s):
-            raise WeightStreamError(f"rank {rank}: the last transfer has not ended {self._connect_timeout_s:g} s later")
+            raise WeightStreamError(f"rank {rank}: the last transfer did not end within {self._connect_timeout_s:g} s")
         self._under_way.release()
         joined = self._group = Group(group)
         self.rank, self.world_size = rank, world_size
@@ -292,14 +291,13 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         if not self._keeps_group:
             self.reset("rebuild_group is set")
 
-    def reset(self, reason: str = "it was told to") -> None:
+    def reset(self, reason: str = "reset() was called") -> None:
         """Leave the group: a transfer in progress fails here with ``reason``, and the next sync creates a new group."""
         if self._group is not None:
             self._cycles.add()
             self._group.leave(reason)
 
-    # Transfer
-
+    # The following methods transfer weights.
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float] | None:
@@ -386,7 +384,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         if not self._under_way.acquire(blocking=False):
-            raise WeightStreamError(f"{what}: the last transfer has not ended")
+            raise WeightStreamError(f"{what} is impossible: the last transfer of this member has not ended")
         try:
             yield
         finally:
@@ -397,7 +395,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         """Leave the group at the deadline, on a failure or on an early end, since its members are then out of step."""
         group = self._group
         if group is None:
-            raise WeightStreamError(f"{what}: there is no group; call prepare and init_process_group first")
+            raise WeightStreamError(f"{what} is impossible without a group: call prepare and init_process_group first")
         group.check(what)
         late = threading.Timer(self._timeout_s, group.leave, [f"it was not over within timeout_s={self._timeout_s:g}"])
         late.daemon = True

@@ -32,7 +32,7 @@ class Bucket:
         return begin if begin + size <= len(self._bytes) else None
 
     def fill(self, meta: TensorMeta, chunk: torch.Tensor) -> torch.Tensor:
-        """Copy a chunk to ``meta.offset``, on the current stream; return the filled part of the bucket."""
+        """Copy a chunk to ``meta.offset`` on the current stream; return the copy, a view of the bucket."""
         assert meta.name not in self.holds, f"{meta.name} comes twice"
         self.holds[meta.name], self.length = meta, meta.offset + meta.chunk_size
         room = self._bytes[meta.offset : self.length]
@@ -50,13 +50,13 @@ class Bucket:
 
 
 class InlineExecutor(ThreadPoolExecutor):
-    """An event loop's executor that runs each call before `submit` returns."""
+    """An executor for an event loop that runs each call on the submitting thread, before `submit` returns."""
 
     def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         outcome: Future[Any] = Future()
         try:
             outcome.set_result(call(*arguments, **named))
-        except Exception as error:  # the future carries it
+        except Exception as error:  # The future passes it on to its waiter.
             outcome.set_exception(error)
         return outcome
 

@@ -70,7 +70,7 @@ ATTEMPTS = 3
 
 
 class NoReplicaLeft(RecipeError):
-    """No rollout replica holds the current weights; the cause is chained."""
+    """No rollout replica holds the current weights; ``__cause__`` is the error of the first replica that failed."""
 
 
 class PublishFailed(RecipeError):
@@ -79,7 +79,7 @@ class PublishFailed(RecipeError):
 
 @dataclass
 class StagedVersion:
-    """A version in transfer to the replicas, from :meth:`WeightPublisher.stage` to :meth:`WeightPublisher.resume`."""
+    """State of the publication of one version, from `WeightPublisher.stage` to `WeightPublisher.resume`."""
 
     version: int
     seconds: float = 0.0
@@ -275,7 +275,7 @@ class WeightPublisher(CheckpointEngineManager):
     async def _transfer(self, staged: StagedVersion) -> None:
         """Transfer the version to the replicas and record in ``staged`` which of them loaded it."""
         version = staged.version
-        # A dead member would only be noticed in the middle of the transfer, which would then fail for all.
+        # Find dead members first, because a member that dies unnoticed would make the transfer fail for all.
         living = [record for record in self.known.records if not record.dead]
         servers = [record for record in living if not record.generates]
         await asyncio.gather(
@@ -391,11 +391,11 @@ class WeightPublisher(CheckpointEngineManager):
 
     @property
     def _answer_s(self) -> float:
-        # Longer than the transfer's own deadline, so that the transfer's error is the one that is reported.
+        # This deadline is longer than the transfer's own, so that the transfer's error is the one that is reported.
         return self.known.timeout_s + PING_S
 
     async def outcomes(self, references: list[Any]) -> list[Any]:
-        """Return each reference's value or exception; a late one gives TimeoutError."""
+        """Wait for all Ray references; return the value or exception of each, a TimeoutError if it is late."""
         return await outcomes(references, self._answer_s)
 
     async def _all(self, references: list[Any]) -> list[Any]:

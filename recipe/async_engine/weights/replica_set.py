@@ -59,7 +59,7 @@ class ReplicaRecord:
 
 
 async def ping(record: ReplicaRecord) -> None:
-    """Return once all processes of a replica have given a sign of life."""
+    """Wait until all processes of a replica have given a sign of life."""
     workers = [worker.__ray_call__.remote(lambda worker: None) for worker in record.replica.workers]
     servers = [sign_of_life(server).remote() for server in record.replica.servers]
     await asyncio.gather(*workers, *servers)

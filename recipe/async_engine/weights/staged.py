@@ -133,7 +133,7 @@ class Intake:
         try:
             self._staged.complete(self._version, self.problem)
             self.checksum = self._sums.value()
-        except Exception as error:  # any error is the outcome of this stream
+        except Exception as error:  # Any error is recorded as the outcome of this stream.
             self.problem = None
             self.fail(error)
 
@@ -141,5 +141,5 @@ class Intake:
         if self.problem is None:
             try:
                 work()
-            except Exception as error:  # any error is the outcome of this stream
+            except Exception as error:  # Any error is recorded as the outcome of this stream.
                 self.fail(error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.laptop.task --out DIR``: creates the built-in task. docs/builtin-task.md describes it."""
+"""``python -m recipe.laptop.task --out DIR`` creates the built-in task, which docs/builtin-task.md describes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ import torch
 
 from recipe.async_engine.core.errors import WeightStreamError
 
-MAGIC = 0x52435057  # "RCPW"
+MAGIC = 0x52435057  # The four bytes spell "RCPW".
 DATA, END, ABORT = 1, 2, 3
 HEADER_FIELDS = 6
 NO_VERSION = -1
@@ -102,7 +102,7 @@ class Buckets:
         largest = self._memory[place].numel()
         if nbytes > largest:
             if not self._grows:
-                raise WeightStreamError(f"a frame of {nbytes} bytes does not fit a bucket, of at most {largest}")
+                raise WeightStreamError(f"a frame of {nbytes} bytes does not fit into a bucket of {largest} bytes")
             try:
                 self._memory[place] = torch.empty(nbytes, dtype=torch.uint8)
             except RuntimeError as error:
@@ -200,10 +200,10 @@ class BucketReader:
         """
         magic, kind, version, sequence, payload_bytes, text_bytes = fields
         if magic != MAGIC or kind not in (DATA, END, ABORT) or payload_bytes < 0 or not 0 <= text_bytes <= TEXT_BYTES:
-            raise WeightStreamError(f"what arrived is not a weight frame ({self.position})")
+            raise WeightStreamError(f"the received header is not a weight frame's ({self.position})")
         if self._version is not None and version != NO_VERSION and version != self._version:
             raise WeightStreamError(
-                f"the sender sends version {version}, this receiver was told to take version {self._version}"
+                f"the sender sends version {version}, but this receiver must take version {self._version}"
             )
         if sequence != self._sequence:
             raise WeightStreamError(f"frame {sequence} arrived out of turn ({self.position})")
@@ -237,7 +237,7 @@ class BucketReader:
             raise WeightStreamError(f"tensor {entry.name!r} has the unknown dtype {entry.dtype!r} ({self.position})")
         end = entry.offset + torch.Size(entry.shape).numel() * dtype.itemsize
         if not 0 <= entry.offset <= end <= payload.numel():
-            raise WeightStreamError(f"tensor {entry.name!r} does not lie in its frame ({self.position})")
+            raise WeightStreamError(f"tensor {entry.name!r} is not within its frame ({self.position})")
         return payload[entry.offset : end].view(dtype).view(tuple(entry.shape))
 
     def _check_end(self, announced: dict[str, int]) -> None:

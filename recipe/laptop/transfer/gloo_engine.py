@@ -98,8 +98,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._left_because = ""
         self._cycles = CycleCollector()
 
-    # Membership
-
+    # The following methods join and leave groups.
     def prepare(self) -> dict[str, Any]:
         """Return this member's group and, on the master, the address of the rendezvous store, as plain data."""
         group = None if self._transport is None else self._transport.group
@@ -130,7 +129,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         """
         endpoint = metadata[0]["endpoint"]
         if endpoint is None:
-            raise WeightStreamError("trainer rank 0 did not report where to meet: it is not the master of its engine")
+            raise WeightStreamError("trainer rank 0 has no rendezvous store: its engine needs is_master=True")
         members = [metadata[0], *metadata[actor_wg_world_size:]]
         world_size = 1 + rollout_world_size
         current = metadata[0]["group"]
@@ -190,8 +189,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._executor.shutdown(wait=False)
         self._executor = _new_executor()
 
-    # Sending
-
+    # The following methods send weights.
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
@@ -208,7 +206,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         transport = self._transport
         if transport is None:
             if self._is_master:
-                raise WeightStreamError(f"no group to send in: {self._left_because or NOT_CONNECTED}")
+                raise WeightStreamError(f"the sender of weights is in no group: {self._left_because or NOT_CONNECTED}")
             await self._on_thread(lambda: consume(weights))
             return {}
         with self._dropping_group():
@@ -248,8 +246,7 @@ class GlooCheckpointEngine(CheckpointEngine):
             "weight_sync/gb_per_s": writer.totals.nbytes / 1e9 / max(seconds, 1e-9),
         }
 
-    # Receiving
-
+    # The following method receives weights.
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield (name, tensor) for each weight, in the order of sending; a tensor is valid until the next is requested.
 
@@ -259,7 +256,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         """
         transport = self._transport
         if transport is None:
-            raise WeightStreamError(f"no group to receive in: {self._left_because or NOT_CONNECTED}")
+            raise WeightStreamError(f"a receiver of weights is in no group: {self._left_because or NOT_CONNECTED}")
         deadline = Deadline(self._timeout_s)
         reader = BucketReader(global_steps)
         with self._dropping_group():
@@ -280,8 +277,7 @@ class GlooCheckpointEngine(CheckpointEngine):
                 arrival.cancel()
             await self._on_thread(lambda: transport.confirm(deadline, f"confirming version {global_steps}"))
 
-    # Shared
-
+    # The following methods are used for both sending and receiving.
     def _on_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._executor, on_this_device(call))
 

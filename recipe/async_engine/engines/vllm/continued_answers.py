@@ -70,7 +70,7 @@ def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) ->
     grammar = compiled.result() if isinstance(compiled, Future) else compiled
     ruled = _after_reasoning(request, grammars)
     if ruled and not grammar.accept_tokens(request.request_id, ruled):
-        raise ValueError(f"the grammar of request {request.request_id} does not accept the tokens before its cut")
+        raise ValueError(f"the grammar of request {request.request_id} does not accept the tokens sampled earlier")
     return grammar
 
 

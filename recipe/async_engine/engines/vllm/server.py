@@ -315,7 +315,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return [name for names in of_workers for name in names]
 
     async def staging_outcomes(self) -> list[str]:
-        """Return `StagingExtension.staging_outcome` of each of the engine's workers."""
+        """Return the staging outcome of each of the engine's workers (`StagingExtension.staging_outcome`)."""
         return await call_each_worker(self.engine, "staging_outcome")
 
     async def swap(self, version: int, checksum: str) -> None:
@@ -444,8 +444,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         if self._loads_in_place and chosen and not issubclass(resolve_obj_by_qualname(chosen), StagingExtension):
             raise RolloutServerError(
                 f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={chosen}: an engine's workers "
-                "need recipe.async_engine.engines.vllm.engine_extension.StagingExtension, or a subclass, to take up "
-                "answers that were cut"
+                "need recipe.async_engine.engines.vllm.engine_extension.StagingExtension, or a subclass, to continue "
+                "interrupted answers"
             )
 
     def _get_worker_extension_cls(self) -> str:
