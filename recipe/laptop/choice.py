@@ -36,7 +36,6 @@ def choose_platform(
     """Return the platform of a run.
 
     Args:
-        environ: environment variables of the driver.
         machine: result of `inspect_machine`.
         ray_address: value of `ray_kwargs.ray_init.address`.
         device: value of `trainer.device`.

@@ -72,10 +72,7 @@ def _make_task(folder: str, settings: TaskSettings) -> None:
 
 
 def forks(config: DictConfig, choice: PlatformChoice) -> Prefork | None:
-    """Return a server that forks the run's Ray workers from a process that has imported torch, vLLM and verl.
-
-    Return None if the configuration does not ask for forked workers, or if forking is not possible.
-    """
+    """Return a server that forks Ray workers with torch, vLLM and verl imported; None if not wanted or not possible."""
     asked = choice.is_cpu and config.async_training.prefork_workers
     if not asked or sys.platform != "linux":
         return None

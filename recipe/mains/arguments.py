@@ -83,9 +83,9 @@ def take_arguments(config: DictConfig, mode: str) -> None:
 
 
 def _take_resources(config: DictConfig) -> None:
-    """Set the number of nodes and accelerators for generation where ``rollout`` does not name it.
+    """Set ``rollout.nnodes`` and ``rollout.n_gpus_per_node``, the resources for generation, if they are null.
 
-    The value is that of ``actor_rollout_ref.rollout``, which verl's v1 trainers read, or else the default.
+    They get the values in ``actor_rollout_ref.rollout``, which verl's v1 trainers read, or else the defaults 1 and 8.
     """
     asked, theirs = config.rollout, config.actor_rollout_ref.rollout
     named_by_v1 = is_count(theirs.get("nnodes"))

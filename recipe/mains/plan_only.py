@@ -65,7 +65,7 @@ def show(config: DictConfig, trainer: str) -> int:
 
 
 def _mode(config: DictConfig) -> str:
-    """Return the mode for which the settings of one of this package's mains are."""
+    """Return the mode of one of this package's mains, derived from its settings."""
     training = config.async_training
     if training.get("placement") == SHARED:
         return "partial_rollout"

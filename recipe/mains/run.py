@@ -13,5 +13,4 @@ PARTS = Parts(laptop=local, judges=JUDGES, account=settled)
 
 
 def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> None:
-    """Run ``config`` in ``mode`` (`recipe.async_engine.run.driver.main`)."""
     driver.main(config, mode, PARTS, trainer_class)

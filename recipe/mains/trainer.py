@@ -77,11 +77,7 @@ class FlaggedTrainer(PPOTrainer):
     get_llm_client = get_teacher_client = get_reward_handles = on_sample_end = on_step_end = _nothing
 
     def fit(self, agent_loop_manager: NoAgentLoops) -> None:
-        """Run the mode to its end.
-
-        Raises:
-            RunFailed: the run ended with an error.
-        """
+        """Run the mode to its end; raise RunFailed if the run ends with an error."""
         from recipe.async_engine.run.driver import RunFailed, take_in
         from recipe.report.account import settled
 
@@ -106,7 +102,6 @@ class FlaggedTrainer(PPOTrainer):
 
 
 def flagged(mode: str) -> type[FlaggedTrainer]:
-    """Return the trainer class to register with verl for a mode."""
     return type(f"Flagged_{mode}", (FlaggedTrainer,), {"name": PREFIX + mode, "mode": mode})
 
 

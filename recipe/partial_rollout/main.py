@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m recipe.partial_rollout.main`` runs RL with training and generation in turns on the same accelerators.
 
-It takes the same configuration as stock verl's synchronous main. ``preset=tiny_cpu`` contains all settings for a
-laptop.
+It takes the same configuration as stock verl's synchronous main. ``preset=tiny_cpu`` has all settings that a run
+on a laptop needs.
 """
 
 import hydra

@@ -52,15 +52,10 @@ class TurnPublisher(WeightPublisher):
 
     @property
     def restarts(self) -> int:
-        """Number of restarts so far."""
         return self._restarts
 
     def begin_generation(self) -> None:
-        """Resume generation on all live replicas, and let the load balancer route requests to them.
-
-        Raises:
-            NoReplicaLeft: no replica is alive.
-        """
+        """Resume generation on all live replicas and route requests to them; raise NoReplicaLeft if none is alive."""
         asyncio.run(self._begin())
 
     async def _begin(self) -> None:

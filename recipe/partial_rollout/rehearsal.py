@@ -21,7 +21,6 @@ class TurnRehearsal(Rehearsal):
     publisher: TurnPublisher
 
     def rehearse(self) -> None:
-        """Rehearse like the base class, within a turn of the rollout."""
         self.publisher.begin_generation()
         super().rehearse()
         self.publisher.pause()

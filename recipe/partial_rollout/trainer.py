@@ -73,7 +73,6 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         return groups
 
     def _train(self, groups: list[GroupRun]) -> DataProto:
-        """Free the engines' memory, then train like the base class."""
         self.publisher.release()
         return super()._train(groups)
 

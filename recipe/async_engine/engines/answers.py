@@ -35,11 +35,7 @@ CHECKPOINT = "a checkpoint was taken"
 
 @dataclass(frozen=True)
 class Sampled:
-    """Newly sampled tokens of one request.
-
-    ``runs`` has (version, token count) for each run of tokens that one version sampled; ``log_probs`` is None unless
-    log-probs were requested.
-    """
+    """New tokens of one request, the runs of versions that sampled them and, if requested, their log-probs."""
 
     token_ids: list[int]
     runs: list[tuple[int, int]]

@@ -26,10 +26,7 @@ class CountingBalancer(GlobalRequestLoadBalancer):
     def acquire_server(
         self, request_id: str, ended: Sequence[str] = (), avoided: str | None = None
     ) -> tuple[str, ray.actor.ActorHandle]:
-        """Return a server for a request, other than ``avoided`` if possible.
-
-        ``ended`` names a server once for each of its requests that has ended.
-        """
+        """Return a server, not ``avoided`` if possible; ``ended`` names a server once per request that it has ended."""
         self.release_servers(ended)
         if avoided is not None and self._request_id_to_server.get(request_id) == avoided:
             others = [server_id for server_id in self._inflight_requests if server_id != avoided]

@@ -46,7 +46,7 @@ class RolloutEngine(Protocol):
     """The replica's weight workers, one per accelerator: actors with the methods of `WeightWorker`."""
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> None:
-        """Pause generation; return each request with its tokens so far as aborted.
+        """Pause generation; return all open requests as aborted, each with the tokens sampled so far.
 
         Later requests wait, or are returned as aborted if ``reject_request`` is true.
         """

@@ -105,10 +105,7 @@ def _pool(part: Wanted) -> RayResourcePool:
 
 
 def _reserve(pool: RayResourcePool, part: Wanted, deadline: float) -> bool:
-    """Create the placement groups of ``pool`` like verl's `get_placement_groups`.
-
-    Return whether all were available by the deadline (monotonic clock); if not, none stays reserved.
-    """
+    """Reserve the placement groups of ``pool``; return False, with none reserved, if not all are free in time."""
     bundle = {"CPU": part.cpus, get_platform().ray_resource_name(): 1}
     groups: list[PlacementGroup] = []
     try:

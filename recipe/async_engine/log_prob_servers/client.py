@@ -126,10 +126,7 @@ class PartScorer:
     """Submits the parts of one trajectory for scoring and collects their scores."""
 
     def __init__(self, client: ScoringClient, start: int) -> None:
-        """Create a scorer for one trajectory.
-
-        ``start``: version that was live when the trajectory's group was issued; servers score older groups first.
-        """
+        """``start`` is the version that was live when the trajectory's group was issued; older groups come first."""
         self._client = client
         self._start = start
         self._parts: list[Part] = []
@@ -161,7 +158,6 @@ class PartScorer:
         return scores
 
     def cancel(self) -> None:
-        """Cancel outstanding scoring requests; called when the trajectory has ended."""
         for task in self._tasks:
             task.cancel()
 

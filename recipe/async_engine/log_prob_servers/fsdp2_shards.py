@@ -84,7 +84,7 @@ class FSDP2Shards:
         return [(local, _shard_like(live, tensor))] if local.numel() > 0 else []
 
     def missing(self) -> list[str]:
-        """Return the names of tensors still missing of which this rank has a shard."""
+        """Return the names of the missing tensors, without those of which this rank has no shard."""
         return [name for address, name in self._held.items() if address not in self._accepted]
 
     def reset(self) -> None:
@@ -106,15 +106,10 @@ def _own_rows(live: torch.Tensor) -> list[int]:
 
 
 def _place(name: str, part: torch.Tensor, live: torch.Tensor | None, own: list[int]) -> _Place:
-    """Return the destination of a tensor that an exporter made from a model without data.
+    """Return the destination of ``part``, which an exporter made from a model without data.
 
-    Args:
-        part: the exported tensor, which may be a view of a packed one.
-        live: the live parameter from which it was exported, or None if unknown.
-        own: this rank's indices of that parameter's first dimension.
-
-    Raises:
-        StagingRefused: the tensor is neither a whole parameter nor a view of a single expert in one.
+    ``live`` is the parameter from which ``part`` comes, if known; ``own`` are this rank's indices of its first
+    dimension. If ``part`` is neither a whole parameter nor one expert's, StagingRefused is raised.
     """
     whole = _whole(part)
     if live is not None and part is whole:

@@ -31,15 +31,7 @@ TIED_HEAD = "lm_head.weight"
 
 @dataclass
 class _Parameter:
-    """A local parameter, which is merged from one or more tensors of the stream.
-
-    Attributes:
-        name: Megatron's name of the parameter.
-        live: this rank's live shard.
-        parts: Hugging Face names of the tensors from which the parameter is merged.
-        here: those of the tensors that have arrived and wait for the others.
-        complete: all tensors have arrived and were merged.
-    """
+    """A local parameter, merged from the stream's tensors ``parts``; those in ``here`` wait until all have come."""
 
     name: str
     live: torch.Tensor
@@ -98,11 +90,7 @@ class MegatronShards:
             parameter.complete = False
 
     def _shard(self, parameter: _Parameter) -> torch.Tensor:
-        """Merge the parameter's tensors and return this rank's shard.
-
-        Raises:
-            StagingRefused: the tensors cannot be merged, or the shard does not have the live shard's shape.
-        """
+        """Merge the parameter's tensors and return this rank's shard; raise StagingRefused if they do not fit."""
         parts = [parameter.here[part] for part in parameter.parts]
         ranks = self._bridge.mpu
         size, rank = (ranks.etp_size, ranks.etp_rank) if EXPERTS in parameter.name else (ranks.tp_size, ranks.tp_rank)

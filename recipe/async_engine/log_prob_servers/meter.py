@@ -28,10 +28,10 @@ class ServerMeter:
         """Return metrics of the servers' work since the last call, given their actor handles by name.
 
         Three metrics are means over the work since the last call: seconds that a request waits in the queue, batch size
-        as a share of the largest batch, and tokens per second of computing. Two compare the servers: how many versions
-        the furthest behind is behind ``version``, the newest published one; and the difference in computed tokens
-        between the most and the least loaded server, as a share of their mean. The others are counts since the servers
-        started.
+        as a share of the largest batch, and tokens per second of computing. Two compare the servers: the largest number
+        of versions by which a server lags behind ``version``, the newest published one; and the difference in computed
+        tokens between the most and the least loaded server, as a share of the servers' mean. The others are counts
+        since the servers started.
         """
         asked = {name: server.account.remote() for name, server in servers.items()}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=TOLD_S)

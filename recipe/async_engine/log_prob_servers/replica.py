@@ -96,7 +96,6 @@ class ModelEngineReplica(ReservedReplica):
         )
 
     async def launch_servers(self) -> None:
-        """Start the server on the node of its first worker."""
         timeout_s = self._worker.timeout_s
         async with asyncio.timeout(timeout_s):
             node = await self.workers[0].__ray_call__.remote(lambda worker: ray.get_runtime_context().get_node_id())

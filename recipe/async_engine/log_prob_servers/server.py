@@ -99,17 +99,13 @@ class ModelEngineServer(ScoringService):
         timeout_s: float,
         live: int | None = None,
     ) -> None:
-        """Create the server.
-
-        ``live``: version of the weights with which the workers start; None if they first need weights of the trainer.
-        """
+        """``live`` is the version of the weights with which the workers start, or None if they await the trainer's."""
         self._ranks = Ranks(workers, timeout_s)
         super().__init__(settings, self._ranks, _end_process, live=live, ranks=len(workers))
         self._answered_tokens = 0
         self._life = uuid4().hex
 
     async def start(self) -> None:
-        """Start the serving loop."""
         await self._ranks.find_places()
         self.run()
 

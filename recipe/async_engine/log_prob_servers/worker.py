@@ -78,13 +78,7 @@ def _shifted(of_next_token: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's position in the engine's parallel layout.
-
-    Attributes:
-        share: data-parallel rank, which decides the rows of a batch that the rank computes.
-        shares: data-parallel size.
-        has_output: whether the engine returns results on this rank.
-    """
+    """A rank's data-parallel rank (``share``), the data-parallel size (``shares``), and whether it returns results."""
 
     share: int
     shares: int
@@ -111,7 +105,6 @@ class ModelEngineWorker(CheckpointEngineWorker):
         )
 
     def attach(self, server: ray.actor.ActorHandle) -> None:
-        """Set the server to which this rank belongs."""
         self._server = server
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
@@ -152,7 +145,6 @@ class ModelEngineWorker(CheckpointEngineWorker):
         return asyncio.run(self.server_adapter.update_weights(weights, global_steps=version))
 
     async def promote(self, version: int) -> None:
-        """Make the staged weights of ``version`` the live ones on this rank."""
         await self._on_engine(lambda: self.server_adapter.swap(version))
 
     async def score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:

@@ -109,10 +109,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
     def _has_enough_samples(
         self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: set[str]
     ) -> bool:
-        """Return whether a batch may be taken.
-
-        After the oldest complete groups are taken, every other group must still fit into a batch before it is too old.
-        """
+        """Return whether, after the oldest complete groups are taken, all others still fit into batches in time."""
         if partition_id != TRAIN:
             return super()._has_enough_samples(global_steps, partition_id, batch_size, sampleable_keys)
         self._issue_owed(global_steps)
@@ -154,10 +151,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return taken if step == global_steps else 0
 
     def _issue_owed(self, global_steps: int) -> int:
-        """Issue prompts that were requested earlier while the gate admits ``data.gen_batch_size`` more of them.
-
-        Return the number of prompts issued now.
-        """
+        """Issue prompts that were requested earlier, as far as the gate admits them; return how many were issued."""
         issued = 0
         while self._owed > 0:
             gate = self._gate(global_steps)

@@ -98,7 +98,7 @@ class BoundedTrainer(PPOTrainer):
         Returns:
             A checkpoint-engine manager for the servers alone, or None if verl's own manager includes them.
         """
-        # verl's colocated trainer passes weights to the rollout without the checkpoint engine, so it is free.
+        # verl passes weights to the colocated rollout without the checkpoint engine, so the servers can use it.
         return CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
@@ -113,16 +113,13 @@ class BoundedTrainer(PPOTrainer):
 
     @property
     def has_servers(self) -> bool:
-        """Return whether log-prob servers score answers."""
         return self._scoring is not None
 
     def on_init_end(self) -> None:
-        """Publish the first weights to the log-prob servers and the rollout."""
         self._publish_to_servers()
         super().on_init_end()
 
     def on_step_end(self) -> None:
-        """Publish the step's weights to the log-prob servers and the rollout."""
         with marked_timer("update_server_weights", self.timing_raw, color="red"):
             self._publish_to_servers()
         super().on_step_end()

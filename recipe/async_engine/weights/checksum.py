@@ -44,10 +44,7 @@ class Rows:
 
 @dataclass
 class Tensor:
-    """State of one tensor's checksum.
-
-    ``runs`` locates the sums of its whole blocks: (index of the `Rows`, first row, number of rows).
-    """
+    """State of one tensor's checksum; ``runs`` locates its blocks' sums as (index of `Rows`, first row, row count)."""
 
     what: str
     blocks: int = 0
@@ -149,7 +146,7 @@ class StreamChecksum:
             weighted = sums * (2 * torch.arange(len(sums), device=sums.device) - 1)
             at = torch.tensor(places, device="cpu").to(sums.device, non_blocking=True)
             read += [sums.cumsum(0)[at], weighted.cumsum(0)[at]]
-        # All values of a device are read together, because each read waits for the device.
+        # All values are read in one transfer, because each transfer waits for the device.
         values = iter(torch.cat([part.to(read[0].device) for part in read]).tolist())
         last = [next(values) for _ in range(self._incomplete)]
         plain_and_weighted = [([next(values) for _ in places], [next(values) for _ in places]) for places in ends]

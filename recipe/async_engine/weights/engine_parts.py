@@ -13,11 +13,7 @@ T = TypeVar("T")
 
 
 def deadlines(backend: str, timeout_s: float, connect_timeout_s: float) -> tuple[float, float]:
-    """Return the time limits in seconds for a whole weight sync and for connecting, its first step.
-
-    Raises:
-        SettingError: one of the two settings is not above 0.
-    """
+    """Return the time limits (seconds) of a whole sync and of connecting; raise SettingError if one is not above 0."""
     for setting, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
         if not value > 0:
             raise SettingError(f"checkpoint_engine.engine_kwargs.{backend}.{setting}", value, "above 0 (seconds)")

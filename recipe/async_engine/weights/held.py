@@ -35,7 +35,6 @@ class Pair(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Return whether both models hold the very same object."""
         return self.mine is self.theirs
 
     @property
@@ -47,10 +46,7 @@ class Pair(NamedTuple):
 
 
 def pairs(mine: nn.Module, theirs: nn.Module) -> Iterator[Pair]:
-    """Yield every value that ``mine`` holds, paired with the value of ``theirs`` at the same path.
-
-    Submodules are matched by name.
-    """
+    """Yield every value that ``mine`` holds, paired with the value of ``theirs`` at the same path."""
     modules = dict(theirs.named_modules(remove_duplicate=False))
     waiting: list[tuple[str, Any, Any]] = [(name, module, modules[name]) for name, module in mine.named_modules()]
     known = {id(module) for _, module, _ in waiting}

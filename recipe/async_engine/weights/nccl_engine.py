@@ -150,7 +150,7 @@ class BucketDescriptions:
 
 @CheckpointEngineRegistry.register("nccl")
 class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
-    """One member of a weight sync, under the module's contract.
+    """The checkpoint engine of one member of a weight sync.
 
     Args:
         bucket_size: size of a bucket in bytes, as in verl.
@@ -181,7 +181,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     @property
     def _own_streams(self) -> tuple[Any, Any]:
-        """The CUDA streams on which buckets are filled and sent; torch's do not synchronize with the default stream."""
+        """The CUDA streams on which buckets are filled and sent, which do not synchronize with the default stream."""
         if self._streams is None:
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()
         return self._streams
@@ -307,7 +307,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             The checksum under the key `CHECKSUM` on the sending rank; None on the others.
 
         Raises:
-            WeightStreamError: the group was left, or the deadline has passed.
+            WeightStreamError: this member has left the group, or the deadline has passed.
         """
         what, iterator = f"sending version {global_steps}", iter(weights)
         sums = StreamChecksum()
@@ -373,7 +373,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         """Receive like verl. A tensor is a view of a buffer that is reused, so it is valid until the next is requested.
 
         Raises:
-            WeightStreamError: the group was left, or the deadline has passed.
+            WeightStreamError: this member has left the group, or the deadline has passed.
         """
         what = f"receiving version {global_steps}"
         with self._alone(what), self._watched(what) as group:

@@ -105,10 +105,7 @@ class WeightPublisher(CheckpointEngineManager):
         weights: Weights,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """Create the publisher.
-
-        ``dtype``: narrowest dtype in which floating-point weights can be sent without a receiver losing precision.
-        """
+        """``dtype`` is the narrowest dtype of floating-point weights in which no receiver loses precision."""
         super().__init__(config, actor_wg, replicas)
         self.weights = weights
         """The settings ``async_training.weights``, with a value for each that was null."""
@@ -156,7 +153,6 @@ class WeightPublisher(CheckpointEngineManager):
 
     @property
     def servers(self) -> list[RolloutReplica]:
-        """The log-prob servers that receive weights."""
         return [record.replica for record in self.known.records if not record.generates]
 
     @property
@@ -311,11 +307,7 @@ class WeightPublisher(CheckpointEngineManager):
             raise self._no_replica(f"no rollout replica holds version {staged.version}", self.known.records)
 
     async def _load_with_retries(self, staged: StagedVersion) -> list[ReplicaRecord]:
-        """Return the replicas that loaded the version in the last attempt.
-
-        Raises:
-            PublishFailed: the trainer itself failed to send in the second or a later attempt.
-        """
+        """Return the replicas that loaded the version; raise PublishFailed if the trainer itself failed repeatedly."""
         version = staged.version
         committed: list[ReplicaRecord] = []
         refused: list[ReplicaRecord] = []

@@ -74,7 +74,7 @@ class ReplicaSet:
     Args:
         replicas: the replicas and servers at the start of the run.
         load_balancer: verl's load balancer for the rollout replicas.
-        timeout_s: deadline of every call for which no other is given.
+        timeout_s: seconds that a call may take, unless another limit is given for it.
     """
 
     def __init__(self, replicas: list[RolloutReplica], load_balancer: ray.actor.ActorHandle, timeout_s: float) -> None:
@@ -102,10 +102,7 @@ class ReplicaSet:
         """Run ``action`` on all replicas concurrently.
 
         A replica that fails or is late is marked as dead; with ``or_absent`` a late one is only marked as absent.
-
-        Args:
-            what: the action as a verb phrase, for error messages.
-            timeout_s: deadline of the action; None means the set's own.
+        ``what`` is a verb phrase for error messages.
         """
         timeout_s = timeout_s or self.timeout_s
 

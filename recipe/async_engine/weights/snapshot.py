@@ -44,7 +44,6 @@ class Wire:
     wide: frozenset[str] = frozenset()
 
     def dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which a parameter is sent."""
         narrows = tensor.is_floating_point() and tensor.dtype.itemsize > self.dtype.itemsize
         return self.dtype if narrows and last_parts(name) not in self.wide else tensor.dtype
 

@@ -111,7 +111,6 @@ class Intake:
         """Checksum of the loaded weights once they are complete, otherwise empty."""
 
     def begin(self) -> None:
-        """Start the stream."""
         self._unless_failed(self._staged.begin)
 
     def take(self, weights: NamedTensors) -> None:

@@ -90,7 +90,7 @@ class PlatformCPU(PlatformBase):
 
 
 def install() -> None:
-    """Register the platform and apply its workarounds, once; must be called before verl looks for a device.
+    """Register the platform and apply its workarounds; must be called before verl looks for a device.
 
     Raises:
         WrongInstallation: the installed release of verl is not one for which the workarounds were written.

@@ -268,7 +268,6 @@ def _check_that_forks_draw_their_own() -> None:
 
 
 def _drawn_in_a_fork() -> bytes:
-    """Return a random object id that Ray draws in a fork of this process."""
     from ray import ObjectRef
 
     reading, writing = os.pipe()
@@ -285,9 +284,7 @@ def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
     """Import ``modules``, then serve launchers until standard input is closed.
 
     Args:
-        listener: listening socket to which launchers connect.
         executable: replacement for the interpreter, used for processes that forks spawn, such as vLLM's engine.
-        modules: names of the modules to import.
     """
     with _actor_classes_named_by_the_system():
         for name in modules:

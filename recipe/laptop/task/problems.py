@@ -31,7 +31,6 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """Text of the user's message."""
         return f"{self.operation} {self.key}"
 
     @property
@@ -53,7 +52,6 @@ def apply_operation(operation: str, key: str) -> str:
 
 
 def draw_key(rng: random.Random) -> str:
-    """Draw five distinct digits in random order."""
     return "".join(rng.sample(DIGITS, KEY_LENGTH))
 
 

@@ -93,11 +93,7 @@ class Buckets:
         return cls([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
 
     def room(self, turn: int, nbytes: int) -> torch.Tensor:
-        """Return uint8[nbytes] in the bucket for frame number ``turn``.
-
-        Raises:
-            WeightStreamError: the frame does not fit into the bucket, or memory is exhausted.
-        """
+        """Return uint8[nbytes] in the bucket for frame ``turn``; raise WeightStreamError if memory is too small."""
         place = turn % len(self._memory)
         largest = self._memory[place].numel()
         if nbytes > largest:
@@ -193,11 +189,7 @@ class BucketReader:
         return f"version {version}, frame {self._sequence}, last tensor: {self._last_name}"
 
     def header(self, fields: list[int]) -> Header:
-        """Parse the next frame's header.
-
-        Raises:
-            WeightStreamError: this is not a header, has another version, or is out of order.
-        """
+        """Parse the next frame's header; raise WeightStreamError if it is not the expected one."""
         magic, kind, version, sequence, payload_bytes, text_bytes = fields
         if magic != MAGIC or kind not in (DATA, END, ABORT) or payload_bytes < 0 or not 0 <= text_bytes <= TEXT_BYTES:
             raise WeightStreamError(f"the received header is not a weight frame's ({self.position})")

@@ -183,8 +183,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         if transport is None:
             return
         self._cycles.add()
-        # A call that uses the buckets may still run on the engine's thread until its deadline. It keeps both; later
-        # calls use a new thread and new buckets.
+        # A call may still run on the old thread and use the old buckets until its deadline. Later calls get new ones.
         self._executor.submit(transport.group.close)
         self._executor.shutdown(wait=False)
         self._executor = _new_executor()

@@ -112,7 +112,7 @@ class SharedSegments:
 def shared_memory_domain() -> str | None:
     """Return a string that is equal for two processes if and only if they can open each other's /proc entries.
 
-    Return None if /proc does not tell. Ray's node ids do not serve: two Ray nodes may be on one host, and may there be
+    Return None if /proc is not readable. Ray's node ids do not show this: two Ray nodes may be on one host, and may be
     in containers that do not see each other's processes.
     """
     try:

@@ -62,11 +62,7 @@ def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
 
 
 def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) -> Any:
-    """Wait until the request's grammar is compiled, advance it over the earlier tokens, and return it.
-
-    Raises:
-        ValueError: the grammar does not accept the earlier tokens, so the request fails.
-    """
+    """Return the compiled grammar, advanced over the earlier tokens; raise ValueError if it does not accept them."""
     grammar = compiled.result() if isinstance(compiled, Future) else compiled
     ruled = _after_reasoning(request, grammars)
     if ruled and not grammar.accept_tokens(request.request_id, ruled):

@@ -20,10 +20,7 @@ async def call_each_core(engine: Any, method: str, *args: Any) -> list[Any]:
 
 
 async def call_each_worker(engine: Any, method: str, *args: Any) -> list[Any]:
-    """Call a method of every worker of every core and return all their results.
-
-    ``AsyncLLM.collective_rpc`` would return only those of the first core.
-    """
+    """Call a method of every worker of every core; return all results (``collective_rpc`` returns one core's)."""
     of_cores = await call_each_core(engine, "collective_rpc", method, None, args, None)
     return [answer for of_core in of_cores for answer in of_core]
 

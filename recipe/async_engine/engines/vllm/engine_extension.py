@@ -63,7 +63,6 @@ class DeadlineReceiver(BucketedWeightReceiver):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Stop waiting for messages."""
         self._stopped.set()
 
     def _init_socket(self) -> None:

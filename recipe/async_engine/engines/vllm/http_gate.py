@@ -74,7 +74,6 @@ class HttpGate:
 
 
 async def _refuse(send: Any, status: int, kind: str, why: str) -> None:
-    """Send an error response in vLLM's format."""
     body = json.dumps({"error": {"message": why, "type": kind, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

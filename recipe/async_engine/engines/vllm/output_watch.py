@@ -26,8 +26,8 @@ class OutputWatch:
     def watching(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
         """Wrap an engine's ``generate`` to record each output before it is yielded.
 
-        The wrapper has the parameters' names of ``generate``, because verl passes all by name; vLLM's HTTP endpoints
-        pass the first three by position.
+        The wrapper's parameters have the same names and order as those of ``generate``, because verl passes all
+        arguments by name, and vLLM's HTTP endpoints pass the first three by position.
         """
 
         async def watched(

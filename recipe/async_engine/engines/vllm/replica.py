@@ -26,7 +26,6 @@ class GatedVLLMReplica(ReservedReplica, vLLMReplica):
         self.server_class = with_control(GatedVLLMHttpServer, HELD)
 
     async def hold_requests(self) -> None:
-        """Pause generation on all servers and keep their requests in the engines."""
         await asyncio.gather(*[server.hold_requests.remote() for server in self.servers])
 
     def get_ray_class_with_init_args(self) -> Any:

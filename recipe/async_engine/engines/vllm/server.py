@@ -243,10 +243,9 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return salted
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
-        """Return the new tokens of requests in progress, by request id.
+        """Return the new tokens of each request; ``known`` has the number of tokens already fetched, by request id.
 
-        ``known`` has the number of tokens of each request that the client has already. The result leaves out requests
-        that this server does not have and those whose answers are complete.
+        Requests that this server does not have, or whose answers are complete, are left out.
         """
         news = {
             request_id: self._outputs.since(request_id, count, self._versions)
@@ -310,7 +309,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         await call_each_worker(self.engine, "begin_staging", version, use_shm, timeout_s, self._stages_in_host, adapter)
 
     async def wide_parameters(self) -> list[str]:
-        """Return the names of parameters that the engine holds in a wider dtype than the model's."""
         of_workers: list[list[str]] = await call_each_worker(self.engine, "wide_parameters")
         return [name for names in of_workers for name in names]
 
@@ -380,16 +378,11 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._note_state()
 
     async def open_submission_gate(self) -> None:
-        """Resume generation, as in verl."""
         await super().open_submission_gate()
         self._note_state()
 
     async def activity(self) -> Activity:
-        """Return how the engine spent its time, and its token counts, since the last call.
-
-        Raises:
-            EngineDied: the engine has died.
-        """
+        """Return the engine's time and token counts since the last call; raise EngineDied if the engine has died."""
         await self.check_engine()
         spans, counts = self._activity.take(), self._activity
         tokens = {"sampled": counts.sampled, "answered": counts.answered, "under_way": counts.under_way}
@@ -422,7 +415,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._resume_event.clear()
 
     async def check_engine(self) -> None:
-        """Raise EngineDied if the engine has died."""
         if self.node_rank == 0 and self.engine.errored:
             raise EngineDied(f"the engine of rollout replica {self.replica_rank} died")
 

@@ -138,7 +138,7 @@ class StagedModel(StagedWeights):
                 data.untyped_storage().resize_(0)
 
     def _swap(self) -> None:
-        # Enter inference mode, because tensors that the engine created in it can be written to only in it.
+        # Enter inference mode, because tensors created in inference mode can be written to only in inference mode.
         with torch.inference_mode():
             for live, staged in self._copies:
                 live.copy_(staged, non_blocking=True)
@@ -162,11 +162,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _fits(pair: Pair) -> tuple[Any, ...]:
-    """Return the address and layout of the live tensor that a pair's tensor is copied to.
-
-    Raises:
-        StagingRefused: the live model has no tensor of the same shape and dtype at this path.
-    """
+    """Return address and layout of a pair's live tensor; raise StagingRefused if its shape or dtype differs."""
     live = pair.theirs
     if not isinstance(live, torch.Tensor) or (live.shape, live.dtype) != (pair.mine.shape, pair.mine.dtype):
         raise StagingRefused(f"the engine's {pair.path} does not fit its live counterpart; {_ADVICE}")
@@ -174,11 +170,7 @@ def _fits(pair: Pair) -> tuple[Any, ...]:
 
 
 def _replaceable(pair: Pair) -> Callable[[], None]:
-    """Return a function that assigns an object of unknown structure to the live model.
-
-    Raises:
-        StagingRefused: it cannot be assigned, or the live model has an object of another type at this path.
-    """
+    """Return a function that assigns an object to the live model; raise StagingRefused if that is impossible."""
     if pair.put_theirs is None or pair.has_parts or not pair.are_alike:
         raise StagingRefused(f"the engine's {pair.path} cannot be assigned to the live model; {_ADVICE}")
     return functools.partial(pair.put_theirs, pair.mine)

@@ -330,9 +330,6 @@ class RolloutWeightWorker(CheckpointEngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stage_weights(self, global_steps: int) -> str | None:
-        """Receive version ``global_steps`` and stage it next to the engine's live weights.
-
-        Return the checksum on the leading rank, None on the others.
-        """
+        """Receive version ``global_steps`` and stage it; return its checksum on the leading rank, else None."""
         weights = self.checkpoint_engine.receive_weights(global_steps=global_steps)
         return await self.server_adapter.stage_weights(weights, global_steps)
