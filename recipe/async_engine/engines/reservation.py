@@ -40,10 +40,10 @@ class Reservations:
         self._pools: dict[str, RayResourcePool] = {}
 
     def reserve(self, parts: Sequence[Wanted], timeout_s: float) -> None:
-        """Reserve the groups of each of ``parts``, in this order.
+        """Reserve accelerators for each of ``parts``, in this order.
 
         Raises:
-            NothingFree: they were not all free within ``timeout_s`` seconds.
+            NothingFree: not all accelerators were free within ``timeout_s`` seconds.
         """
         deadline = time.monotonic() + timeout_s
         for part in parts:

@@ -114,7 +114,7 @@ class ResponseScores:
         return cls(np.zeros(length, np.float32), np.zeros(length, np.float32), np.full(length, UNSCORED), 0, 0.0)
 
     def with_part(self, answer: Answer, first: int, count: int) -> ResponseScores:
-        """Return the scores with those of an answer's first ``count`` tokens written, in place, from ``first`` on."""
+        """Write the scores of an answer's first ``count`` tokens, from index ``first`` on; return the updated scores."""
         where = slice(first, first + count)
         self.log_probs[where], self.entropy[where] = answer.scores[:, :count]
         self.versions[where] = answer.version

@@ -110,13 +110,7 @@ class ScoringService:
         live: int | None = None,
         ranks: int = 1,
     ) -> None:
-        """Create the service.
-
-        Args:
-            lost: called with the error when the service can compute nothing more; it must end the process.
-            live: version of the weights with which the engine starts; None if these are only placeholders.
-            ranks: number of the engine's ranks.
-        """
+        """``lost`` is called with the error when the service can compute nothing more; it must end the process."""
         self.counts = ServiceCounts()
         self._settings = settings
         self._queue = ScoringQueue(settings, live)
@@ -152,12 +146,7 @@ class ScoringService:
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
         """Wait until one sequence has been scored and return the answer.
 
-        Args:
-            sequence: passed to the engine unchanged.
-            tokens: length of the sequence in tokens.
-            version: version that is to score it; with ``anchor: latest`` the oldest acceptable version.
-            start: version at which its group was issued; older groups are scored first.
-
+        The engine gets ``sequence`` unchanged; the other arguments are those of `ScoringRequest`.
         Raises:
             Unscored: the version will not come to this server, or the batch failed.
         """
@@ -207,7 +196,7 @@ class ScoringService:
         The first rank's call announces the version. Weights that were staged earlier are promoted first.
 
         Raises:
-            TimeoutError: the ranks may not receive within ``timeout_s`` seconds; the load is cancelled.
+            TimeoutError: the ranks were not allowed to receive within ``timeout_s`` seconds; the load is cancelled.
         """
         if self._queue.loading != version:
             self._queue.begin_load(version)

@@ -89,7 +89,7 @@ def _merged(base: torch.Tensor, layer: LoraLayer, device: Any) -> torch.Tensor:
 
 
 class LoraSending(FSDPEngine):
-    """Mixin for verl's FSDP engines that sends what the module's contract says; with FSDP1, merging stays verl's."""
+    """Mixin for verl's FSDP engines that sends merged weights or only adapters; with FSDP1, verl merges the weights."""
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any

@@ -23,7 +23,7 @@ Contract:
 - A received tensor is a view of a reused buffer, which other receivers may read too. It is valid until the next one is
   requested, and must not be written to; copy it to keep it.
 - Buffers stay allocated between syncs and are freed after a failed sync. There are two buckets in each member, or four
-  for all members together on one host; each is as large as `MAX_BUCKET_BYTES` or the largest tensor that it had.
+  for all members together on one host; each takes at most `MAX_BUCKET_BYTES`, or the largest tensor that it had.
 """
 
 from __future__ import annotations
