@@ -67,7 +67,7 @@ class TurnPublisher(WeightPublisher):
             raise NoReplicaLeft(f"no rollout replica is alive: {self.known.errors}")
 
     def pause(self) -> float:
-        """Interrupt generation; return the seconds until no engine generated any more."""
+        """Interrupt generation; return the number of seconds until all engines have stopped generating."""
         began = time.monotonic()
         self._each("stop generating", lambda record: record.replica.abort_all_requests(reject_request=True))
         return time.monotonic() - began

@@ -114,7 +114,7 @@ class ResponseScores:
         return cls(np.zeros(length, np.float32), np.zeros(length, np.float32), np.full(length, UNSCORED), 0, 0.0)
 
     def with_part(self, answer: Answer, first: int, count: int) -> ResponseScores:
-        """Write the scores of an answer's first ``count`` tokens, from index ``first`` on; return the updated scores."""
+        """Write the scores of an answer's first ``count`` tokens at index ``first``; return the updated scores."""
         where = slice(first, first + count)
         self.log_probs[where], self.entropy[where] = answer.scores[:, :count]
         self.versions[where] = answer.version

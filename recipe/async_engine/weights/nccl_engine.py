@@ -93,7 +93,7 @@ class Group:
         threading.Thread(target=self._abort, name="leave-nccl-group", daemon=True).start()
 
     def join(self, world_size: int, rank: int, stream: Any) -> None:
-        """Join the group and run its collectives on ``stream``, since Ray's stream and the default one synchronize."""
+        """Join, with collectives on ``stream``, since Ray's own stream and the default stream wait for each other."""
         collective.init_collective_group(world_size, rank, "nccl", self.name)
         rays, device = collective.get_group_handle(self.name), torch.cuda.current_device()
         rays._get_nccl_collective_communicator(str(device), [device])
@@ -226,7 +226,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def init_process_group(
         self, rank: int, world_size: int, master_metadata: MasterMetadata, num_senders: int, group: str
     ) -> None:
-        """Join ``group``, or keep it if this process is in it.
+        """Join ``group``, unless this process is in it already.
 
         Raises:
             WeightStreamError: not all members joined in time, or this process's last transfer has not ended.
@@ -260,7 +260,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             ) from error
 
     def _join(self, group: Group, master: MasterMetadata, verls: Callable[[], None]) -> None:
-        # With relays, broadcasts alternate with training's collectives, so they keep Ray's stream, which orders both.
+        # Relays keep Ray's stream, because it orders their broadcasts among the collectives of training.
         if self.num_senders > 1:
             verls()
             return

@@ -54,7 +54,7 @@ def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
     if not before:
         return
     request.append_output_token_ids(before)
-    # These statistics count cached tokens, and vLLM fails if they exceed the prompt; earlier tokens can be cached too.
+    # vLLM fails if these statistics count more cached tokens than the prompt has, but earlier tokens are cached too.
     request.prefill_stats = None
     if request.use_structured_output:
         wanted = request.structured_output_request

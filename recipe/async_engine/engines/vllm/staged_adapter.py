@@ -82,8 +82,8 @@ class StagedAdapter(StagedWeights):
     def _swap(self) -> None:
         """Replace the live adapter by the staged one.
 
-        vLLM silently ignores adapter weights for which its model has no layer, and would then not sample from the
-        trainer's policy. In this case no adapter is live afterwards and StagingRefused is raised.
+        If the model lacks a layer for some adapter weights, no adapter is live afterwards and StagingRefused is raised.
+        vLLM would silently ignore these weights, and sample from another policy than the trainer's.
         """
         from verl.utils.vllm import TensorLoRARequest
 
