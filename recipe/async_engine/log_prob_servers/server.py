@@ -99,7 +99,7 @@ class ModelEngineServer(ScoringService):
         timeout_s: float,
         live: int | None = None,
     ) -> None:
-        """``live`` is the version of the weights with which the workers start, or None if they await the trainer's."""
+        """``live`` is the version of the workers' initial weights, or None if they wait for the trainer's weights."""
         self._ranks = Ranks(workers, timeout_s)
         super().__init__(settings, self._ranks, _end_process, live=live, ranks=len(workers))
         self._answered_tokens = 0

@@ -142,11 +142,11 @@ class ScoringService:
         """Start the serving loop on the current event loop."""
         self._loop = asyncio.create_task(self._run(), name="scoring service")
 
-    # The following methods are about requests.
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
         """Wait until one sequence has been scored and return the answer.
 
         The engine gets ``sequence`` unchanged; the other arguments are those of `ScoringRequest`.
+
         Raises:
             Unscored: the version will not come to this server, or the batch failed.
         """
@@ -171,7 +171,6 @@ class ScoringService:
         self._queue.paused = False
         self._wake.set()
 
-    # The following methods are about weights.
     async def begin_join(self) -> None:
         """Wait until a rank may join the group of a weight sync; joining is a collective.
 

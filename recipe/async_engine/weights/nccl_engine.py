@@ -193,7 +193,6 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         with torch.cuda.stream(stream), cp.cuda.ExternalStream(stream.cuda_stream):
             yield stream
 
-    # The following methods join and leave groups.
     def prepare(self) -> Member:
         """Allocate the buckets and return this process's metadata, including its present group."""
         # The sender's buckets are zeroed on the stream that later fills them, so that the zeroing comes first.
@@ -297,7 +296,6 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             self._cycles.add()
             self._group.leave(reason)
 
-    # The following methods transfer weights.
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float] | None:

@@ -35,6 +35,7 @@ async def outcomes(references: list[Any], timeout_s: float) -> list[Any]:
 
 class TransferGroup:
     """The members of one transfer, whose checkpoint engines are called together.
+
     Args:
         trainer: verl's worker group of the trainer's ranks.
         receivers: worker group of the processes that receive the weights.

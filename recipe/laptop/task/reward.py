@@ -6,7 +6,7 @@ library and nothing of this package, because verl loads it by path in every rewa
 
 ``reward_kwargs={"permute": true}`` serves as the control of an experiment: each training answer then gets the score of
 a random earlier answer, so that rewards keep their distribution but are unrelated to the answers. Validation answers
-always get their own scores. tests/integration/test_builtin_task.py shows both.
+always get their own scores. Shown by tests/integration/test_builtin_task.py.
 """
 
 from __future__ import annotations

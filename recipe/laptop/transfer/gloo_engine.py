@@ -98,7 +98,6 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._left_because = ""
         self._cycles = CycleCollector()
 
-    # The following methods join and leave groups.
     def prepare(self) -> dict[str, Any]:
         """Return this member's group and, on the master, the address of the rendezvous store, as plain data."""
         group = None if self._transport is None else self._transport.group
@@ -188,7 +187,6 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._executor.shutdown(wait=False)
         self._executor = _new_executor()
 
-    # The following methods send weights.
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
@@ -245,7 +243,6 @@ class GlooCheckpointEngine(CheckpointEngine):
             "weight_sync/gb_per_s": writer.totals.nbytes / 1e9 / max(seconds, 1e-9),
         }
 
-    # The following method receives weights.
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield (name, tensor) for each weight, in the order of sending; a tensor is valid until the next is requested.
 
@@ -276,7 +273,6 @@ class GlooCheckpointEngine(CheckpointEngine):
                 arrival.cancel()
             await self._on_thread(lambda: transport.confirm(deadline, f"confirming version {global_steps}"))
 
-    # The following methods are used for both sending and receiving.
     def _on_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._executor, on_this_device(call))
 
