@@ -102,7 +102,7 @@ class StreamChecksum:
             tensor.last, self._incomplete = self._incomplete, self._incomplete + 1
 
     def _room(self, among: list[Rows], count: int, device: torch.device, shape: tuple[int, ...]) -> Rows:
-        """Return a `Rows` with ``count`` free rows; if a new one is needed, it has twice the last size, up to a limit."""
+        """Return a `Rows` with ``count`` free rows; each newly allocated one is twice as large, up to a limit."""
         if not among or not among[-1].has(count, device):
             rows = min(2 * len(among[-1].rows), LARGEST >> 8 if shape else LARGEST) if among else 2 if shape else 512
             make = torch.zeros if shape else torch.empty
