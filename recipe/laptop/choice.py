@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses between the CPU and verl's own choice of platform, and the environment variables for a run on the CPU.
+"""Decides whether a run uses the CPU or the platform that verl finds, and which environment variables a CPU run needs.
 
 Only this package's mains call it; its plugin for verl does not choose. The CPU is chosen in two cases. Either the user
 asks for it, with VERL_PLATFORM=cpu or trainer.device=cpu (as in the CPU presets). Or this machine has no accelerator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers as v1 trainers of verl: this package's modes, and verl's own trainers with this package's extensions.
+"""Registers this package's modes, and verl's own trainers with this package's extensions, as v1 trainers of verl.
 
 The configuration group ``recipe`` sets the environment variable `VARIABLE` for the processes of its run. Contract:
 `install` only sets an import hook, and imports none of verl's trainers itself. The hook runs when

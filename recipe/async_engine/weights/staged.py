@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging of the next weights next to the live ones, in any process that holds the model or a shard of it.
+"""Staging of new weights next to the live ones, in any process that holds the model or a shard of it.
 
 Contract: until :meth:`StagedWeights.swap` the live weights do not change, and after the swap none of the old ones are
 left. A stream of weights that is broken off, lacks parameters, or contains a tensor that the model does not accept is
