@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the platform of a run of this package's own mains, and the environment that its processes need for it.
+"""Decides whether a run uses the CPU or the platform that verl finds, and which environment variables a CPU run needs.
 
-Only a main calls this; the plugin never guesses. The CPU is chosen when the user asks for it (VERL_PLATFORM=cpu, or
-trainer.device=cpu, as the presets for a CPU do), or when there is neither an accelerator on this machine nor a Ray
-cluster that the run would join: the driver of a GPU cluster often runs on a node without a GPU. For any other value of
-VERL_PLATFORM, and in all other cases, verl chooses. `choose_platform` is a pure function of its arguments.
+Only this package's mains call it; its plugin for verl does not choose. The CPU is chosen in two cases. Either the user
+asks for it, with VERL_PLATFORM=cpu or trainer.device=cpu (as in the CPU presets). Or this machine has no accelerator
+and the run would not join a Ray cluster; with a cluster, the driver may run on a node without a GPU. In all other cases
+verl chooses, also if VERL_PLATFORM has another value. `choose_platform` is a pure function of its arguments.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ CPU_ENVIRONMENT: dict[str, str] = {
     **LOG_LEVEL,
     "VERL_PLATFORM": "cpu",
     "VLLM_TARGET_DEVICE": "cpu",
-    # "auto" would pin every vLLM worker of a machine to the same first cores.
+    # The default "auto" would pin all vLLM workers of a machine to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # A run has a dozen processes, which would compete for the cores if each had a thread per core.
+    # A run has a dozen processes; with a thread per core in each, they would compete for the cores.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # Compiling costs seconds per process and gains nothing at the model sizes that a CPU trains.
+    # Compilation takes seconds in each process and does not speed up models small enough to train on a CPU.
     "TORCHDYNAMO_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -33,11 +33,12 @@ CPU_ENVIRONMENT: dict[str, str] = {
 def choose_platform(
     environ: Mapping[str, str], machine: Machine, ray_address: str | None = None, device: str | None = None
 ) -> PlatformChoice:
-    """Return the platform of a run, given the driver's environment, the result of `inspect_machine`, and two settings.
+    """Return the platform of a run.
 
     Args:
-        ray_address: `ray_kwargs.ray_init.address`.
-        device: `trainer.device`.
+        machine: result of `inspect_machine`.
+        ray_address: value of `ray_kwargs.ray_init.address`.
+        device: value of `trainer.device`.
     """
     asked = environ.get("VERL_PLATFORM", "").strip().lower() or ("cpu" if device == "cpu" else "")
     on_cpu = not (machine.accelerator or cluster_to_join(environ, machine, ray_address))

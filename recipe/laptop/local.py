@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a main that depend on a machine without an accelerator: platform, built-in task and forked workers.
+"""What a main does for runs without an accelerator: choose the platform, create the built-in task, fork workers.
 
-Contract: they have no effect on a run on accelerators that does not ask for the built-in task.
+Contract: nothing here affects a run on accelerators, unless its configuration asks for the built-in task.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TASK_TIMEOUT_S = 300.0
 
 
 def fill_builtin_task(config: DictConfig) -> None:
-    """Create the built-in task if the configuration asks for it, and fill in the paths that are null."""
+    """Create the built-in task if the configuration has one, and set the paths of model and data that are null."""
     task = config.get("builtin_task")
     if task is None or (config.data.train_files and config.actor_rollout_ref.model.path):
         return
@@ -52,11 +52,11 @@ def fill_builtin_task(config: DictConfig) -> None:
 
 
 def _make_task(folder: str, settings: TaskSettings) -> None:
-    """Create the task in a separate process, because that imports torch, which this process does not need otherwise.
+    """Create the task in a separate process, because creating it needs torch, which is slow to import.
 
     Raises:
         TaskDirectoryError: the folder cannot be used.
-        RunFailed: it took too long, or failed in another way.
+        RunFailed: the process took too long, or failed in another way.
     """
     options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(settings).items()]
     command = [sys.executable, "-m", "recipe.laptop.task", f"--out={folder}", *options]
@@ -65,14 +65,14 @@ def _make_task(folder: str, settings: TaskSettings) -> None:
     except subprocess.TimeoutExpired:
         raise RunFailed(f"the built-in task was not created in {folder} within {TASK_TIMEOUT_S:g} s") from None
     said = done.stderr.strip()
-    if done.returncode == 2:  # the exit status of `recipe.laptop.task` for TaskDirectoryError
+    if done.returncode == 2:  # `recipe.laptop.task` exits with status 2 for TaskDirectoryError.
         raise TaskDirectoryError(said)
     if done.returncode:
-        raise RunFailed(f"the built-in task was not created in {folder}: {said or 'it gave no reason'}")
+        raise RunFailed(f"the built-in task was not created in {folder}: {said or 'its process gave no reason'}")
 
 
 def forks(config: DictConfig, choice: PlatformChoice) -> Prefork | None:
-    """Return the server that forks this run's own Ray workers from one process with the stack imported, or None."""
+    """Return a server that forks Ray workers with torch, vLLM and verl imported; None if not wanted or not possible."""
     asked = choice.is_cpu and config.async_training.prefork_workers
     if not asked or sys.platform != "linux":
         return None

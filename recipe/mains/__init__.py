@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composes runs: the modes' own mains, and the modes as trainers of stock verl's main, chosen by a flag.
+"""Entry points: the main program of each mode, and the modes as trainers that a flag selects in stock verl's main.
 
-A flag is an argument such as ``verl.trainer.main_ppo +recipe=fully_async``. The engine imports neither this package nor
-what is composed here.
+A mode is `fully_async`, `one_step_off` or `partial_rollout`; a flag is an argument ``+recipe=...`` of
+``verl.trainer.main_ppo``. This package combines `recipe.async_engine` with the packages that it must not import:
+support for laptops, planning and reports.
 """

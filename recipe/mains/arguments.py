@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes the configuration of a stock script to that of the mode which a flag has chosen (docs/flags.md)."""
+"""Adapts the configuration of a script for stock verl to the mode that a flag has chosen (docs/flags.md)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from recipe.async_engine.outside import MODES
 
 PREFIX = "recipe_"
 CHOSEN = "chosen_by_flag"
-"""The setting in which a flag's configuration group says which trainer it chose."""
+"""Setting in which the configuration group of a flag stores the name of the trainer that it has chosen."""
 MAIN = "verl.trainer.main_ppo"
 
 
 def refused(setting: str, value: object, allowed: str, advice: str) -> ConfigError:
-    """Return the error for a setting that the mode which a flag chose cannot take."""
+    """Return an error for a setting that a mode cannot use, with its value, what is allowed, and advice."""
     return ConfigError([Problem(setting, render(value), allowed, advice)])
 
 
 def check_main(config: DictConfig, main: str) -> None:
-    """Refuse a flag in a main that would not look at it.
+    """Refuse a flag if the main program would ignore it.
 
-    A user's own main is taken to run verl's task runner. If it does not, `recipe.mains.trainer.NoAgentLoops` ends it.
+    A user's own main is assumed to run verl's v1 task runner. If it does not, `recipe.mains.trainer.NoAgentLoops` ends
+    the run.
 
     Args:
-        config: the main's configuration.
-        main: the name of the main's module.
+        config: configuration of the main program.
+        main: name of the main program's module.
 
     Raises:
-        ConfigError: the main would not look at the flag.
+        ConfigError: the main program would ignore the flag.
     """
     ours = main.startswith("recipe.") and any(main == f"recipe.{mode}.main" for mode in MODES)
     if config.get(CHOSEN) and main != MAIN and (ours or main.split(".")[0] == "verl"):
@@ -43,10 +44,10 @@ def check_main(config: DictConfig, main: str) -> None:
 
 
 def settle(config: DictConfig) -> list[str]:
-    """Have ``config`` ask for the trainer that its flag chose, and name the script's settings without effect.
+    """Set the trainer that the flag has chosen in ``config``; return a message for each setting that this overrides.
 
     Raises:
-        ConfigError: the script asks for another trainer of this package.
+        ConfigError: the configuration names another trainer of this package.
     """
     chosen, trainer = config.get(CHOSEN), config.trainer
     if not chosen:
@@ -61,10 +62,10 @@ def settle(config: DictConfig) -> list[str]:
 
 
 def take_arguments(config: DictConfig, mode: str) -> None:
-    """Change ``config`` to what its mode reads.
+    """Change the settings of stock verl in ``config`` to those that the mode reads.
 
     Raises:
-        ConfigError: the mode cannot take a setting.
+        ConfigError: the mode cannot use one of the settings.
     """
     manager = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
     if manager != MANAGER:
@@ -73,7 +74,7 @@ def take_arguments(config: DictConfig, mode: str) -> None:
     with open_dict(config):
         config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
         config.transfer_queue.enable = False
-        # A synchronous DAPO script says how many prompts are generated at a time; here they are issued one by one.
+        # A synchronous DAPO script sets how many prompts are generated at a time; the modes issue them one by one.
         config.data.gen_batch_size = None
         if config.async_training.placement != SHARED:
             _take_resources(config)
@@ -82,7 +83,10 @@ def take_arguments(config: DictConfig, mode: str) -> None:
 
 
 def _take_resources(config: DictConfig) -> None:
-    """Set the accelerators of generation: those of ``rollout``, else of verl's v1 trainers, else the default."""
+    """Set ``rollout.nnodes`` and ``rollout.n_gpus_per_node``, the resources for generation, if they are null.
+
+    They get the values in ``actor_rollout_ref.rollout``, which verl's v1 trainers read, or else the defaults 1 and 8.
+    """
     asked, theirs = config.rollout, config.actor_rollout_ref.rollout
     named_by_v1 = is_count(theirs.get("nnodes"))
     for name, default in (("nnodes", 1), ("n_gpus_per_node", 8)):
@@ -96,7 +100,7 @@ def _take_resources(config: DictConfig) -> None:
 
 
 def _count_in_mini_batches(config: DictConfig) -> None:
-    """Have a step collect as many mini-batches as the script's `data.train_batch_size` has."""
+    """Set the number of mini-batches per step from `data.train_batch_size`, which the mode itself does not use."""
     size, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if size % mini:
         allowed = f"a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows the plan, or checks a flag's configuration, in a main's process before its task begins.
+"""A Hydra callback that shows the plan, or checks the configuration of a flag, before a main program's task begins.
 
-The configuration groups name `BeforeRun` as a callback of Hydra, so it runs in every main that composes them: in this
-package's own, and in stock verl's with a flag. Contract: with ``plan_only=true`` the plan is printed and the process
-ends, with status 0 if the configuration can run and 1 if it cannot; neither a folder nor a process of the run is made.
-Otherwise the mode that a flag chose is the one that runs, whatever else the script says, or the process ends before
-stock verl starts Ray. All other mains are left alone. Shown by tests/integration/test_plan_only.py.
+The configuration groups of this package name `BeforeRun` as a callback, so it runs in every main that uses them: in
+this package's own, and in stock verl's with a flag. Contract: with ``plan_only=true`` the plan is printed and the
+process ends, with status 0 if the configuration can run and 1 if it cannot; no folder is created and no other process
+started. Otherwise, with a flag, either the chosen mode runs, even if the script names another trainer, or the process
+ends before stock verl starts Ray. Other runs are not affected. Shown by tests/integration/test_plan_only.py.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from omegaconf import DictConfig, open_dict, read_write
 
 
 class BeforeRun(Callback):
-    """The callback of Hydra that keeps the module's contract."""
+    """The Hydra callback that shows the plan or checks the configuration."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Look at the configuration before Hydra makes a folder for the run; the task gets it as changed here."""
+        """Check the configuration before Hydra creates a folder for the run; changes to it reach the run's task."""
         self._began = time.time()
         _look(config, may_settle=True)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Look at the configuration of each run of a multirun; it is too late to change it."""
+        """Check the configuration of each run of a multirun, which cannot be changed any more at this point."""
         if config.hydra.mode == RunMode.MULTIRUN:
             _look(config, may_settle=False)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """End the process of a flag's run with the exit status for alarms, if the run ended with some."""
+        """After a run with a flag, end the process with the exit status for alarms if the run has raised alarms."""
         trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
         if not trainer.startswith("recipe_") or kwargs["job_return"].status is not JobStatus.COMPLETED:
             return
         from recipe.async_engine.record.run_record import exit_status
         from recipe.async_engine.record.schema import summary_in
 
-        # There is none if the run's trainer was on a node that does not share the folder.
+        # There is no summary if the run's trainer was on a node that does not share the folder.
         summary, _ = summary_in(Path(config.trainer.default_local_dir))
         if summary is None or summary.get("began", 0.0) < self._began:
             return
@@ -52,13 +52,16 @@ class BeforeRun(Callback):
             sys.exit(status)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Show the plan of the settings that the runs of a multirun have in common."""
+        """With ``plan_only``, show one plan for a multirun, from the settings that its runs have in common."""
         if config.get("plan_only"):
             _look(config, may_settle=True)
 
 
 def _look(config: DictConfig, may_settle: bool) -> None:
-    """Show the plan or check a flag's configuration; with ``may_settle``, ``config`` is changed to what runs."""
+    """Show the plan or check the configuration of a flag; end the process after a plan or an error.
+
+    With ``may_settle``, the trainer that the flag has chosen is set in ``config``.
+    """
     trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
     plans = bool(config.get("plan_only"))
     if not plans and not trainer.startswith("recipe_") and not config.get("chosen_by_flag"):
@@ -76,7 +79,7 @@ def _look(config: DictConfig, may_settle: bool) -> None:
         sys.stderr.writelines(f"{said}\n" for said in without)
         own = copy.deepcopy(own)
         with read_write(own), open_dict(own):
-            own.pop("hydra", None)  # A main's task gets the configuration without it.
+            own.pop("hydra", None)  # The task gets the configuration without this section too.
         trainer = str(own.trainer.get("v1", {}).get("trainer_mode", ""))
         status = show(own, trainer) if plans else 0
         if not plans and (found := findings(own, trainer).problems):
@@ -90,7 +93,7 @@ def _look(config: DictConfig, may_settle: bool) -> None:
 
 
 def _main() -> str:
-    """Return the name of this process's main module, also if it was started as a file of verl's."""
+    """Return the name of this process's main module, also if a file of verl was started by its path."""
     module = sys.modules["__main__"]
     if (spec := getattr(module, "__spec__", None)) is not None:
         return str(spec.name)

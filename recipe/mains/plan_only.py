@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``plan_only=true`` shows what a run would do, without starting it.
+"""Prints what a run would do, without starting it (``plan_only=true``).
 
-Contract: no process is started, and nothing is written except what the library `datasets` keeps in its cache. The plan
-is for the platform that the configuration names (`trainer.device`), whatever machine it is made on, so that a laptop
-can plan for a cluster.
+Contract: no process is started, and nothing is written except for the cache of the library `datasets`. The plan is for
+the platform that the configuration names (`trainer.device`), not for the present machine, so that a laptop can plan for
+a cluster.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from recipe.plan.plan_report import report
 from recipe.programs import check as programs
 
 JUDGES: tuple[Judge, ...] = (memory, programs)
-"""What judges a configuration beside the engine's own rules."""
+"""Checks of a configuration in addition to those of `recipe.async_engine`: memory and reward programs."""
 V1_JUDGES: tuple[Judge, ...] = (memory,)
-"""The same for a run of verl's own v1 trainers, which compute rewards by themselves."""
+"""The additional checks for verl's own v1 trainers; reward programs are left out, because verl computes rewards there.
+"""
 
 
 def findings(config: DictConfig, trainer: str) -> Findings:
-    """Judge the configuration of a main; ``trainer`` is `trainer.v1.trainer_mode`, which a flag sets.
+    """Check a configuration and return the problems and warnings found.
+
+    ``trainer`` is the value of `trainer.v1.trainer_mode`, which a flag sets.
 
     Raises:
-        ConfigError: the mode that a flag chose cannot take a setting.
+        ConfigError: the mode that a flag has chosen cannot use one of the settings.
     """
     mode = trainer.removeprefix(PREFIX)
     if not trainer.startswith(PREFIX):
@@ -49,7 +52,7 @@ def findings(config: DictConfig, trainer: str) -> Findings:
 
 
 def show(config: DictConfig, trainer: str) -> int:
-    """Print the plan, and return the process's exit status."""
+    """Print the plan or the error; return exit status 0 if the configuration can run, otherwise 1."""
     name = trainer.removeprefix(PREFIX) if trainer.startswith(PREFIX) else _mode(config)
     try:
         found = findings(config, trainer)
@@ -62,7 +65,7 @@ def show(config: DictConfig, trainer: str) -> int:
 
 
 def _mode(config: DictConfig) -> str:
-    """Return the mode that a main's settings are for."""
+    """Return the mode of one of this package's mains, derived from its settings."""
     training = config.async_training
     if training.get("placement") == SHARED:
         return "partial_rollout"

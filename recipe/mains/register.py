@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers the modes, and verl's own trainers with parts of this package beside them, as v1 trainers of verl.
+"""Registers this package's modes, and verl's own trainers with this package's extensions, as v1 trainers of verl.
 
-The configuration group ``recipe`` sets `VARIABLE` for the processes of its run. Contract: `install` only sets a hook,
-which imports none of verl's trainers. The hook runs when `verl.trainer.ppo.v1` is imported, which verl's task runner
-does. Shown by tests/integration/test_flags.py and tests/e2e/test_flags.py.
+The configuration group ``recipe`` sets the environment variable `VARIABLE` for the processes of its run. Contract:
+`install` only sets an import hook, and imports none of verl's trainers itself. The hook runs when
+`verl.trainer.ppo.v1` is imported, which verl's task runner does. Shown by tests/integration/test_flags.py and
+tests/e2e/test_flags.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ V1 = "verl.trainer.ppo.v1"
 
 
 def install() -> None:
-    """Have the trainers registered when verl's v1 trainers are imported."""
+    """Set a hook that registers the trainers when `verl.trainer.ppo.v1` is imported."""
     register_post_import_hook(_register, V1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main of every mode: composes a run of the engine and of what this package has beside it."""
+"""The main function of every mode, which adds laptop support, more checks and the time report to the engine's main."""
 
 from omegaconf import DictConfig
 
@@ -13,5 +13,4 @@ PARTS = Parts(laptop=local, judges=JUDGES, account=settled)
 
 
 def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> None:
-    """Run ``config``, as described at `recipe.async_engine.run.driver.main`."""
     driver.main(config, mode, PARTS, trainer_class)

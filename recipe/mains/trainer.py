@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modes as v1 trainers of stock verl, which verl's task runner constructs, initializes and calls `fit` of.
+"""The modes as v1 trainers of stock verl, for runs in which a flag has chosen a mode.
 
-Contract: verl's `TaskRunnerV1` drives a `FlaggedTrainer` as it drives its own trainers. The run is then this package's,
-in the task runner's process: its trainer, its record (``metrics.jsonl``, ``summary.json``), its errors. A configuration
-that cannot run has usually been refused in the main's process (`before_run`); if the main was a user's own, it is
-refused here, when Ray and the task runner are up. Ctrl-C ends the run at once, as it ends verl's own.
+Contract: verl's `TaskRunnerV1` uses a `FlaggedTrainer` like one of its own trainers. In the task runner's process
+`FlaggedTrainer.fit` then runs this package's trainer, writes its files (``metrics.jsonl``, ``summary.json``) and raises
+its errors. A configuration that cannot run has usually been refused in the main process already (`before_run`); with a
+user's own main it is refused here, after Ray and the task runner have started. Ctrl-C ends the run at once, as in verl.
 
 Shown by tests/e2e/test_flags.py.
 """
@@ -31,14 +31,14 @@ from recipe.mains.plan_only import JUDGES
 
 
 class NoAgentLoops:
-    """Stands in for verl's agent-loop manager, which the task runner makes; the modes have their own."""
+    """Replaces the agent-loop manager that verl's task runner creates, because the modes have their own."""
 
     @classmethod
     def create(cls, **settings: Any) -> NoAgentLoops:
         """Return an object without agent loops.
 
         Raises:
-            ConfigError: one of verl's own trainers asks for agent loops, so the flag's mode does not run.
+            ConfigError: one of verl's own trainers asks for agent loops, which means that the flag has no effect.
         """
         if settings.get("llm_client") is not None:
             advice = (
@@ -49,35 +49,35 @@ class NoAgentLoops:
 
 
 class FlaggedTrainer(PPOTrainer):
-    """Runs a mode in the place of one of verl's v1 trainers."""
+    """Runs a mode of this package in the form of a v1 trainer of verl."""
 
-    name: ClassVar[str]  # the value of ``trainer.v1.trainer_mode``
+    name: ClassVar[str]  # Value of ``trainer.v1.trainer_mode`` that selects this trainer.
     mode: ClassVar[str]
 
     def __init__(self, config: DictConfig) -> None:
-        # verl's own constructor is not called, since it would build a replay buffer that nothing uses.
+        # Do not call verl's constructor, because it would create a replay buffer that nothing uses.
         self.config = config
         from recipe.async_engine.run.driver import only_rehearse
 
         check_not_shadowed()
         take_arguments(config, self.mode)
         only_rehearse(config)
-        # verl's main has started Ray, or joined a cluster.
+        # verl's main has already started Ray or joined a cluster, whose resources the check compares with the plan.
         there = cluster_resources() if ray.is_initialized() else None
         self._plan = check(config, available=there, judges=JUDGES)
         if there is not None and len(there.nodes) > 1:
             check_nodes(plain(config), self._plan.settings.async_training.timeouts.startup)
 
     def init(self) -> None:
-        """The run's processes start in `fit`."""
+        """Do nothing, because `fit` starts the run's processes."""
 
     def _nothing(self) -> None:
-        """Do nothing: verl's own loop, which would call this, does not run."""
+        """Do nothing, because verl's training loop, which would need this method, does not run."""
 
     get_llm_client = get_teacher_client = get_reward_handles = on_sample_end = on_step_end = _nothing
 
     def fit(self, agent_loop_manager: NoAgentLoops) -> None:
-        """Run to the end; raise `RunFailed` if the run ends with an error."""
+        """Run the mode to its end; raise RunFailed if the run ends with an error."""
         from recipe.async_engine.run.driver import RunFailed, take_in
         from recipe.report.account import settled
 
@@ -102,7 +102,6 @@ class FlaggedTrainer(PPOTrainer):
 
 
 def flagged(mode: str) -> type[FlaggedTrainer]:
-    """Return the trainer class that is registered with verl for a mode."""
     return type(f"Flagged_{mode}", (FlaggedTrainer,), {"name": PREFIX + mode, "mode": mode})
 
 

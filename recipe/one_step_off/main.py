@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.one_step_off.main``: one-step-off RL on separate trainer and rollout resources.
+"""``python -m recipe.one_step_off.main`` runs one-step-off RL on separate trainer and rollout resources.
 
-Takes the same configuration as stock verl's one-step-off main; ``preset=tiny_cpu`` has all that a laptop needs.
+It takes the same configuration as stock verl's one-step-off main. ``preset=tiny_cpu`` has all settings that a
+run on a laptop needs.
 """
 
 import hydra

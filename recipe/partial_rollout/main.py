@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.partial_rollout.main``: training and generation take turns on the same accelerators.
+"""``python -m recipe.partial_rollout.main`` runs RL with training and generation in turns on the same accelerators.
 
-Takes the same configuration as stock verl's synchronous main; ``preset=tiny_cpu`` has all that a laptop needs.
+It takes the same configuration as stock verl's synchronous main. ``preset=tiny_cpu`` has all settings that a run
+on a laptop needs.
 """
 
 import hydra

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight publisher for trainer and rollout on the same accelerators.
+"""The weight publisher for a trainer and rollout engines that take turns on the same accelerators.
 
-Contract: generation happens only between :meth:`begin_generation` and :meth:`pause`. `pause` returns when every live
-engine has returned its requests; requests on their way come back unanswered, so none waits at a server during the
-trainer's turn. :meth:`release` then frees the replicas' memory for the trainer, and :meth:`swap` allocates it again and
-loads new weights, which each rank passes to the engine beside it. The version is announced when all replicas have
-committed it. A replica that died is out of routing for the rest of its turn. The next publication first restarts it in
-its old place, within the restart budget, since every rank needs an engine to pass its weights to.
+Contract: engines generate only between :meth:`begin_generation` and :meth:`pause`. `pause` returns when every live
+engine has returned its requests. Requests that reach a server later are returned unanswered, so no request waits at a
+server during the trainer's turn. :meth:`release` then frees the replicas' memory for the trainer. :meth:`swap`
+allocates the memory again and loads new weights, which each trainer rank passes to the engine on its accelerators. The
+version is announced when all replicas have committed it. A replica that died gets no requests for the rest of the turn.
+The next publication first restarts it on the same accelerators, within the restart budget, since every trainer rank
+needs an engine to which it passes weights.
 
-Ranks that gather their weights from the same shards (FSDP) pass identical bits, and a version for which they do not
-ends the run. Megatron's ranks each pass their own copy of parameters that are not sharded (norms, biases, routers), and
-nothing keeps those copies bitwise equal; there a difference is logged once.
+FSDP ranks gather their weights from the same shards, so all must pass identical weights; otherwise the run ends.
+Megatron ranks each pass their own copy of parameters that are not sharded (norms, biases, routers), and these copies
+may differ in single bits; with Megatron a difference is only logged, once.
 
 Shown by tests/integration/test_turn_publisher.py, tests/e2e/test_partial_rollout.py and test_lost_replica.py.
 """
@@ -31,35 +32,34 @@ logger = logging.getLogger(__name__)
 
 
 class TurnPublisher(WeightPublisher):
-    """Publishes versions between turns, as the module's contract describes.
+    """Publishes weights between a turn of the trainer and a turn of the rollout.
 
     Attributes:
-        is_awake: whether the engines have their memory.
+        is_awake: whether the engines have their memory allocated, including the weights.
     """
 
     is_awake = True
 
     ranks_agree = True
-    """Whether all trainer ranks must pass identical bits; False for Megatron."""
+    """Whether all trainer ranks must pass identical weights; False for Megatron."""
     _told_of_difference = False
     _restart: Callable[[RolloutReplica], RolloutReplica]
     _budget = _restarts = 0
 
     def restart_lost(self, restart: Callable[[RolloutReplica], RolloutReplica], budget: int) -> None:
-        """Use ``restart`` to start lost replicas again, ``budget`` times in all; it returns when the replica is up."""
+        """Use ``restart``, which returns when a replica is up, to restart lost replicas, at most ``budget`` times."""
         self._restart, self._budget = restart, budget
 
     @property
     def restarts(self) -> int:
-        """Number of replicas restarted so far."""
         return self._restarts
 
     def begin_generation(self) -> None:
-        """Let the replicas answer requests with the version that they hold; raise NoReplicaLeft if none is alive."""
+        """Resume generation on all live replicas and route requests to them; raise NoReplicaLeft if none is alive."""
         asyncio.run(self._begin())
 
     async def _begin(self) -> None:
-        # The publication has already restored the engines' memory, including their caches.
+        # The engines' memory, including the KV cache, was allocated again when the weights were loaded.
         await self.known.each("resume", self.known.present, lambda record: record.replica.resume_generation())
         await self.known.route(self.known.present)
         await self._unroute_dead()
@@ -67,13 +67,13 @@ class TurnPublisher(WeightPublisher):
             raise NoReplicaLeft(f"no rollout replica is alive: {self.known.errors}")
 
     def pause(self) -> float:
-        """Interrupt generation; return the seconds until no engine generates."""
+        """Interrupt generation; return the number of seconds until all engines have stopped generating."""
         began = time.monotonic()
         self._each("stop generating", lambda record: record.replica.abort_all_requests(reject_request=True))
         return time.monotonic() - began
 
     def release(self) -> None:
-        """Free the memory of the replicas' engines, which then hold no weights."""
+        """Free the memory of all engines, including their weights."""
         self._each("free its memory", lambda record: record.replica.sleep())
         self.is_awake = False
 
@@ -81,7 +81,7 @@ class TurnPublisher(WeightPublisher):
         asyncio.run(self.known.each(what, self.known.present, action, timeout_s))
 
     def find_dead(self) -> str:
-        """Check each replica and its engine; return the errors of those that are not alive."""
+        """Check whether each replica's servers and engines are alive; return the errors of the dead ones as text."""
         self._each("answer", self._check_engine, PING_S)
         asyncio.run(self._unroute_dead())
         return self.known.errors
@@ -91,10 +91,10 @@ class TurnPublisher(WeightPublisher):
         await asyncio.gather(*[server.check_engine.remote() for server in record.replica.servers])
 
     def stage(self, version: int) -> StagedVersion:
-        """Restart lost replicas; the trainer uses the engines' memory until `swap` loads the weights in place.
+        """Restart lost replicas. Nothing is staged: `swap` loads the weights in place, when the memory is free again.
 
         Raises:
-            PublishFailed: a replica died and could not be restarted, or the budget is used up.
+            PublishFailed: a lost replica could not be restarted, or the restart budget is used up.
         """
         cause = self.find_dead()
         for lost in self.take_lost():
@@ -111,7 +111,7 @@ class TurnPublisher(WeightPublisher):
         logger.warning("rollout replica %d died and is started again: %s", lost.replica_rank, cause)
         try:
             return self._restart(lost)
-        except Exception as error:  # any error that prevents the restart ends the run
+        except Exception as error:  # Any error that prevents the restart ends the run.
             what = f"rollout replica {lost.replica_rank} died ({cause}) and could not be started again"
             raise PublishFailed(f"{what}: {error}") from error
 
@@ -141,8 +141,8 @@ class TurnPublisher(WeightPublisher):
             )
 
     async def _resume(self, staged: StagedVersion) -> None:
-        """Do nothing; the next generation turn starts with :meth:`begin_generation`."""
+        """Do nothing, because :meth:`begin_generation` resumes generation at the next turn."""
 
     async def _unroute_dead(self) -> None:
-        """Take engines that died since the last turn out of routing; their requests fail by themselves."""
+        """Remove dead replicas from the load balancer; the requests that they had fail without further action."""
         await self.known.unroute([record for record in self.known.records if record.dead and record.routed])

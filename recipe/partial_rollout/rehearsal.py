@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rehearsal of partial rollout: one turn of the rollout and one of the trainer.
+"""The rehearsal of partial rollout: one turn of the rollout and one turn of the trainer before the first step.
 
 Contract: that of `recipe.async_engine.trainer.rehearsal`. The engines are interrupted and free their memory for the
-trainer, whose ranks train and compute log-probs; then the engines wake with the version that the rank beside them
-passes. There is no alternative to this, so no setting falls back. Shown by tests/e2e/test_rehearsal.py.
+trainer, whose ranks train and compute log-probs. Then the engines allocate their memory again and load the version that
+the trainer ranks on their accelerators pass to them. If this fails, the run ends, since no other way to pass weights
+exists to which it could fall back. Shown by tests/e2e/test_rehearsal.py.
 """
 
 from __future__ import annotations
@@ -15,18 +16,17 @@ from recipe.partial_rollout.publisher import TurnPublisher
 
 
 class TurnRehearsal(Rehearsal):
-    """Rehearses one turn of the rollout and one of the trainer."""
+    """Rehearses one turn of the rollout and one turn of the trainer."""
 
     publisher: TurnPublisher
 
     def rehearse(self) -> None:
-        """Rehearse as in every mode, within a generation turn."""
         self.publisher.begin_generation()
         super().rehearse()
         self.publisher.pause()
 
     def send_again(self, before: list[Answer]) -> None:
-        """Let the trainer have a turn while each engine has a request."""
+        """Interrupt the engines for a turn of the trainer while each has a request, and check that requests go on."""
         with self.checking("requests go on after a turn of the trainer") as check, self.in_haste():
             self.under_requests(lambda: self._turn(before), check)
 

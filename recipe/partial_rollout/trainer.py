@@ -2,10 +2,10 @@
 """The partial-rollout trainer: training and generation take turns on the same accelerators.
 
 Contract: a step is one generation turn and one training turn. The generation turn ends as soon as its batch may be
-taken, that is, when the target number of groups is complete and closing the turn pushes no group past
-``max_staleness``. Unfinished answers are then interrupted, keep their tokens, and continue in the next turn with the
-new version. Validation and checkpoints happen between turns, while every unfinished trajectory waits, so they disturb
-none. A checkpoint contains these trajectories, and is written before the engines allocate their memory again.
+taken: when the target number of groups is complete, and no unfinished group would exceed ``max_staleness`` if the turn
+ended. Unfinished answers are then interrupted. They keep their tokens and continue in the next turn with the new
+version. Validation and checkpoints take place between turns, when every unfinished trajectory waits anyway. A
+checkpoint contains these trajectories, and is written before the engines allocate their memory again.
 
 Shown by tests/e2e/test_partial_rollout.py; the states and rules are in docs/partial-rollout.md.
 """
@@ -21,7 +21,7 @@ from recipe.partial_rollout.rehearsal import TurnRehearsal
 
 
 class PartialRolloutTrainer(AsyncPPOTrainer):
-    """Trains and generates in turns, as the module's contract describes."""
+    """The trainer of partial rollout, which trains and generates in turns."""
 
     actor_worker = HybridActorWorker
     actor_role = "actor_rollout"
@@ -31,7 +31,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
     rehearsal_class = TurnRehearsal
 
     def init_workers(self) -> None:
-        """Start every process of the run; engines start after the models, whose memory they share."""
+        """Start every process of the run, the engines after the training models, whose accelerators they share."""
         self.reserve()
         started = side_by_side(
             {
@@ -54,7 +54,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         self.publisher.restart_lost(lambda lost: rollout.replicas.start_again(lost, self.timeouts.startup), budget)
 
     def _next_groups(self) -> list[GroupRun] | None:
-        """Run one generation turn and return its batch."""
+        """Run one generation turn and return its batch of complete groups."""
         self.publisher.begin_generation()
         self.running.open_turn()
         groups = self.running.take_batch(self.timeouts.batch_wait)
@@ -73,25 +73,24 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         return groups
 
     def _train(self, groups: list[GroupRun]) -> DataProto:
-        """Train like the base trainer, after freeing the engines' memory."""
         self.publisher.release()
         return super()._train(groups)
 
     def sealed(self) -> None:
-        """Write a checkpoint of this version, if one is due, before its weights go to the engines."""
+        """Write a checkpoint of the new version, if one is due, before the engines get its weights."""
         if self.stopped_by is None:
             self.save_if_due()
         elif self.config.trainer.save_freq > 0:
             self.save_once()
 
     def _save_checkpoint(self) -> None:
-        """Save like the base trainer, after freeing the engines' memory, which also covers the end of a run."""
+        """Free the engines' memory if they have it, as at the end of a run, then save like the base class."""
         if self.publisher.is_awake:
             self.publisher.release()
         super()._save_checkpoint()
 
     def _validate_now(self) -> dict[str, float]:
-        """Validate between turns: engines answer only validation requests, while training's trajectories wait."""
+        """Validate between turns, when engines have only validation requests and unfinished trajectories wait."""
         if not self.publisher.is_awake:
             self.metrics.update(self.publisher.publish(self.ledger.version))
         self.publisher.begin_generation()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of an answer between a rollout server and its client, independent of the engine that samples it.
+"""The format in which a rollout server returns answers to its client, independent of the engine.
 
 Contract: while an answer is generated, its client regularly fetches the new tokens (:class:`Sampled`) and stores them
-in a :class:`Flight`. When the server dies, the answer is continued elsewhere from the tokens that the client has; those
-sampled after its last request for them are sampled again. A checkpoint fetches once more, so that it contains the
-newest tokens. Shown by tests/integration/test_client.py and, with a real engine that is killed,
-tests/e2e/test_lost_replica.py.
+in a :class:`Flight`. When the server dies, another server continues the answer from the tokens that the client has
+fetched; tokens that the client had not fetched are sampled again. Before a checkpoint the client fetches once more, so
+that the checkpoint has the newest tokens. Shown by tests/integration/test_client.py and, with a real engine that is
+killed, tests/e2e/test_lost_replica.py.
 """
 
 from dataclasses import dataclass, field
@@ -16,25 +16,26 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.async_engine.core.versions import joined, last_runs
 
 COMPLETED = "completed"
-"""Stop reason of a complete answer: in verl's server that of vLLM's finish reasons `stop` and `length`."""
+"""Stop reason of a complete answer; verl's server reports it for vLLM's finish reasons `stop` and `length`."""
 ABORTED = ("aborted", "abort")
-"""Stop reasons of an answer that is not complete."""
+"""Stop reasons of an incomplete answer."""
 
 GOES_ON = "recipe_goes_on"
-"""Extra field of an interrupted answer: what interrupted it, unless it was a weight sync; its version may then continue
-it.
+"""Extra field of an answer that was interrupted by something other than a weight sync: the reason, as text.
+
+The version that sampled the answer may still be live then, and continue it.
 """
 VERSION_RUNS = "recipe_version_runs"
-"""Extra field of an answer: (version, token count) of each run of versions that sampled it."""
+"""Extra field of an answer: (version, token count) for each run of tokens that one version sampled."""
 RECOMPUTED = "recipe_recomputed_tokens"
-"""Extra field of an answer: number of prompt and answer tokens that the engine computed again after weight swaps."""
+"""Extra field of an answer: number of prompt and answer tokens whose KV cache was recomputed after weight swaps."""
 SERVER_DIED = "its server died"
 CHECKPOINT = "a checkpoint was taken"
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens of one request, the runs of versions that sampled them and, if requested, their log-probs."""
+    """New tokens of one request, the runs of versions that sampled them and, if requested, their log-probs."""
 
     token_ids: list[int]
     runs: list[tuple[int, int]]
@@ -43,10 +44,10 @@ class Sampled:
 
 @dataclass(eq=False)
 class Flight:
-    """One request in progress at a server, and the part of its answer that is known.
+    """One request in progress at a server, with the tokens of its answer that the client has fetched.
 
-    asked: the tokens sent in the request. avoided: the server that failed this request before. told: whether the server
-    recently reported that the answer is not complete yet.
+    ``asked``: tokens that were sent as the request's prompt. ``avoided``: server that failed this request before, if
+    any. ``told``: whether the server reported recently that the answer is still incomplete.
     """
 
     asked: list[int]
@@ -60,7 +61,7 @@ class Flight:
     log_probs: list[float] | None = None
 
     def add(self, sampled: Sampled, after: int) -> None:
-        """Add tokens that follow the first ``after`` ones, skipping any that another call has already added."""
+        """Add the tokens that follow the first ``after`` ones, except for those that another call has already added."""
         new = slice(len(self.token_ids) - after, None)
         self.runs = joined(self.runs, last_runs(sampled.runs, len(sampled.token_ids[new])))
         self.token_ids += sampled.token_ids[new]
@@ -68,7 +69,7 @@ class Flight:
             self.log_probs = [*(self.log_probs or []), *sampled.log_probs[new]]
 
     def cut_answer(self, why: str) -> TokenOutput | None:
-        """Return the known tokens as an interrupted answer, or None if there are none."""
+        """Return the fetched tokens as an answer interrupted for the reason ``why``; None without any token."""
         if not self.token_ids:
             return None
         first, last = self.runs[0][0], self.runs[-1][0]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout replicas of a run and the load balancer in front of them.
+"""The rollout replicas of a run and the load balancer that distributes requests to them.
 
-Contract: the load balancer starts empty and before the replicas: clients can be made at once, and a replica receives
-requests only after the weight publisher has reported that it holds a complete version. A load balancer that dies is not
-replaced, so this package's is on the trainer's node: the loss of another node then does not end the run.
+Contract: the load balancer starts before the replicas and without servers, so clients can be created at once. The
+weight publisher adds a replica when it holds a complete version, and only then does it receive requests. A load
+balancer that dies is not replaced. This package's own runs on the trainer's node, so the loss of another node does not
+end the run.
 """
 
 import asyncio
@@ -35,10 +36,10 @@ class ReplicaManager(LLMServerManager):
         self.global_load_balancer = self._new_load_balancer()
 
     def _new_load_balancer(self) -> Any:
-        """Create the user's load balancer, or this package's.
+        """Create the load balancer that the user has configured, or else this package's own.
 
-        This package's adds and removes servers in a concurrency group of its own, beside the calls of requests. It is
-        placed on the node of this process, whereas Ray may place verl's on any node.
+        The package's own runs on this process's node, whereas Ray may place verl's on any node. It handles the adding
+        and removing of servers in a separate concurrency group, so that requests do not delay it.
         """
         file = getattr(self.rollout_config, "router_config_path", None)
         hashes = getattr(self.rollout_config, "full_determinism", False)
@@ -51,9 +52,10 @@ class ReplicaManager(LLMServerManager):
         )
 
     def start_another(self) -> RolloutReplica:
-        """Start one more replica, on resources of its own; return when its server is up, without weights.
+        """Start one more replica on free accelerators; return when its server is up, still without weights.
 
-        Raises NothingFree if there are no such resources now.
+        Raises:
+            NothingFree: not enough accelerators are free now.
         """
         replica = self._new_replica(next(self._numbers))
         with cleared_on_failure([replica]):
@@ -61,9 +63,10 @@ class ReplicaManager(LLMServerManager):
         return replica
 
     def start_again(self, lost: RolloutReplica, timeout_s: float) -> RolloutReplica:
-        """Start a replica in the place of ``lost``, with the same name and the same trainer ranks.
+        """Start a replacement for ``lost`` with the same name and trainer ranks; return when it is up, without weights.
 
-        Returns when its server is up, without weights. Raises TimeoutError if it is late, or if ``lost`` does not end.
+        Raises:
+            TimeoutError: the replacement was not up in time, or ``lost`` did not end.
         """
         end_servers(lost, SERVERS_END_S)
         replica = self._new_replica(lost.replica_rank)
@@ -80,11 +83,11 @@ class ReplicaManager(LLMServerManager):
         return self.rollout_replica_class(number, self.rollout_config, self.model_config, per_node)
 
     def launch(self, worker_group: Any = None) -> None:
-        """Start every replica's servers, with new weight workers or, if given, those of ``worker_group``.
+        """Start the servers of all replicas and return when all are up.
 
-        Returns when all replicas are up.
+        ``worker_group``: trainer ranks that pass weights to the servers; None to start weight workers for them.
         """
         self.worker_group = worker_group
         asyncio.run(self._initialize_llm_servers())
-        # Server and socket names contain the number, so each replica of a run gets a number of its own.
+        # Names of servers and sockets contain the replica's number, so no two replicas of a run may share a number.
         self._numbers = itertools.count(self.start_rank + len(self.rollout_replicas))

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of a rollout engine.
 
-Contract: the other packages use an engine only through these protocols, so another engine is a package beside `vllm`
-and a row of `ENGINES` (`recipe.async_engine.config.verdicts`). An engine consists of a replica in the trainer's
-process, its servers, and its weight workers; the latter two are actors. tests/integration/test_second_engine.py shows
-it with an engine of a few dozen lines, which receives weights, answers requests and is lost like vLLM's.
+Contract: the other packages use an engine only through these protocols. To add an engine, add a package next to `vllm`
+and an entry to `ENGINES` (`recipe.async_engine.config.verdicts`). An engine consists of a replica object in the
+trainer's process, and of servers and weight workers, which are Ray actors. tests/integration/test_second_engine.py
+shows this with an engine of a few dozen lines, which receives weights, answers requests and dies like vLLM's.
 
-An engine itself must guarantee the following, since no caller can:
+The engine itself must guarantee the following, since no caller can:
 
-- A server answers only with complete weights. Requests wait until the first ones have been loaded, and a load or swap
-  that is cut off leaves the server closed.
-- Staged weights change nothing until the swap. Staged weights cover all of the model's parameters, and have the
-  checksum that the weight worker returns.
-- Each answer says which versions sampled which of its tokens.
+- A server answers only with complete weights. Requests wait until the first weights have been loaded. An interrupted
+  load or swap leaves the server closed.
+- Staging does not change what the server answers before the swap. Staged weights cover all of the model's parameters
+  and have the checksum that the weight worker returns.
+- Each answer says which version sampled each of its tokens.
 """
 
 from __future__ import annotations
@@ -29,30 +29,33 @@ from recipe.async_engine.record.events import Activity
 
 
 class RolloutEngine(Protocol):
-    """A replica, in the trainer's process: verl's `RolloutReplica` with operations on all of its servers at once.
+    """A replica object in the trainer's process: verl's `RolloutReplica`, whose methods act on all of its servers.
 
-    It is created with ``(replica_rank, config, model_config, gpus_per_node, reservations=)``, and started by verl's
-    ``init_standalone`` or ``init_hybrid``.
+    The constructor's arguments are ``(replica_rank, config, model_config, gpus_per_node, reservations=)``. verl's
+    ``init_standalone`` or ``init_hybrid`` starts the replica.
     """
 
     replica_rank: int
     server_address: str
-    """Its name in the load balancer."""
+    """The replica's name in the load balancer."""
     server_handle: Any
     """The server that receives requests: an actor with the methods of `RolloutServer`."""
     servers: list[Any]
-    """All of its servers, one per node."""
+    """All servers of the replica, one per node."""
     workers: list[Any]
-    """Actors with the methods of `WeightWorker`, one per accelerator."""
+    """The replica's weight workers, one per accelerator: actors with the methods of `WeightWorker`."""
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> None:
-        """Pause, ending all requests with their tokens; later ones wait, or fail with ``reject_request``."""
+        """Pause generation; return all open requests as aborted, each with the tokens sampled so far.
+
+        Later requests wait, or are returned as aborted if ``reject_request`` is true.
+        """
 
     async def hold_requests(self) -> None:
-        """Pause, keeping the requests; they continue with the weights that are live when generation resumes."""
+        """Pause generation but keep all requests; after `resume_generation` they continue with the live weights."""
 
     async def resume_generation(self) -> None:
-        """Resume generation."""
+        """Resume generation after `abort_all_requests` or `hold_requests`."""
 
     async def release_kv_cache(self) -> None:
         """Free the memory of the KV cache, before weights are loaded in place."""
@@ -65,7 +68,7 @@ class RolloutEngine(Protocol):
 
 
 class RolloutServer(Protocol):
-    """A server, as an actor. It answers all other calls while ``generate`` calls are open."""
+    """A rollout server, which is a Ray actor. Open ``generate`` calls do not delay its other calls."""
 
     async def generate(
         self,
@@ -76,44 +79,44 @@ class RolloutServer(Protocol):
         sampled: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Answer with complete weights; the last ``sampled`` tokens of the prompt already belong to the answer."""
+        """Answer a prompt once the weights are complete; its last ``sampled`` tokens already belong to the answer."""
 
     async def drop_request(self, request_id: str) -> None:
-        """End a request that nobody waits for any more."""
+        """Abort a request whose caller no longer waits for it."""
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
-        """Return what was sampled for each request in progress after the token count given in ``known``."""
+        """Return the new tokens of each request; ``known`` has the number of tokens already fetched, by request id."""
 
     async def wide_parameters(self) -> list[str]:
         """Return the names of parameters that the engine holds in a wider dtype than the model's."""
 
     async def swap(self, version: int, checksum: str) -> None:
-        """Make the staged weights the live ones and commit the version; nothing generates meanwhile."""
+        """Make the staged weights the live ones and commit the version; generation is paused during the call."""
 
     async def leave_routing(self) -> None:
-        """Answer every waiting and later request as aborted, until the next complete load."""
+        """Return every waiting and later request as aborted, until the next complete load."""
 
     async def check_engine(self) -> None:
-        """Raise `EngineDied` if the engine is gone."""
+        """Raise `EngineDied` if the engine has died."""
 
     async def activity(self) -> Activity:
-        """Return what the engine did since the last call."""
+        """Return how the engine spent its time, and its token counts, since the last call."""
 
     async def describe(self) -> list[str]:
         """Return lines of text for a report on a stalled run: whether the server answers, and what it waits for."""
 
 
 class WeightWorker(Protocol):
-    """The receiving end of a weight sync, an actor: verl's `CheckpointEngineWorker` with staging added."""
+    """The actor that receives weights for an engine: verl's `CheckpointEngineWorker` with staging."""
 
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the checkpoint engine, as in verl."""
 
     async def stage_weights(self, global_steps: int) -> str | None:
-        """Receive a version and stage it beside the live weights; return its checksum on the leading rank."""
+        """Receive a version and stage it next to the live weights; the leading rank returns its checksum."""
 
     async def update_weights(self, global_steps: int | None = None) -> str | None:
-        """Load a version in place; the server is closed from the first tensor to the last."""
+        """Receive a version and load it over the live weights; the server is closed until it is complete."""
 
 
 def engine_class(name: str) -> Any:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reserves accelerators for all parts of a run before any of them starts.
+"""Reserves accelerators for the trainer, the rollout replicas and the other components of a run before any starts.
 
-Contract: groups that need more of one node are reserved before smaller ones, the trainer's before others of the same
-size, and each group before the next is requested. Ray spreads small groups over nodes, so parts that reserve
-concurrently, as verl's do, may leave no node free for a large group and then wait for each other for ever. A group is
-never split over nodes. An error names what was not free in time, and what each node has free. Only reservations are
-sequential: processes, which take long to start, start concurrently afterwards.
+Contract: placement groups are reserved one after the other, those that need more of one node first, and the trainer's
+before others of the same size. Ray spreads small groups over nodes. If all components reserved at the same time, as in
+verl, there might be no whole node left for a large group, and the components would wait for each other for ever. A
+group is never split over nodes. An error names what was not free in time, and what each node has free. Only the
+reservations are sequential: processes, which take long to start, start concurrently afterwards.
 
 Shown by tests/integration/test_reservation.py.
 """
@@ -34,13 +34,17 @@ POLL_S = 0.05
 
 
 class Reservations:
-    """The reserved placement groups of a run, by pool name; `pool` may be called from any thread."""
+    """The placement groups that are reserved for a run, by pool name; `pool` may be called from any thread."""
 
     def __init__(self) -> None:
         self._pools: dict[str, RayResourcePool] = {}
 
     def reserve(self, parts: Sequence[Wanted], timeout_s: float) -> None:
-        """Reserve ``parts`` in this order; raise NothingFree if one is not available within ``timeout_s`` seconds."""
+        """Reserve accelerators for each of ``parts``, in this order.
+
+        Raises:
+            NothingFree: not all accelerators were free within ``timeout_s`` seconds.
+        """
         deadline = time.monotonic() + timeout_s
         for part in parts:
             pool = _pool(part)
@@ -52,10 +56,12 @@ class Reservations:
             self._pools[part.pool] = pool
 
     def pool(self, name: str, on_a_node: int = 0, groups: int = 0) -> RayResourcePool:
-        """Hand out what was reserved under this name, once; otherwise reserve it now.
+        """Hand out the pool that was reserved under this name, once; if there is none, reserve one now.
+
+        ``groups`` is the number of placement groups and ``on_a_node`` the number of accelerators in each.
 
         Raises:
-            NothingFree: nothing was reserved under the name, and the accelerators are not free.
+            NothingFree: no pool was reserved under this name, and not enough accelerators are free.
         """
         if (reserved := self._pools.pop(name, None)) is not None:
             return reserved
@@ -67,12 +73,12 @@ class Reservations:
 
 
 class ReservedReplica(RolloutReplica):
-    """A replica that uses its reserved accelerators; without `reservations` it reserves them itself, as in verl."""
+    """A replica that starts on reserved accelerators; without `reservations` it reserves them itself, as in verl."""
 
     reservations: Reservations | None = None
 
     async def init_standalone(self) -> None:
-        """Start on the reserved accelerators; otherwise like verl's method (workers/rollout/replica.py:165)."""
+        """Start on the reserved accelerators, but otherwise like verl's method (workers/rollout/replica.py:165)."""
         if self.reservations is None:
             await super().init_standalone()
             return
@@ -99,7 +105,7 @@ def _pool(part: Wanted) -> RayResourcePool:
 
 
 def _reserve(pool: RayResourcePool, part: Wanted, deadline: float) -> bool:
-    """Create the placement groups of ``pool`` like verl's `get_placement_groups`; on False nothing stays reserved."""
+    """Reserve the placement groups of ``pool``; return False, with none reserved, if not all are free in time."""
     bundle = {"CPU": part.cpus, get_platform().ray_resource_name(): 1}
     groups: list[PlacementGroup] = []
     try:
@@ -117,7 +123,7 @@ def _reserve(pool: RayResourcePool, part: Wanted, deadline: float) -> bool:
 
 
 def _is_there(group: PlacementGroup, deadline: float) -> bool:
-    # Ray's own wait rounds its deadline down to whole seconds.
+    # Ray's own waiting function is not used, because it rounds its time limit down to whole seconds.
     while placement_group_table(group)["state"] != "CREATED":
         if time.monotonic() > deadline:
             return False

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-prob servers: replicas of the training engine that only compute log-probs, on resources of their own."""
+"""Log-prob servers: forward-only replicas of the training engine, on their own accelerators, that score tokens."""

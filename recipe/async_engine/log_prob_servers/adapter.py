@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a log-prob server: a forward-only training engine that loads weights from a stream.
 
-Contract: `ModelEngineServerAdapter.update_weights` stages a version beside the live one and returns when every rank has
-all of it; the live version computes until `swap`. Weights are never moved off their devices. A stream that one rank
-cannot load is refused on all ranks with the same error; the live version does not change, and the next stream works.
-Staging buffers are allocated once and are as large as the local shards, on their device or in host memory.
+Contract: `ModelEngineServerAdapter.update_weights` stages a version next to the live one and returns when every rank
+has staged it completely; the engine computes with the live version until `swap`. Live weights always stay on their
+device. If one rank cannot load a stream, all ranks refuse it with the same error; the live version does not change, and
+the next stream is loaded as usual. Staging buffers are allocated once, on the device or in host memory, and are as
+large as the local shards.
 
 Shown by tests/integration/test_model_engine_adapter.py and test_staged_shards.py.
 """
@@ -37,39 +38,40 @@ from recipe.async_engine.weights.staged import Intake, NamedTensors, StagedWeigh
 
 
 class Shards(Protocol):
-    """A rank's shards of a model, by the Hugging Face names that the stream uses."""
+    """The shards of a model on one rank, found by the Hugging Face names of tensors in a stream of weights."""
 
     def accept(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Take a full tensor of the stream, which is valid during this call only.
+        """Take a full tensor of the stream, which is valid only during this call.
 
         Returns:
-            Pairs of a live local shard and its new value, of equal shape; none while parts of it are still to come.
+            Pairs (live local shard, its new value) of equal shape. The result is empty if the rank has no shard of the
+            tensor, or if the shard also needs tensors that have not come yet.
 
         Raises:
-            StagingRefused: the model has no such tensor, or it has another shape.
+            StagingRefused: the model has no tensor of this name, or has it in another shape.
         """
 
     def missing(self) -> list[str]:
-        """Return the names that must still come before every local shard has its new value."""
+        """Return the names of tensors that must still come before every local shard has its new value."""
 
     def reset(self) -> None:
         """Forget which tensors were accepted."""
 
 
 class StagedShards(StagedWeights):
-    """The staging area of one rank.
+    """The staging area of one rank of a log-prob server.
 
     Args:
-        shards: this rank's part of the model.
-        group: gloo group of all ranks of the model, used to agree on the outcome.
-        in_host: keep the staged weights in host memory instead of beside the live ones.
+        shards: this rank's shards of the model.
+        group: gloo group of all ranks of the model, in which they agree whether a stream was loaded.
+        in_host: keep the staged weights in host memory instead of on the device.
     """
 
     def __init__(self, shards: Shards, group: dist.ProcessGroup, in_host: bool = False) -> None:
         self._shards = shards
         self._group = group
         self._in_host = in_host
-        # (live shard, staged copy), by the address of the live shard.
+        # Pairs (live shard, staged copy), by the address of the live shard.
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _begin(self) -> None:
@@ -107,13 +109,13 @@ Stream = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[tuple[
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Settings of a rank.
+    """Settings of one rank of a log-prob server.
 
     Attributes:
-        engine: verl's configuration of the training engine, FSDP2 or Megatron. Its parameters are not offloaded.
-        temperature: divisor of the logits, as in sampling.
-        host_staging: keep staged weights in host memory.
-        timeout_s: longest wait for weights, for the other ranks and for the server.
+        engine: verl's configuration of the training engine, FSDP2 or Megatron, with parameter offloading off.
+        temperature: sampling temperature, by which logits are divided.
+        host_staging: keep staged weights in host memory instead of on the device.
+        timeout_s: seconds after which a wait for weights, for other ranks or for the server fails.
     """
 
     engine: EngineConfig
@@ -123,11 +125,11 @@ class WorkerSettings:
 
 
 class ModelEngineServerAdapter(BaseRollout):
-    """verl's rollout interface around a forward-only :class:`TrainingWorker`.
+    """verl's rollout interface for a forward-only :class:`TrainingWorker`.
 
     Args:
-        config: verl's rollout configuration, for its checkpoint engine.
-        model_config: the policy's.
+        config: verl's rollout configuration, of which only the checkpoint engine's settings matter.
+        model_config: model configuration of the policy.
         replica_rank: number of the server that this rank belongs to.
     """
 
@@ -145,7 +147,7 @@ class ModelEngineServerAdapter(BaseRollout):
         )
         self.worker.reset()
         keep_frequencies(self.worker.engine)
-        # A separate group, because the ranks agree on weights while the engine computes.
+        # Create a separate group, because the ranks agree on staged weights while the engine's groups are in use.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
         self._staged = StagedShards(_shards_of(self.worker.engine, group), group, settings.host_staging)
 
@@ -156,10 +158,10 @@ class ModelEngineServerAdapter(BaseRollout):
         """Do nothing; the weights stay on their device."""
 
     async def update_weights(self, weights: Stream, global_steps: int, **_: Any) -> str:
-        """Stage every tensor of ``weights``; return their checksum.
+        """Stage all tensors of ``weights`` as version ``global_steps`` and return their checksum.
 
         Raises:
-            StagingRefused: at least one rank could not load them; all ranks raise the same error.
+            StagingRefused: at least one rank could not load the weights; all ranks raise the same error.
         """
         from verl.workers.rollout.utils import ensure_async_iterator
 
@@ -168,7 +170,7 @@ class ModelEngineServerAdapter(BaseRollout):
         try:
             async for named_tensor in ensure_async_iterator(weights):
                 intake.take([named_tensor])
-        except Exception as error:  # any error of the stream must be reported to the other ranks
+        except Exception as error:  # Any error of the stream must be reported to the other ranks.
             intake.fail(error)
         await asyncio.to_thread(intake.end)
         if intake.problem is not None:
@@ -176,19 +178,19 @@ class ModelEngineServerAdapter(BaseRollout):
         return intake.checksum
 
     def swap(self, version: int) -> None:
-        """Make the staged weights of ``version`` the live ones on this rank; nothing may be scored meanwhile."""
+        """Make the staged weights of ``version`` the live ones on this rank; nothing may be scored during the call."""
         self._staged.swap(version)
 
     def score(self, batch: TensorDict) -> TensorDict | None:
-        """Return log-probs and entropies computed with the live weights; None on ranks without output."""
+        """Return log-probs and entropies under the live weights; None on ranks to which verl returns no output."""
         return self.worker.infer_batch(batch)
 
 
 def keep_frequencies(engine: Any) -> None:
     """Restore the fp32 rotary frequencies of an FSDP2 engine's model.
 
-    verl casts the whole model to `model_dtype` (fsdp/transformer_impl.py:333), including buffers, while the trainer's
-    model has fp32 weights and keeps fp32 buffers. With rounded positions log-probs would differ from the trainer's.
+    verl casts the whole model to `model_dtype` (fsdp/transformer_impl.py:333), including buffers, but the trainer's
+    model keeps fp32 buffers. With rounded frequencies log-probs would differ from those of the trainer.
     """
     modules = engine.module.modules() if isinstance(engine.module, torch.nn.Module) else ()
     for module in modules:
@@ -200,7 +202,7 @@ def keep_frequencies(engine: Any) -> None:
 
 
 def _optimizer_config(engine: EngineConfig) -> OptimizerConfig:
-    """Return the optimizer configuration that verl's engines require; nothing is optimized."""
+    """Return an optimizer configuration, which verl's engines require although nothing is trained here."""
     if isinstance(engine, McoreEngineConfig):
         return McoreOptimizerConfig(lr=0.0, total_training_steps=1, lr_warmup_steps=0)
     return FSDPOptimizerConfig(lr=0.0, total_training_steps=1)

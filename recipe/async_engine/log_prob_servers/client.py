@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a trajectory's parts scored by log-prob servers while the trajectory goes on.
+"""Sends the sampled tokens of a trajectory to log-prob servers for scoring while the trajectory goes on.
 
-Contract: a part is submitted as soon as its request is answered, before weights can change again, so that the version
-that sampled it can score it. It goes to the server with the fewest outstanding tokens from this process, and among
-equals to the one that has been sent the fewest in all. If that server lacks the version, fails or dies, the others are
-tried, each at most once; a dead server is not used again. Errors here never fail a trajectory: `Unscored` means that no
-server could answer in time, and the trainer then computes the log-probs. Shown by
-tests/integration/test_scoring_client.py, test_part_scores.py and tests/e2e/test_model_engine.py.
+The tokens that one request to the rollout returned are a `Part` of the trajectory.
+
+Contract: a part is submitted for scoring as soon as its request is answered, before weights can change again, so that
+the version that sampled it can score it. It goes to the server with the fewest outstanding tokens from this process,
+and among equals to the one to which this process has sent the fewest tokens so far. If that server lacks the version,
+fails or dies, the others are tried, each at most once; a dead server is not used again. A failure to score never makes
+a trajectory fail: after `Unscored`, which means that no server answered in time, the trainer computes the log-probs.
+Shown by tests/integration/test_scoring_client.py, test_part_scores.py and tests/e2e/test_model_engine.py.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ logger = logging.getLogger(__name__)
 class ScoringClient:
     """Sends scoring requests to log-prob servers.
 
-    servers: actor handles with a method ``score``, by name. timeout_s: longest wait for one request over all servers.
+    Args:
+        servers: actor handles with a method ``score``, by server name.
+        timeout_s: seconds within which one request must be scored, tries at several servers included.
     """
 
     def __init__(self, servers: Mapping[str, Any], timeout_s: float) -> None:
@@ -41,7 +45,11 @@ class ScoringClient:
         self._timeout_s = timeout_s
 
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
-        """Score with some server (:meth:`ScoringService.score`); raise `Unscored` with all reasons if none can."""
+        """Have one of the servers score a sequence; the arguments are those of :meth:`ScoringService.score`.
+
+        Raises:
+            Unscored: no server could score it in time; the message has the reason of each.
+        """
         said: list[str] = []
         answer = None
         try:
@@ -55,7 +63,7 @@ class ScoringClient:
         return answer
 
     async def _ask(self, said: list[str], sequence: Any, tokens: int, version: int, start: int) -> Answer | None:
-        """Ask one server after the other, adding each failure to ``said``."""
+        """Ask one server after the other until one answers; append the reason of each failure to ``said``."""
         asked: list[str] = []
         while left := [name for name in self.servers if name not in asked]:
             name = min(left, key=lambda name: (self._outstanding[name], self._total[name]))
@@ -65,11 +73,11 @@ class ScoringClient:
             try:
                 return await self.servers[name].score.remote(sequence, tokens, version, start)
             except (RayTaskError, RecipeError) as error:
-                # Handled first, because Ray's task error is also an instance of its cause's class.
+                # This clause comes first, because Ray's task error is also an instance of its cause's class.
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 said.append(f"{name}: {cause}")
             except ActorUnavailableError as error:
-                # Its death is not known: it may be this process that cannot reach it.
+                # The server may be alive, and only this process unable to reach it, so it stays in the list.
                 said.append(f"{name} cannot be reached: {error}")
             except RayActorError as error:
                 logger.error("log-prob server %s died: %s", name, error)
@@ -88,11 +96,11 @@ class ResponseScores:
     """Results of log-prob servers for a response of R tokens.
 
     Attributes:
-        log_probs: float32 (R,), 0 where nothing was sampled.
-        entropy: float32 (R,), 0 where nothing was sampled.
-        versions: int64 (R,), the version that computed each token's log-prob, ``UNSCORED`` where nothing was sampled.
+        log_probs: float32 (R,), 0 at tokens that the policy did not sample, such as tool output.
+        entropy: float32 (R,), 0 at tokens that the policy did not sample.
+        versions: int64 (R,), version that computed each log-prob, ``UNSCORED`` at tokens that were not sampled.
         late_tokens: number of tokens that were scored by another version than the requested one.
-        queued_s: longest time that one of its requests waited at a server.
+        queued_s: longest time in seconds that one of the response's requests waited at a server.
     """
 
     log_probs: np.ndarray
@@ -106,7 +114,7 @@ class ResponseScores:
         return cls(np.zeros(length, np.float32), np.zeros(length, np.float32), np.full(length, UNSCORED), 0, 0.0)
 
     def with_part(self, answer: Answer, first: int, count: int) -> ResponseScores:
-        """Write the first ``count`` tokens of an answer at position ``first``, in place; return the updated scores."""
+        """Write the scores of an answer's first ``count`` tokens at index ``first``; return the updated scores."""
         where = slice(first, first + count)
         self.log_probs[where], self.entropy[where] = answer.scores[:, :count]
         self.versions[where] = answer.version
@@ -115,17 +123,17 @@ class ResponseScores:
 
 
 class PartScorer:
-    """The parts of one trajectory that are being scored."""
+    """Submits the parts of one trajectory for scoring and collects their scores."""
 
     def __init__(self, client: ScoringClient, start: int) -> None:
-        """``start``: version at the issue of the group; the oldest are scored first."""
+        """``start`` is the version that was live when the trajectory's group was issued; older groups come first."""
         self._client = client
         self._start = start
         self._parts: list[Part] = []
         self._tasks: list[asyncio.Task[Answer]] = []
 
     def add(self, version: int, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Submit the tokens of an answered request for scoring."""
+        """Submit the tokens that ``version`` sampled after ``context`` for scoring."""
         part = Part(version, list(context), list(tokens))
         self._parts.append(part)
         self._tasks.append(asyncio.create_task(score(self._client, part, self._start)))
@@ -133,7 +141,7 @@ class PartScorer:
     async def collect(
         self, prompt: Sequence[int], response: Sequence[int], mask: Sequence[int]
     ) -> ResponseScores | None:
-        """Return the scores of the agent loop's response; None unless all of its sampled tokens have been scored."""
+        """Wait for all scores and return them for the agent loop's response; None if a sampled token has no score."""
         answers = await asyncio.gather(*self._tasks, return_exceptions=True)
         places = place(self._parts, prompt, response, mask)
         if places is None:
@@ -150,13 +158,12 @@ class PartScorer:
         return scores
 
     def cancel(self) -> None:
-        """Cancel outstanding requests, after the trajectory has ended."""
         for task in self._tasks:
             task.cancel()
 
 
 async def score(client: ScoringClient, part: Part, start: int) -> Answer:
-    """Score one part.
+    """Have one part of a trajectory scored.
 
     Raises:
         Unscored: no server answered in time, or the scores have the wrong shape or are not finite.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local shards of an FSDP2 model, by Hugging Face's names.
+"""Finds the local shards of an FSDP2 model by the Hugging Face names of tensors in a stream of weights.
 
-Every rank sees every full tensor and cuts its own shard out of it, without a collective. Tensors that share their
-storage (tied embeddings) have to come under only one of their names.
+Every rank gets every full tensor and cuts its own shard out of it, without a collective. Of tensors that share their
+storage (tied embeddings) the stream needs to contain only one.
 
-Transformers 5 packs the experts of a layer into one parameter, while streams contain them one by one. The location of
-each expert is found by running the exporters that create streams, verl's and Transformers', once on a model without
-data. A packed tensor in a stream is taken apart by that exporter, so streams of both forms are accepted. A model whose
-stream cannot be mapped is refused when the server starts. Shown by tests/integration/test_staged_shards.py and
-test_staged_experts.py.
+Transformers 5 packs the experts of a layer into one parameter, but a stream contains a tensor for each expert. To find
+out where each expert is in the packed parameter, the exporters that create streams (verl's and Transformers') are run
+once on tensors without data. verl's exporter also splits packed tensors that a stream contains, so both formats are
+accepted. A model whose stream cannot be mapped to its parameters is refused when the server starts. Shown by
+tests/integration/test_staged_shards.py and test_staged_experts.py.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 
 class _Place(NamedTuple):
-    """The destination of a tensor of the stream.
+    """The destination of one tensor of the stream.
 
     Attributes:
-        shape: the full tensor's.
-        local: this rank's part of it, a view of a live shard; empty if it has none.
-        live: the parameter whose sharding applies; None for an expert's tensor, which a rank has completely or not at
-            all.
+        shape: shape of the full tensor.
+        local: view of the live shard into which this rank's shard of the tensor goes; empty if the rank has none.
+        live: parameter whose sharding applies to the tensor; None for an expert's tensor, which a rank has completely
+            or not at all.
     """
 
     shape: torch.Size
@@ -42,10 +42,10 @@ class _Place(NamedTuple):
 
 
 class FSDP2Shards:
-    """The `recipe.async_engine.log_prob_servers.adapter.Shards` of a module under ``fully_shard``.
+    """`recipe.async_engine.log_prob_servers.adapter.Shards` of a module under ``fully_shard``.
 
     Raises:
-        StagingRefused: the trainer's stream for such a model has tensors that are no part of its parameters.
+        StagingRefused: a trainer would send tensors for this model that are not in any of its parameters.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -58,12 +58,12 @@ class FSDP2Shards:
         for name, part in unfuse_moe_params(blank.items(), self._model_type):
             self._places[name] = regions[_region(part)] = _place(name, part, *owners.get(id(_whole(part)), (None, [])))
         self._packed = {name: tensor.shape for name, tensor in live.items() if name not in self._places}
-        # Some tensors have other names in checkpoints, and trainers on Megatron send those names.
+        # Trainers on Megatron use the names of tensors in checkpoints, some of which differ from those in the model.
         if isinstance(module, PreTrainedModel):
             for name, part in revert_weight_conversion(module, dict(blank)).items():
                 if name not in live and _region(part) in regions:
                     self._places.setdefault(name, regions[_region(part)])
-        # A shard with several names is listed under the first one.
+        # A shard to which several names lead is listed under the first one.
         self._held: dict[int, str] = {}
         for name, place in self._places.items():
             if place.local.numel() > 0:
@@ -84,7 +84,7 @@ class FSDP2Shards:
         return [(local, _shard_like(live, tensor))] if local.numel() > 0 else []
 
     def missing(self) -> list[str]:
-        """Return the names still missing; a rank without a shard of a tensor does not miss it."""
+        """Return the names of the missing tensors, without those of which this rank has no shard."""
         return [name for address, name in self._held.items() if address not in self._accepted]
 
     def reset(self) -> None:
@@ -92,7 +92,7 @@ class FSDP2Shards:
 
 
 def _whole(part: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that this one is a view of, or itself."""
+    """Return the tensor of which ``part`` is a view, or ``part`` itself."""
     return part if part._base is None else part._base
 
 
@@ -101,12 +101,16 @@ def _region(part: torch.Tensor) -> Any:
 
 
 def _own_rows(live: torch.Tensor) -> list[int]:
-    """Return this rank's indices in the first dimension, the one that verl shards with FSDP2."""
+    """Return this rank's indices of a parameter's first dimension, in which verl shards parameters with FSDP2."""
     return _shard_like(live, torch.arange(len(live))).tolist() if live.dim() > 0 else []
 
 
 def _place(name: str, part: torch.Tensor, live: torch.Tensor | None, own: list[int]) -> _Place:
-    """Return the destination of a tensor exported from a model without data; ``live``: its source, if known."""
+    """Return the destination of ``part``, which an exporter made from a model without data.
+
+    ``live`` is the parameter from which ``part`` comes, if known; ``own`` are this rank's indices of its first
+    dimension. If ``part`` is neither a whole parameter nor one expert's, StagingRefused is raised.
+    """
     whole = _whole(part)
     if live is not None and part is whole:
         return _Place(part.shape, _local(live), live)

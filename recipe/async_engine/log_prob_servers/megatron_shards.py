@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local shards of a Megatron model that mbridge built, by Hugging Face's names.
+"""Finds the local shards of a Megatron model by the Hugging Face names of tensors in a stream of weights.
 
-mbridge knows which tensors make up a parameter (q, k and v; gate and up), how they are merged and how the result is
-split across tensor-parallel ranks, but cannot apply this to a stream (mbridge 0.15.1 loads from a path). Every rank
-sees every full tensor and keeps its own part, without a collective; pipeline ranks ignore other stages' tensors.
-Tensors are copied while they wait for the others of their parameter. Shown by
+mbridge, which built the model, knows which tensors make up a parameter (q, k and v; gate and up), how they are merged
+and how the result is split across tensor-parallel ranks, but can load only from a path (mbridge 0.15.1), not from a
+stream. Every rank gets every full tensor and keeps its own shard, without a collective; pipeline ranks ignore other
+stages' tensors. A tensor is copied if it has to wait for others of the same parameter. Shown by
 tests/integration/test_model_engine_adapter.py.
 
 Only one model per process is possible, because mbridge stores tied embeddings in a table that all bridges of the
@@ -25,13 +25,13 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 EXTRA_STATE = "_extra_state"
 EXPERTS = ".mlp.experts.linear_fc"
-# The head of a model with tied embeddings has no parameter of its own, but trainers send it under this name.
+# Trainers send the output head under this name even if it shares the parameter of the embeddings.
 TIED_HEAD = "lm_head.weight"
 
 
 @dataclass
 class _Parameter:
-    """A local parameter: Megatron's name, the live shard, the names of its parts, and the parts that have arrived."""
+    """A local parameter, merged from the stream's tensors ``parts``; those in ``here`` wait until all have come."""
 
     name: str
     live: torch.Tensor
@@ -41,13 +41,13 @@ class _Parameter:
 
 
 class MegatronShards:
-    """The `recipe.async_engine.log_prob_servers.adapter.Shards` of one rank's model chunks.
+    """`recipe.async_engine.log_prob_servers.adapter.Shards` of one rank's model chunks.
 
     Args:
-        bridge: the mbridge bridge that built them.
+        bridge: the mbridge bridge that built the chunks.
         chunks: this rank's model chunks.
-        group: all ranks of the model, used to collect the known names.
-        tied: whether the model's head is its embedding.
+        group: group of all ranks of the model, in which they exchange the names that they know.
+        tied: whether the model's output head shares the embedding's parameter.
     """
 
     def __init__(self, bridge: Any, chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup, tied: bool) -> None:
@@ -90,7 +90,7 @@ class MegatronShards:
             parameter.complete = False
 
     def _shard(self, parameter: _Parameter) -> torch.Tensor:
-        """Return this rank's shard of the merged parts; raise StagingRefused if they do not fit."""
+        """Merge the parameter's tensors and return this rank's shard; raise StagingRefused if they do not fit."""
         parts = [parameter.here[part] for part in parameter.parts]
         ranks = self._bridge.mpu
         size, rank = (ranks.etp_size, ranks.etp_rank) if EXPERTS in parameter.name else (ranks.tp_size, ranks.tp_rank)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of the log-prob servers' work since the last call.
+"""Metrics of what the log-prob servers have computed in each training step.
 
-A server that does not answer quickly is left out of the count of servers; nothing here waits longer for one.
+A server that does not answer within `TOLD_S` seconds is left out, so that the trainer does not wait for it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ SUMMED = ("batches", "sequences", "tokens", "answered_tokens", "late", "queued_s
 
 
 class ServerMeter:
-    """Queries the servers after each step; totals include servers that have since died."""
+    """Reads the servers' counts after each step; totals include the last counts of servers that have died."""
 
     def __init__(self) -> None:
         self._before: dict[str, dict[str, Any]] = {}
 
     def read(self, servers: Mapping[str, Any], version: int) -> dict[str, float]:
-        """Return metrics of the work since the last call of the servers with these actor handles.
+        """Return metrics of the servers' work since the last call, given their actor handles by name.
 
-        They contain means over what was scored (seconds in the queue, share of a full batch, tokens per second of
-        computation), the largest version lag behind ``version``, the newest published one, the difference in computed
-        tokens between the most and the least loaded server as a share of their mean, and counts since the servers
-        started.
+        Three metrics are means over the work since the last call: seconds that a request waits in the queue, batch size
+        as a share of the largest batch, and tokens per second of computing. Two compare the servers: the largest number
+        of versions by which a server lags behind ``version``, the newest published one; and the difference in computed
+        tokens between the most and the least loaded server, as a share of the servers' mean. The others are counts
+        since the servers started.
         """
         asked = {name: server.account.remote() for name, server in servers.items()}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=TOLD_S)

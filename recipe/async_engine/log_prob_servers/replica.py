@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates log-prob servers from their settings and manages the resources of each.
+"""Creates log-prob servers from their settings and launches them on their own accelerators.
 
-Contract: for the weight publisher a server is a replica like those that generate, with workers that receive weights;
-the generation calls of a sync (abort, caches, resume) do nothing here, and it is never routed to. If its ranks receive
-weights by collectives on a device, they compute nothing at the same time, nor while they join the group: each rank
-could start the engine's and the transfer's collectives in a different order, and they would then wait for each other
-for ever. Shown by tests/integration/test_model_engine_server.py, test_sync_order.py and tests/e2e/test_model_engine.py.
+Contract: to the weight publisher a log-prob server looks like a rollout replica, with workers that receive weights.
+Calls of a weight sync about generation (abort, caches, resume) do nothing here, and the load balancer does not know the
+server. If the ranks receive weights by collectives on their devices, they do not score during a transfer, nor while
+they join its group: ranks could start the engine's and the transfer's collectives in different orders, and would then
+wait for each other for ever. Shown by tests/integration/test_model_engine_server.py, test_sync_order.py and
+tests/e2e/test_model_engine.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from recipe.async_engine.log_prob_servers.worker import ModelEngineWorker
 from recipe.async_engine.outside import HOST_BACKEND
 
 HELD = ("score",)
-"""Methods whose calls stay open for long; weights do not wait for them."""
+"""Methods whose calls take long; calls of a weight sync are in another concurrency group and need not wait for them."""
 CONTROLS = (
     "pause_serving",
     "resume_serving",
@@ -47,17 +48,17 @@ CONTROLS = (
 
 
 class ModelEngineReplica(ReservedReplica):
-    """A log-prob server as a replica of verl's.
+    """A log-prob server in the form of verl's `RolloutReplica`.
 
     Args:
         replica_rank: number of the server.
         config: verl's rollout configuration, for its checkpoint engine; its parallel sizes are not used.
-        model_config: the policy's.
-        ranks: number of processes of the engine.
-        gpus_per_node: accelerators per node that are reserved for log-prob servers.
+        model_config: model configuration of the policy.
+        ranks: number of the engine's processes.
+        gpus_per_node: number of accelerators per node that are reserved for log-prob servers.
         worker: settings of each rank.
-        scoring: how the server forms batches and when it moves on.
-        reservations: provides its accelerators, reserved earlier or free now.
+        scoring: settings for batches and for the change to newer weights.
+        reservations: hands out the server's accelerators, reserved earlier or free now.
         static: keep the weights of the model's files, as version `STATIC`, and accept no others.
     """
 
@@ -85,7 +86,7 @@ class ModelEngineReplica(ReservedReplica):
         self._scoring = replace(scoring, holds_for_weights=ranks > 1 and on_device)
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
-        """Return the class of this replica's workers with its arguments."""
+        """Return the class of this replica's workers together with the constructor's arguments."""
         return RayClassWithInitArgs(
             cls=ray.remote(ModelEngineWorker),
             rollout_config=self.config,
@@ -95,7 +96,6 @@ class ModelEngineReplica(ReservedReplica):
         )
 
     async def launch_servers(self) -> None:
-        """Start the server on the node of its first worker."""
         timeout_s = self._worker.timeout_s
         async with asyncio.timeout(timeout_s):
             node = await self.workers[0].__ray_call__.remote(lambda worker: ray.get_runtime_context().get_node_id())
@@ -115,14 +115,14 @@ class ModelEngineReplica(ReservedReplica):
         self._server_address = f"model_engine_{self.replica_rank}"
 
     async def pause_serving(self) -> None:
-        """Stop computing until `resume_serving`; requests and weights are still accepted."""
+        """Stop scoring until `resume_serving`; requests and weights are still accepted."""
         await self._server_handle.pause_serving.remote()
 
     async def resume_serving(self) -> None:
         await self._server_handle.resume_serving.remote()
 
     async def _nothing(self, *_: Any, **__: Any) -> None:
-        """Ignore a call about generation; during a sync the live version answers."""
+        """Do nothing: a log-prob server does not generate, and goes on scoring during a weight sync."""
 
     abort_all_requests = hold_requests = resume_generation = _nothing
     wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing
@@ -137,19 +137,19 @@ def launch(
     static: bool = False,
     replica_class: type[ModelEngineReplica] = ModelEngineReplica,
 ) -> list[ModelEngineReplica]:
-    """Start servers; return when all of them are up with the weights of the model's files.
+    """Start log-prob servers; return when all of them are up with the weights of the model's files.
 
     Args:
-        config: the whole configuration.
-        servers: the settings of log-prob servers.
-        timeout_s: longest wait of a server for weights and for its ranks.
-        reservations: provides their accelerators, reserved earlier or free now.
-        numbers: numbers of the servers, never used before; None for as many as the settings say, from 0.
-        static: the servers keep these weights.
+        config: configuration of the whole run.
+        servers: settings of the log-prob servers.
+        timeout_s: seconds after which a server's wait for weights or for its ranks fails.
+        reservations: hands out the servers' accelerators, reserved earlier or free now.
+        numbers: numbers of the servers, none of them used before in this run; None for 0 to ``servers.replicas`` - 1.
+        static: the servers never get other weights.
         replica_class: class of each server.
 
     Raises:
-        NothingFree: nothing was reserved for a server, and no accelerators are free.
+        NothingFree: no accelerators were reserved for a server, and not enough are free.
     """
     actor = config.actor_rollout_ref
     worker = WorkerSettings(
@@ -166,7 +166,7 @@ def launch(
             ranks=servers.ranks,
             gpus_per_node=servers.n_gpus_per_node,
             worker=worker,
-            # With static weights any request is answered by the only version.
+            # A server with static weights must score every request with its only version, whatever the request asks.
             scoring=replace(servers.scoring, anchor=Anchor.LATEST) if static else servers.scoring,
             reservations=reservations,
             static=static,
@@ -183,7 +183,7 @@ def launch(
 
 
 def without_adapters(model: Any) -> Any:
-    """Return the policy's model configuration without LoRA, because adapters are sent merged into the weights."""
+    """Return the policy's model configuration without LoRA, since these servers get weights with adapters merged."""
     model = OmegaConf.create(OmegaConf.to_container(model, resolve=True))
     with open_dict(model):
         model.lora_rank, model.lora_adapter_path = 0, None
@@ -195,7 +195,7 @@ def engine_config(engine: Any, servers: LogProbServers) -> Any:
     engine = OmegaConf.create(OmegaConf.to_container(engine, resolve=True))
     with open_dict(engine):
         engine.param_offload = False
-        # verl offloads the parameters of an FSDP2 engine that is forward-only (fsdp/transformer_impl.py:459).
+        # forward_only is false with FSDP2, because verl would offload the parameters (fsdp/transformer_impl.py:459).
         engine.forward_only = servers.backend == "megatron"
         engine.use_dynamic_bsz = True
         engine.infer_max_token_len_per_gpu = servers.max_batch_tokens

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log-prob server as a Ray actor: the scoring service and the ranks that compute for it.
+"""The Ray actor of a log-prob server: it runs the scoring service and has its ranks compute the batches.
 
-Contract: a batch is divided among the data-parallel shares of the engine, with equal numbers of rows and about equal
-numbers of tokens; every rank of a share gets the same rows. If a rank dies or does not answer, the server's process
-ends, so that callers use other servers. Shown by tests/integration/test_model_engine_server.py.
+Contract: a batch is divided among the data-parallel groups of the engine, with equal numbers of rows and about equal
+numbers of tokens; all ranks of a data-parallel group get the same rows. If a rank dies or does not answer, the server's
+process ends, so that callers use other servers. Shown by tests/integration/test_model_engine_server.py.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from recipe.async_engine.record.events import Activity
 
 
 def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
-    """Return the rows of a batch for each share, equally many each; a row may be repeated to make the numbers equal.
+    """Divide the rows of a batch among ``shares`` data-parallel groups; return the row indices of each group.
 
-    Rows are dealt from longest to shortest, in alternating directions over the shares.
+    Rows are dealt from longest to shortest, in alternating directions over the groups. The shortest row is repeated if
+    necessary, so that all groups have equally many.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     order += [order[-1]] * (-len(order) % shares)
@@ -42,7 +43,7 @@ def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
 
 
 class Ranks:
-    """The `recipe.async_engine.log_prob_servers.service.ScoringEngine` that consists of one server's workers."""
+    """The ranks of one server as a `recipe.async_engine.log_prob_servers.service.ScoringEngine`."""
 
     def __init__(self, workers: Sequence[ray.actor.ActorHandle], timeout_s: float) -> None:
         self._workers = workers
@@ -50,11 +51,11 @@ class Ranks:
         self._places: list[Place] = []
 
     async def find_places(self) -> None:
-        """Ask each worker once for its place, before anything is scored."""
+        """Ask each worker for its `Place` in the engine's parallel layout; called once, before anything is scored."""
         self._places = await self._all([worker.place.remote() for worker in self._workers])
 
     async def score(self, sequences: Sequence[Segment]) -> list[np.ndarray]:
-        """Return the log-probs and entropies of the wanted tokens, float32 (2, tokens) for each sequence."""
+        """Return log-probs and entropies of the requested tokens of each sequence: float32 (2, requested tokens)."""
         dealt = deal([len(sequence.token_ids) for sequence in sequences], self._places[0].shares)
         rows = [ray.put([sequences[row].token_ids for row in share]) for share in dealt]
         outputs = await self._all(
@@ -70,7 +71,7 @@ class Ranks:
         await self._all([worker.promote.remote(version) for worker in self._workers])
 
     async def _all(self, answers: list[Any]) -> list[Any]:
-        # Collect every rank's outcome, because the death of one rank may first show as errors of the others.
+        # Wait for the results of all ranks, because other ranks may report errors before the death of one is known.
         try:
             async with asyncio.timeout(self._timeout_s):
                 outcomes = await asyncio.gather(*answers, return_exceptions=True)
@@ -86,7 +87,10 @@ class Ranks:
 
 
 class ModelEngineServer(ScoringService):
-    """The scoring service as an actor; its other methods are called by the ranks and the publisher."""
+    """The scoring service as a Ray actor.
+
+    Clients call `score`; the ranks and the weight publisher call the methods about weights.
+    """
 
     def __init__(
         self,
@@ -95,29 +99,28 @@ class ModelEngineServer(ScoringService):
         timeout_s: float,
         live: int | None = None,
     ) -> None:
-        """``live``: version of the weights that the workers start with; None if they wait for weights."""
+        """``live`` is the version of the workers' initial weights, or None if they wait for the trainer's weights."""
         self._ranks = Ranks(workers, timeout_s)
         super().__init__(settings, self._ranks, _end_process, live=live, ranks=len(workers))
         self._answered_tokens = 0
         self._life = uuid4().hex
 
     async def start(self) -> None:
-        """Start to serve."""
         await self._ranks.find_places()
         self.run()
 
     async def score(self, segment: Segment, tokens: int, version: int, start: int) -> Answer:
-        """Score like the service; scores are float32 (2, wanted tokens): log-probs and entropies."""
+        """Score like `ScoringService.score`; the answer's scores are float32 (2, tokens): log-probs and entropies."""
         answer = await super().score(segment, tokens, version, start)
         self._answered_tokens += answer.scores.shape[1]
         return answer
 
     def describe(self) -> list[str]:
-        """Return lines of text with the server's counts, and where its coroutines wait."""
+        """Return lines of text: the server's counts, and where its coroutines wait."""
         return [str(self.account()), *(f"tasks: {line}" for line in waits())]
 
     def activity(self) -> Activity:
-        """Return what the server did since the last call."""
+        """Return how the server spent its time since the last call."""
         spans = self.lane.take()
         return Activity(time.monotonic(), self._life, spans)
 

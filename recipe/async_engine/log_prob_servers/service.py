@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The serving loop of a log-prob server: it takes requests, sends batches to the engine, and promotes versions.
 
+To promote a version is to make its staged weights the live ones.
 :class:`~recipe.async_engine.core.scoring.ScoringQueue` makes the decisions, and this module carries them out. Contract:
 
-- Every request ends with its scores, with `Unscored` if its version will not come to this server or its batch could not
-  be computed, or with the death of the server's process. The request of a caller that goes away is dropped.
-- The engine does one thing at a time: a batch, or a promotion. Weights are promoted once every rank has them.
-- A batch that fails affects only itself. A failed promotion ends the process, because the ranks may then have different
-  versions, and so does the loss of the engine or an error of the loop itself, so that no caller waits in vain.
+- Every request ends in one of three ways: with its scores; with `Unscored` if its version will not come to this server
+  or its batch failed; or with the death of the server's process. A request whose caller has gone away is dropped.
+- The engine either scores a batch or promotes a version, never both at once. A version is promoted only after every
+  rank has staged it.
+- A batch that fails does not affect other batches. The process ends after a failed promotion, because the ranks may
+  then have different versions. It also ends when the engine is lost or the loop has an error, so that no caller waits
+  in vain.
 
 Shown by tests/integration/test_scoring_service.py.
 """
@@ -32,20 +35,20 @@ logger = logging.getLogger(__name__)
 
 
 class Unscored(RecipeError):
-    """A request was not scored: its version is not available, its batch failed, or no server answered in time."""
+    """A request was not scored: its version is unavailable, its batch failed, or no server answered in time."""
 
 
 class EngineLost(RecipeError):
-    """The engine will not compute anything any more."""
+    """The engine can compute nothing more, because one of its ranks died or does not answer."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Some tokens of a sequence, and what came before them.
+    """Consecutive tokens to score, with the context before them.
 
     Attributes:
-        token_ids: int32 (L,), the sequence up to the last token wanted.
-        first: position of the first token wanted.
+        token_ids: int32 (L,), the context followed by the tokens to score.
+        first: index of the first token to score.
     """
 
     token_ids: np.ndarray
@@ -53,23 +56,26 @@ class Segment:
 
 
 class ScoringEngine(Protocol):
-    """The interface of the ranks behind a server."""
+    """The interface through which the service uses the engine's ranks."""
 
     async def score(self, sequences: Sequence[Any]) -> Sequence[Any]:
-        """Return the sequences' scores by the live weights, in order; errors except EngineLost fail only this batch."""
+        """Return the scores of each sequence under the live weights, in the same order.
+
+        After an EngineLost error the server ends; any other error makes only this batch fail.
+        """
 
     async def promote(self, version: int) -> None:
-        """Make the staged weights of this version the live ones on every rank."""
+        """Make the staged weights of ``version`` the live ones on every rank."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request.
+    """The answer to a scoring request.
 
     Attributes:
-        scores: what the engine computed.
-        version: the version that computed it.
-        late: whether another version than the requested one computed it.
+        scores: log-probs and entropies, in the form in which the engine returned them.
+        version: weights version that computed the scores.
+        late: whether this is not the requested version, because the request came too late for that one.
         queued_s: seconds from the request's arrival to the start of its batch.
     """
 
@@ -90,11 +96,11 @@ class ServiceCounts:
     queued_s: float = 0.0
     busy_s: float = 0.0
     fill: float = 0.0
-    """Sum over the batches of tokens / ``max_batch_tokens``."""
+    """Sum over all batches of the batch's tokens divided by ``max_batch_tokens``."""
 
 
 class ScoringService:
-    """The serving loop and its interface; all calls must come from one event loop."""
+    """The serving loop and the calls that control it, all of which must be made on one event loop."""
 
     def __init__(
         self,
@@ -104,7 +110,7 @@ class ScoringService:
         live: int | None = None,
         ranks: int = 1,
     ) -> None:
-        """``lost``: called with the reason when nothing will be computed any more; it must end the process."""
+        """``lost`` is called with the error when the service can compute nothing more; it must end the process."""
         self.counts = ServiceCounts()
         self._settings = settings
         self._queue = ScoringQueue(settings, live)
@@ -120,12 +126,12 @@ class ScoringService:
 
     @property
     def live(self) -> int | None:
-        """The version that answers now; None before the first one."""
+        """The version that scores requests now, or None before the first one."""
         return self._queue.live
 
     @property
     def waiting(self) -> int:
-        """Number of requests that have no answer yet and are not being computed."""
+        """Number of requests in the queue, without those of the batch that is being scored."""
         return len(self._queue)
 
     @property
@@ -133,16 +139,16 @@ class ScoringService:
         return Class.START_UP if self._queue.live is None else Class.WAIT_REQUESTS
 
     def run(self) -> None:
-        """Start to serve, on the event loop from which all calls come."""
+        """Start the serving loop on the current event loop."""
         self._loop = asyncio.create_task(self._run(), name="scoring service")
 
-    # Requests
-
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
-        """Score one sequence, which the engine gets unchanged; other arguments are those of `ScoringRequest`.
+        """Wait until one sequence has been scored and return the answer.
+
+        The engine gets ``sequence`` unchanged; the other arguments are those of `ScoringRequest`.
 
         Raises:
-            Unscored: the request's version will not come to this server, or its batch failed.
+            Unscored: the version will not come to this server, or the batch failed.
         """
         self._numbers += 1
         request = ScoringRequest(self._numbers, version, tokens, start, time.monotonic())
@@ -158,20 +164,18 @@ class ScoringService:
             self._answers.pop(request.id, None)
 
     def pause_serving(self) -> None:
-        """Compute nothing until `resume_serving`; requests are still accepted, and versions still move on."""
+        """Score nothing until `resume_serving`; requests and newer versions are still accepted."""
         self._queue.paused = True
 
     def resume_serving(self) -> None:
         self._queue.paused = False
         self._wake.set()
 
-    # Weights
-
     async def begin_join(self) -> None:
-        """Return when a rank may join the group of a weight sync, which is a collective.
+        """Wait until a rank may join the group of a weight sync; joining is a collective.
 
-        If nothing may be scored beside a collective, scoring stops until every rank has called `joined`: ranks that
-        start collectives in different orders wait for each other for ever.
+        With ``holds_for_weights`` scoring stops until every rank has called `joined`, because ranks that start the
+        engine's and the sync's collectives in different orders would wait for each other for ever.
         """
         self._queue.joining = self._settings.holds_for_weights
         while not self._queue.may_join:
@@ -179,17 +183,19 @@ class ScoringService:
             await self._may_stage.wait()
 
     def joined(self) -> None:
-        """Record that one rank has started its part of the collective, or failed to."""
+        """Record that one rank has joined the group of a weight sync, or failed to join it."""
         self._ranks_joined = (self._ranks_joined + 1) % self._rank_count
         if not self._ranks_joined:
             self._queue.joining = False
             self._wake.set()
 
     async def begin_load(self, version: int, timeout_s: float) -> None:
-        """Return when a rank may receive weights, at the same moment for all ranks.
+        """Wait until the ranks may receive weights; the calls of all ranks return at the same time.
 
-        The first call announces the version. Weights staged earlier are promoted first. If this takes too long, the
-        load is cancelled and TimeoutError is raised.
+        The first rank's call announces the version. Weights that were staged earlier are promoted first.
+
+        Raises:
+            TimeoutError: the ranks were not allowed to receive within ``timeout_s`` seconds; the load is cancelled.
         """
         if self._queue.loading != version:
             self._queue.begin_load(version)
@@ -205,7 +211,7 @@ class ScoringService:
             raise
 
     def staged(self) -> None:
-        """Record that one rank has staged the announced weights completely."""
+        """Record that one more rank has staged the announced version completely."""
         self._ranks_staged += 1
         if self._ranks_staged == self._rank_count:
             self._queue.staged(time.monotonic())
@@ -213,7 +219,7 @@ class ScoringService:
             self._wake.set()
 
     def load_failed(self, reason: str) -> None:
-        """Give up the announced weights, because a rank could not load them."""
+        """Cancel the load of the announced version, because a rank could not load it."""
         self._drop_load(reason)
 
     def _drop_load(self, reason: str) -> None:
@@ -222,7 +228,7 @@ class ScoringService:
         self._wake.set()
 
     def refuse(self, version: int, reason: str) -> None:
-        """Mark the weights that arrived as ``version`` as wrong; nothing is scored until other weights are live."""
+        """Mark the weights that arrived as ``version`` as wrong, so that nothing is scored before others are live."""
         self._refused = version
         for request in self._queue.refused():
             self._end(request.id, Unscored(f"version {request.version} is not here: {reason}"))
@@ -252,12 +258,12 @@ class ScoringService:
                 else:
                     self.lane.turn_to(self._waits_for)
                     await self._sleep()
-        except Exception as error:  # from the engine, from a promotion that may be incomplete, or a defect
+        except Exception as error:  # The engine is lost, a promotion may be incomplete, or the loop has a defect.
             logger.exception("the serving loop of the log-prob server failed")
             self._lost(error)
 
     async def _sleep(self) -> None:
-        """Wait until something happens or the queue has to be asked again."""
+        """Wait for an event (a request, weights, resumption), or until the queue's next decision is due."""
         wake_at = self._queue.wake_at()
         timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
         with contextlib.suppress(TimeoutError):
@@ -273,7 +279,7 @@ class ScoringService:
             if len(scores) != len(sequences):
                 raise ValueError(f"the engine gave {len(scores)} scores")
             if batch.version == self._refused:
-                raise ValueError(f"the weights of version {batch.version} were refused meanwhile")
+                raise ValueError(f"the weights of version {batch.version} were refused while they scored the batch")
         except EngineLost:
             raise
         except Exception as error:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a log-prob server as a Ray actor, which receives weights in the same broadcast as rollout replicas.
+"""The Ray actor of one rank of a log-prob server; it receives weights in the same broadcast as the rollout replicas.
 
-Contract: the event loop is never blocked. The engine runs on a thread of its own; weights are received and staged on
-another one. The server says when a rank may receive, and every rank reports the outcome. So the server promotes weights
-only when all ranks have them, and computes nothing beside a transfer if that is not allowed
-(`recipe.async_engine.log_prob_servers.replica`). Weights that the model cannot load raise `WeightLoadError`, from which
-the publisher knows that this rank is the cause.
+Contract: the event loop is never blocked: the engine runs on one thread, and weights are received and staged on
+another. A rank receives weights only when the server allows it, and reports to the server whether it has staged them.
+So the server can promote weights only when all ranks have them, and can stop scoring during a transfer where that is
+necessary (`recipe.async_engine.log_prob_servers.replica`). If the model cannot load the weights, the rank raises
+`WeightLoadError`, which tells the publisher that this rank made the transfer fail.
 
-In results, position ``t`` has the log-probability of token ``t`` given those before it, and the entropy of the
-distribution from which it was drawn; position 0 has neither and is 0. In verl's engines position ``t`` has those of the
-next token.
+In results, index ``t`` has the log-prob of token ``t`` given the tokens before it, and the entropy of the distribution
+from which token ``t`` was sampled; index 0 has neither and is 0. In outputs of verl's engines index ``t`` has the
+values of token ``t + 1``.
 
 Shown by tests/integration/test_model_engine_server.py and test_model_engine_adapter.py.
 """
@@ -40,10 +40,13 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 
 def to_batch(sequences: Sequence[torch.Tensor], temperature: float) -> TensorDict:
-    """Return a batch of unpadded token-id sequences, int64 (L,) each; logits will be divided by ``temperature``."""
+    """Return an unpadded batch for verl's engine from token-id sequences, int64 (L,) each.
+
+    The engine divides logits by ``temperature``.
+    """
     rows = len(sequences)
     positions = [torch.arange(len(sequence)) for sequence in sequences]
-    # verl's engines require the masks of a loss, although none is computed here.
+    # verl's engines require the masks of a loss, although no loss is computed here.
     mask = torch.ones(rows, 1, dtype=torch.int64)
     return tu.get_tensordict(
         tensor_dict={
@@ -63,19 +66,19 @@ def to_batch(sequences: Sequence[torch.Tensor], temperature: float) -> TensorDic
 
 
 def from_batch(output: TensorDict) -> list[np.ndarray]:
-    """Return the log-probs and entropies of each sequence of an engine's output, in order: float32 (2, L)."""
+    """Return log-probs and entropies of each sequence in an engine's output: float32 (2, L) each, in order."""
     columns = (output["log_probs"].unbind(), output["entropy"].unbind())
     return [torch.stack([_shifted(column) for column in row]).numpy() for row in zip(*columns, strict=True)]
 
 
 def _shifted(of_next_token: torch.Tensor) -> torch.Tensor:
-    """Shift values by one position, dropping the last, which belongs to no token."""
+    """Shift values by one index, put 0 first, and drop the last, which belongs to a token after the sequence."""
     return torch.cat([torch.zeros(1), of_next_token[:-1].float().cpu()])
 
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a rank: its share of a batch, the number of shares, and whether it returns the results."""
+    """A rank's data-parallel rank (``share``), the data-parallel size (``shares``), and whether it returns results."""
 
     share: int
     shares: int
@@ -83,7 +86,7 @@ class Place:
 
 
 class ModelEngineWorker(CheckpointEngineWorker):
-    """A rank's actor, as the module's contract describes."""
+    """The actor of one rank: verl's checkpoint-engine worker with a forward-only training engine."""
 
     checkpoint_engine: Any
 
@@ -102,7 +105,6 @@ class ModelEngineWorker(CheckpointEngineWorker):
         )
 
     def attach(self, server: ray.actor.ActorHandle) -> None:
-        """Set the server that this rank belongs to."""
         self._server = server
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
@@ -119,7 +121,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int) -> str:
-        """Receive and stage version ``global_steps``; return the checksum of what was staged.
+        """Receive and stage version ``global_steps``; return the checksum of the staged weights.
 
         Raises:
             WeightLoadError: the weights were incomplete or do not fit the model; the live version is unchanged.
@@ -127,7 +129,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
         await self._tell("begin_load", global_steps, self._settings.timeout_s)
         try:
             checksum = await asyncio.to_thread(self._receive, global_steps)
-        except Exception as error:  # any failure must be reported to requests that wait for this version
+        except Exception as error:  # After any failure, requests that wait for this version must be told.
             await self._tell("load_failed", f"{type(error).__name__}: {error}")
             if isinstance(error, StagingRefused):
                 raise WeightLoadError(f"log-prob server {self.server_adapter.replica_rank}: {error}") from error
@@ -143,15 +145,15 @@ class ModelEngineWorker(CheckpointEngineWorker):
         return asyncio.run(self.server_adapter.update_weights(weights, global_steps=version))
 
     async def promote(self, version: int) -> None:
-        """Make the staged weights of ``version`` the live ones on this rank."""
         await self._on_engine(lambda: self.server_adapter.swap(version))
 
     async def score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
-        """Score token-id sequences, int32 (L,) each, with the live weights, together with the share's other ranks.
+        """Score token-id sequences, int32 (L,) each, with the live weights.
+
+        The other ranks of the same data-parallel group must get the same sequences at the same time.
 
         Returns:
-            For each sequence its log-probs and entropies, float32 (2, L), with 0 at position 0; None on a rank without
-            output.
+            Log-probs and entropies of each sequence, float32 (2, L), with 0 at index 0; None on a rank without output.
         """
         return await self._on_engine(lambda: self._score(rows))
 
@@ -159,7 +161,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
         return await asyncio.get_running_loop().run_in_executor(self._engine, self._compute, work)
 
     def _compute(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` on the engine's thread; if it hangs, log all threads' stacks before the server gives up."""
+        """Run ``work``; if it takes longer than half of the server's time limit, print the stacks of all threads."""
         faulthandler.dump_traceback_later(self._settings.timeout_s / 2, file=sys.__stderr__ or sys.stderr)
         try:
             return work()
@@ -177,5 +179,5 @@ class ModelEngineWorker(CheckpointEngineWorker):
             await answer
 
     def _use_device(self) -> None:
-        """Select the process's device on a new thread, which otherwise uses the first device."""
+        """Select the process's accelerator on a new thread, which would otherwise use the first one."""
         get_platform().set_device(self._device)

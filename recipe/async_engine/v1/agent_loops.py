@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's v1 agent loops with log-prob servers.
+"""verl's v1 agent loops, extended to have log-prob servers score each answer.
 
-Contract: a finished answer is scored as a whole, by the version that ended it, while its reward is computed and other
-answers are generated; a prompt is complete once all of its answers have been scored. If no server scores an answer in
-time, its values are NaN, and the trainer computes those log-probs. Without servers nothing differs from verl.
+Contract: a finished answer is scored as a whole, with the version that sampled its last token, while its reward is
+computed and other answers are generated. A prompt is complete once all of its answers have been scored. If no server
+scores an answer in time, NaN is stored for it, and the trainer computes the log-probs. Without log-prob servers these
+agent loops behave like verl's.
 
 Shown by tests/e2e/test_v1_trainers.py.
 """
@@ -30,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """verl's agent-loop worker with scoring; ``llm_client.log_prob_servers`` is a :class:`ScoringClient` or None."""
+    """verl's agent-loop worker, which also has answers scored by its client's `ScoringClient`, if it has one.
+
+    `BoundedTrainer.get_llm_client` sets the scoring client as ``llm_client.log_prob_servers``.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,8 +53,7 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             super()._agent_loop_postprocess(output, validate, **kwargs),
         )
         if columns:
-            # These are the keys under which verl has just stored the answers; the prompt is complete only after this
-            # call.
+            # verl has just stored the answers under these keys. It marks the prompt as complete only after this method.
             await tq.async_kv_batch_put(
                 keys=[f"{kwargs['uid']}_{kwargs['session_id']}_{number}" for number in range(len(outputs))],
                 fields=list_of_dict_to_tensordict(columns),
@@ -58,7 +61,7 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             )
 
     async def _columns(self, scoring: ScoringClient, output: AgentLoopOutput) -> dict[str, torch.Tensor]:
-        """Return log-probs and entropies of an answer of R tokens, float32 (R,) each."""
+        """Have an answer of R tokens scored; return its log-probs and entropies, float32 (R,) each, or NaN."""
         response, versions = output.response_ids, output.extra_fields
         if output.multi_modal_data or versions.get("max_global_steps") is None:
             return _unscored(len(response))
@@ -77,7 +80,7 @@ def _unscored(length: int) -> dict[str, torch.Tensor]:
 
 
 class ScoringAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager over :class:`ScoringAgentLoopWorker` actors."""
+    """verl's agent-loop manager, with :class:`ScoringAgentLoopWorker` actors as workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

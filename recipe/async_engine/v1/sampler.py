@@ -5,17 +5,17 @@
     trainer.v1.sampler.custom_sampler.name=BoundedReplayBuffer
     trainer.v1.sampler.max_off_policy_threshold=2
 
-Contract: no group is trained whose oldest token may be more than ``max_off_policy_threshold - 1`` versions old, and no
-group is evicted for its age. verl's own strategies only limit the age at sampling, when it is too late: a group that
-was issued too early can only be trained late (`wait`) or evicted (`drop`). Here `StalenessGate` decides when prompts
-are issued, including those of ``num_warmup_batches``, and which batch may be taken. Requested prompts that may not be
-issued yet are counted as owed, without reading data for them. A group's start is the version at its issue, and its
-oldest token is at least as new.
+Contract: a group is never trained if its oldest token could be more than ``max_off_policy_threshold - 1`` versions old,
+and no group is evicted for its age. verl's own strategies check the age only when a batch is sampled, which is too
+late: a group that was issued too early can then only be trained although it is too old (`wait`) or evicted (`drop`).
+Here `StalenessGate` decides when prompts are issued, including those of ``num_warmup_batches``, and when a batch may be
+taken. If prompts are requested before they may be issued, only their number is kept as owed, and no data are read for
+them. A group's start version is the version that was live when it was issued; no older version samples its tokens.
 
-verl's step G trains version G - 1, and a prompt's tag is the step of its issue. ``refill_fn`` is a method of the
-trainer and so leads to it; the trainer's two methods that issue prompts are replaced on the instance. Failed groups and
-those removed by ``algorithm.filter_groups`` are replaced as in verl. Shown by tests/integration/test_v1_sampler.py and,
-in stock trainers, tests/e2e/test_v1_trainers.py.
+verl's step G starts from version G - 1, and the tag of a prompt is the step at which it was issued. ``refill_fn`` is a
+method of the trainer, through which the sampler finds the trainer; it then replaces the two methods of this trainer
+that issue prompts. Failed groups and those that ``algorithm.filter_groups`` removes are replaced as in verl. Shown by
+tests/integration/test_v1_sampler.py and, in stock trainers, tests/e2e/test_v1_trainers.py.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ SETTING = "trainer.v1.sampler.max_off_policy_threshold"
 
 
 class SamplerError(RecipeError):
-    """The sampler cannot keep the bound in this configuration."""
+    """The sampler cannot keep the staleness bound in this configuration."""
 
 
 class BoundedReplayBuffer(ReplayBufferAsync):
-    """A replay buffer that issues prompts and takes batches as the staleness gate allows.
+    """A replay buffer that issues prompts and takes batches only when the staleness gate allows it.
 
     Args:
-        trainer_config: the mode's section of ``trainer.v1``.
-        max_off_policy_threshold: verl's number of versions that a trajectory may span, which is the bound plus 1.
-        sampler_kwargs: ``poll_interval``, seconds between two checks for complete groups (default 0.1).
+        trainer_config: section of ``trainer.v1`` for the trainer's mode.
+        max_off_policy_threshold: number of versions that a trajectory may span, which is the staleness bound plus 1.
+        sampler_kwargs: ``poll_interval`` is the number of seconds between two checks for complete groups (default 0.1).
         refill_fn: the trainer's method that issues prompts.
 
     Raises:
-        SamplerError: there is no bound, or no trainer.
+        SamplerError: the threshold is null, or the trainer is not an asynchronous one.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             trainer_mode=trainer_mode,
             trainer_config=trainer_config,
             max_off_policy_threshold=max_off_policy_threshold,
-            # No group is dropped for its age.
+            # With verl's strategy `wait` no group is dropped for its age.
             max_off_policy_strategy="wait",
             sampler_kwargs=sampler_kwargs,
             poll_interval=float(sampler_kwargs.get("poll_interval", POLL_S)),
@@ -93,13 +93,13 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         trainer._add_batch_to_generate = lambda: self.ask(data.train_batch_size)
 
     def ask(self, prompts: int) -> int:
-        """Issue ``prompts`` more prompts, each as soon as it may be; return how many were issued now."""
+        """Request ``prompts`` more prompts, to be issued when the bound allows; return how many were issued now."""
         self._owed += prompts
         self._sync_metadata_from_transfer_queue()
         return self._issue_owed(self._trainer.global_steps)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
-        """Sample like verl, and count the batch against the places of its version."""
+        """Sample like verl, and count the batches that have been taken at this step."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         if partition_id == TRAIN:
             self._taken = (global_steps, self._batches_taken(global_steps) + 1)
@@ -109,7 +109,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
     def _has_enough_samples(
         self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: set[str]
     ) -> bool:
-        """Return whether taking the oldest complete groups leaves every other group a place before its deadline."""
+        """Return whether, after the oldest complete groups are taken, all others still fit into batches in time."""
         if partition_id != TRAIN:
             return super()._has_enough_samples(global_steps, partition_id, batch_size, sampleable_keys)
         self._issue_owed(global_steps)
@@ -126,7 +126,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return False
 
     def _gate(self, global_steps: int) -> StalenessGate:
-        """Build the gate for the present state: every group in the queue that is not taken is live."""
+        """Return a gate for the present state, in which every group in the queue that is not taken counts as live."""
         starts = [self._start(step) for step in self.prompt_global_steps[TRAIN].values()]
         try:
             return StalenessGate(
@@ -137,13 +137,13 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             )
         except StalenessViolation as error:
             raise SamplerError(
-                f"{SETTING}={self.max_off_policy_threshold} cannot be kept with what has been issued ({error}). Resume "
-                "with the threshold that the checkpoint was made with, or a larger one"
+                f"{SETTING}={self.max_off_policy_threshold} cannot be kept for prompts already issued ({error}). "
+                "Resume with the threshold with which the checkpoint was made, or a larger one"
             ) from error
 
     @staticmethod
     def _start(step: int) -> int:
-        """Return the version of the rollout's weights at the beginning of a step; the first step is 1."""
+        """Return the version of the rollout's weights at the beginning of ``step``; steps are counted from 1."""
         return max(0, step - 1)
 
     def _batches_taken(self, global_steps: int) -> int:
@@ -151,7 +151,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return taken if step == global_steps else 0
 
     def _issue_owed(self, global_steps: int) -> int:
-        """Issue owed prompts while the gate has room, in the batch sizes in which data are read."""
+        """Issue prompts that were requested earlier, as far as the gate admits them; return how many were issued."""
         issued = 0
         while self._owed > 0:
             gate = self._gate(global_steps)

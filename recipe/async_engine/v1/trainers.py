@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock verl's v1 trainers `separate_async` and `colocate_async` with this package's extensions.
 
-Contract: training is verl's own. Rollout servers have the first-weights gate: with dummy weights they answer nothing
-before the first complete version, nor while weights are loaded over the old ones. With log-prob servers
-(``model_engine_server``) the old log-probs of a batch are available when it is sampled, computed by the version that
-ended each answer; if no server scored some answer of a batch, the trainer computes the log-probs of that batch.
-`recipe.async_engine.v1.sampler` keeps the staleness bound.
+Contract: training is verl's own. Rollout servers that start with dummy weights answer nothing before the first complete
+version, nor while weights are loaded in place. With log-prob servers (``model_engine_server``) the old log-probs of a
+batch are available when it is sampled; the version that sampled an answer's last token has computed them. If an answer
+of a batch was not scored, the trainer computes the log-probs of the whole batch. `recipe.async_engine.v1.sampler` keeps
+the staleness bound.
 
-The configuration groups ``recipe=separate_async`` and ``recipe=colocate_async`` select them (docs/flags.md). Shown by
-tests/e2e/test_v1_trainers.py.
+The configuration groups ``recipe=separate_async`` and ``recipe=colocate_async`` select these trainers (docs/flags.md).
+Shown by tests/e2e/test_v1_trainers.py.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ logger = logging.getLogger(__name__)
 
 
 class BoundedTrainer(PPOTrainer):
-    """Mixed into a trainer of verl's, to add what the module's contract says.
+    """Mixin for verl's v1 trainers that adds the gate for weights and the log-prob servers.
 
     Attributes:
-        name: value of ``trainer.v1.trainer_mode`` that selects it.
-        of_verl: name of verl's trainer, whose section of ``trainer.v1`` is used.
+        name: value of ``trainer.v1.trainer_mode`` that selects the trainer.
+        of_verl: name of verl's trainer, whose section of ``trainer.v1`` has the settings.
 
     Raises:
-        ConfigError: the configuration cannot run.
+        ConfigError: a run with this configuration is impossible.
     """
 
     name: ClassVar[str]
@@ -78,7 +78,7 @@ class BoundedTrainer(PPOTrainer):
         super()._init_resource_pool_mgr()
         for role in (Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
-                # This worker passes weights to the engine beside it, and so must close and reopen that engine's gate.
+                # This worker loads weights into the engine on its accelerators, so it closes and reopens its gate.
                 self.role_worker_mapping[role] = ray.remote(HybridActorWorker)
 
     def _setup(self) -> None:
@@ -93,13 +93,12 @@ class BoundedTrainer(PPOTrainer):
             self._server_sync = self._give_weights_to(replicas)
 
     def _give_weights_to(self, servers: list[RolloutReplica]) -> CheckpointEngineManager | None:
-        """Include the log-prob servers in weight syncs, before the first answer of a version.
+        """Make weight syncs include the log-prob servers, so that they have a version before it answers requests.
 
         Returns:
-            A manager for the servers, or None if verl's manager includes them, since a checkpoint engine serves one
-            manager.
+            A checkpoint-engine manager for the servers alone, or None if verl's own manager includes them.
         """
-        # In this trainer verl passes weights to the rollout without the checkpoint engine.
+        # verl passes weights to the colocated rollout without the checkpoint engine, so the servers can use it.
         return CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
@@ -107,23 +106,20 @@ class BoundedTrainer(PPOTrainer):
         )
 
     def get_llm_client(self) -> LLMServerClient:
-        """Return verl's client with the log-prob servers attached, which brings them to the agent loops."""
+        """Return verl's client with the scoring client attached, so that the agent loops have both."""
         client = super().get_llm_client()
         client.log_prob_servers = self._scoring
         return client
 
     @property
     def has_servers(self) -> bool:
-        """Return whether log-prob servers score answers."""
         return self._scoring is not None
 
     def on_init_end(self) -> None:
-        """Publish the first weights to the log-prob servers and the rollout."""
         self._publish_to_servers()
         super().on_init_end()
 
     def on_step_end(self) -> None:
-        """Publish the step's weights to the log-prob servers and the rollout."""
         with marked_timer("update_server_weights", self.timing_raw, color="red"):
             self._publish_to_servers()
         super().on_step_end()
@@ -133,7 +129,7 @@ class BoundedTrainer(PPOTrainer):
             self._server_sync.update_weights(self.global_steps)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Use the log-prob servers' results, or compute all log-probs if a result is missing."""
+        """Use the log-prob servers' results, or compute the log-probs of the whole batch if a result is missing."""
         if self._scoring is None:
             return super()._compute_old_log_prob(batch, metrics)
         scored = self._scored(batch)
@@ -149,10 +145,10 @@ class BoundedTrainer(PPOTrainer):
         return batch
 
     def _scored(self, batch: KVBatchMeta) -> DataProto:
-        """Return the servers' results for a batch and the columns to compare with, padded: (rows, R) each."""
+        """Return the servers' results for a batch and the columns to compare them with, padded to (rows, R) each."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
         if padding:
-            # verl's padding rows are copies of an answer cut to one token, except for these columns.
+            # verl's padding rows are copies of an answer, shortened to one token, but without these two columns.
             nothing = [{name: torch.zeros(1) for name in (OLD_LOG_PROBS, ENTROPY)} for _ in padding]
             tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(nothing))
         fields = [OLD_LOG_PROBS, ENTROPY, "response_mask"]
@@ -163,25 +159,26 @@ class BoundedTrainer(PPOTrainer):
 
 
 class SeparateAsync(BoundedTrainer, PPOTrainerSeparateAsync):
-    """verl's `separate_async`."""
+    """verl's trainer `separate_async` with this package's extensions."""
 
     name = "recipe_separate_async"
     of_verl = "separate_async"
 
     def _give_weights_to(self, servers: list[RolloutReplica]) -> None:
-        # All replicas get a version before any continues. The list is copied because the server manager has it too.
+        # verl's manager resumes no replica before all have the version. Its list is replaced by a new one, because
+        # the server manager uses the same list.
         manager = self.standalone_checkpoint_manager
         manager.replicas = [*manager.replicas, *servers]
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         if self.has_servers and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
-            # verl computes the log-probs of later batches of a version with this copy, if servers leave some out.
+            # verl needs this copy of the weights if it has to compute log-probs of a later batch of the same version.
             self.actor_rollout_wg.save_model_to_cpu(0)
         return super()._compute_old_log_prob(batch, metrics)
 
 
 class ColocateAsync(BoundedTrainer, PPOTrainerColocateAsync):
-    """verl's `colocate_async`."""
+    """verl's trainer `colocate_async` with this package's extensions."""
 
     name = "recipe_colocate_async"
     of_verl = "colocate_async"

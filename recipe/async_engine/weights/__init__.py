@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a weights version gets from the trainer to all replicas: sending, staging, checking and swapping."""
+"""Transfer of weights from the trainer to all replicas: sending, staging, checking and swapping a version."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors in one contiguous piece of host memory of exactly their size.
+"""Allocates many tensors in one contiguous piece of host memory of exactly their total size.
 
-torch's own pinned memory rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h:305): 7B
-parameters in 339 tensors, 14.2 GiB, would take 27.0 GiB. Here ordinary memory is registered with the driver once.
+torch's allocator of pinned memory rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h:305),
+so the 339 tensors of a 7B model (14.2 GiB) would take 27.0 GiB. This module registers ordinary memory with the driver.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Form = tuple[torch.Size, torch.dtype]
 def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
     """Return uninitialized tensors of these shapes and dtypes, one after the other in memory.
 
-    ``pinned``: an accelerator can copy from and to them asynchronously.
+    ``pinned``: register the memory with the driver, so that an accelerator copies from and to it asynchronously.
     """
     begins, end = [], 0
     for shape, dtype in forms:
@@ -31,7 +31,7 @@ def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
     memory = torch.empty(end, dtype=torch.uint8)
     if pinned and end:
         pin_memory(memory.data_ptr(), end)
-        # Unregister before the memory is freed, which the storage shared by all tensors keeps alive.
+        # Unregister the memory before it is freed. It is freed when the last tensor releases the shared storage.
         weakref.finalize(memory.untyped_storage(), unpin_memory, memory.data_ptr())
     return [
         memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -42,7 +42,7 @@ def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
 def settle() -> None:
     """Wait for the work that this thread has queued on its accelerator, such as copies to host memory.
 
-    It does not wait for the whole device, on which another version may be in transfer.
+    Other streams of the device are not waited for, because another version may be in transfer on them.
     """
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checksum of weights, computed by the sender and by the receiving engine, on any device.
 
-Contract: it is the same for the same names, shapes, dtypes and bits, in whatever order the tensors come; it differs if
-a bit differs, or if blocks of `BLOCK_WORDS` words, or whole tensors, changed places. Tensors without elements do not
-count, since not every checkpoint engine transfers them. Each tensor is read once, with about one device operation per
-tensor and a hundredth of its memory; the only wait for the device is at the end. The checksum detects accidents, not
+Contract: the checksum depends on each tensor's name, shape, dtype and bits, but not on the order of the tensors. It
+changes if a bit changes, or if two blocks of `BLOCK_WORDS` words or two tensors are exchanged. Tensors without elements
+are ignored, since not every checkpoint engine transfers them. Each tensor is read once, in about one device operation
+and with a hundredth of its memory; the device is waited for only at the end. The checksum detects accidents, not
 forgeries. Shown by tests/integration/test_checksum.py.
 
-`torch.hash_tensor` was considered, but its exclusive or cannot tell two ones from two zeros.
+`torch.hash_tensor` is not used: it combines words by exclusive or, so two ones give the same result as two zeros.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ WORD_BYTES = 8
 BLOCK_WORDS = 512
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
 LARGEST = 1 << 17
-"""Largest number of block sums in one piece of memory, which is then a mebibyte."""
+"""Largest number of block sums in one allocation, which then takes a mebibyte."""
 CHECKSUM, VERSION = "sent checksum", "sent version"
-"""Keys under which a sender reports these besides its metrics."""
+"""Keys under which a sender adds its checksum and its version to its metrics."""
 
 
 class Rows:
-    """Rows of numbers on one device, allocated in order."""
+    """A tensor of integers on one device, whose rows `take` hands out in order."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows, self.used = rows, 0
@@ -44,24 +44,24 @@ class Rows:
 
 @dataclass
 class Tensor:
-    """State of one tensor's checksum; ``runs`` locates the sums of its whole blocks: (index of Rows, first, count)."""
+    """State of one tensor's checksum; ``runs`` locates its blocks' sums as (index of `Rows`, first row, row count)."""
 
     what: str
     blocks: int = 0
     runs: list[tuple[int, int, int]] = field(default_factory=list)
     last: int | None = None
-    """Index of its last block among the incomplete ones."""
+    """Index of the tensor's last block among the incomplete blocks of all tensors, or None if it is complete."""
 
 
 class StreamChecksum:
     """Computes the checksum of a stream of tensors.
 
-    The checksum of a tensor is the sum of its blocks, each of which is the sum of its bits as integers, weighted by its
-    position. A CPU sums 8-byte integers as fast as it reads them, and smaller ones thirty times slower. Weights are
-    odd, so that the highest bit of a word counts in every block.
+    A tensor is read as 8-byte integers, which a CPU sums as fast as it reads them; it sums smaller ones thirty times
+    slower. The integers of each block are summed. The tensor's checksum is the sum of these block sums, each multiplied
+    by 2 * (index of the block) + 1. This factor is odd, so that the highest bit of an integer counts in every block.
 
-    For each tensor the device sums the whole blocks, and copies the last block aside if it is incomplete, as for most
-    tensors of odd sizes. These sums are combined at the end, for many tensors at once.
+    When a tensor is added, the device sums the whole blocks, and copies the last block aside if it is incomplete.
+    `value` combines the block sums of many tensors at once.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class StreamChecksum:
             self._add(tensor.detach().flatten().view(torch.uint8))
 
     def add_chunk(self, meta: Any, data: torch.Tensor) -> None:
-        """Add a tensor's bytes from ``meta.chunk_offset`` on, a multiple of `BLOCK_BYTES`, as verl splits tensors."""
+        """Add one chunk of a tensor that verl has split; ``meta.chunk_offset`` is a multiple of `BLOCK_BYTES`."""
         assert meta.chunk_offset % BLOCK_BYTES == 0, "only a tensor's last block may be incomplete"
         if not meta.chunk_offset:
             self._begin(meta.name, meta)
@@ -102,7 +102,7 @@ class StreamChecksum:
             tensor.last, self._incomplete = self._incomplete, self._incomplete + 1
 
     def _room(self, among: list[Rows], count: int, device: torch.device, shape: tuple[int, ...]) -> Rows:
-        """Return the Rows with space for ``count`` more rows; each new one is twice as large, up to `LARGEST`."""
+        """Return a `Rows` with ``count`` free rows; each newly allocated one is twice as large, up to a limit."""
         if not among or not among[-1].has(count, device):
             rows = min(2 * len(among[-1].rows), LARGEST >> 8 if shape else LARGEST) if among else 2 if shape else 512
             make = torch.zeros if shape else torch.empty
@@ -110,7 +110,7 @@ class StreamChecksum:
         return among[-1]
 
     async def watching(self, weights: Any) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield the weights, a sync or async iterator of (name, tensor), adding each before it is passed on."""
+        """Add each tensor of ``weights``, a sync or async iterator of (name, tensor), and then yield it."""
         from verl.workers.rollout.utils import ensure_async_iterator
 
         async for name, tensor in ensure_async_iterator(weights):
@@ -118,7 +118,7 @@ class StreamChecksum:
             yield name, tensor
 
     def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights, adding each tensor only after it was consumed, so that the consumer does not wait."""
+        """Yield each tensor and add it only after it was consumed, so that the consumer need not wait for the sum."""
         for name, tensor in weights:
             yield name, tensor
             self.add(name, tensor)
@@ -146,7 +146,7 @@ class StreamChecksum:
             weighted = sums * (2 * torch.arange(len(sums), device=sums.device) - 1)
             at = torch.tensor(places, device="cpu").to(sums.device, non_blocking=True)
             read += [sums.cumsum(0)[at], weighted.cumsum(0)[at]]
-        # All values of a device are read together, because each read waits for the device.
+        # All values are read in one transfer, because each transfer waits for the device.
         values = iter(torch.cat([part.to(read[0].device) for part in read]).tolist())
         last = [next(values) for _ in range(self._incomplete)]
         plain_and_weighted = [([next(values) for _ in places], [next(values) for _ in places]) for places in ends]
@@ -160,7 +160,8 @@ class StreamChecksum:
 def _number(tensor: Tensor, differences: list[Iterator[tuple[int, int]]], last: list[int]) -> int:
     """Return one tensor's checksum.
 
-    ``differences``: for each Rows, in order, the sums of each run, plain and weighted by 2 * row + 1.
+    ``differences``: for each `Rows`, an iterator over its runs of rows that yields two sums of the run: the plain sum,
+    and the sum of the rows multiplied by 2 * row + 1.
     """
     total = place = 0
     for rows, begin, count in tensor.runs:
@@ -172,10 +173,10 @@ def _number(tensor: Tensor, differences: list[Iterator[tuple[int, int]]], last: 
 
 
 class SummedSender:
-    """Wraps the checkpoint engine of the sending trainer rank to report what it has sent.
+    """Wraps the checkpoint engine of the sending trainer rank, to report the checksum and version of what was sent.
 
-    Everything else is delegated to `engine`. `CHECKSUM` and `VERSION` are added to the metrics of `send_weights`; the
-    publisher compares every receiver with them.
+    `send_weights` adds them to its metrics as `CHECKSUM` and `VERSION`, and the publisher compares what each receiver
+    reports with them. All other calls go to `engine` unchanged.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -187,7 +188,7 @@ class SummedSender:
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Send like the engine, and add the checksum and version to its metrics."""
+        """Send the weights with the wrapped engine; return its metrics with the checksum and version added."""
         checksum = StreamChecksum()
         if getattr(self.engine, "sums_what_it_sends", False):
             metrics = await self.engine.send_weights(weights, global_steps=global_steps)

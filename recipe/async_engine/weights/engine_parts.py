@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common parts of this package's checkpoint engines."""
+"""Functions that this package's checkpoint engines share."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def deadlines(backend: str, timeout_s: float, connect_timeout_s: float) -> tuple[float, float]:
-    """Return the time limits in seconds for a sync and for connecting, which is part of it; both must be above 0."""
+    """Return the time limits (seconds) of a whole sync and of connecting; raise SettingError if one is not above 0."""
     for setting, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
         if not value > 0:
             raise SettingError(f"checkpoint_engine.engine_kwargs.{backend}.{setting}", value, "above 0 (seconds)")
@@ -40,20 +40,20 @@ def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
 
 
 class CycleCollector:
-    """Frees the memory that failed syncs leave behind in reference cycles of an error, its waiters and the buckets.
+    """Frees memory that failed weight syncs leave in reference cycles between an error, its waiters and the buckets.
 
-    Otherwise it would stay in use until Python's collector runs, which it does not do in an idle process.
+    Python's own garbage collector would free it only later, and never in an idle process.
     """
 
     def __init__(self) -> None:
         self._looks = 0
 
     def add(self) -> None:
-        """Record a failed sync; its error may be referenced for a while, so two collections follow."""
+        """Record a failed sync. Its error may stay referenced for a while, so the next two `clear` calls collect."""
         self._looks = 2
 
     def clear(self) -> None:
-        """Collect garbage at the end of a sync if a recent one has failed."""
+        """Collect garbage if a sync failed recently; called at the end of every sync."""
         if self._looks:
             self._looks -= 1
             gc.collect()

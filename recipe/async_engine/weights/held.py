@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the values that a model's objects hold, modules or not: routers, attention backends, kernels, closures.
+"""Walks through all values that two models of the same structure hold: in modules, routers, kernels, closures.
 
-Contract: :func:`pairs` walks all that can be reached from one model through attributes, items and closures, each object
-once, together with the same places of another model built in the same way. It stops where both hold the very same
-object, or objects of different types. So it terminates, and does not enter configurations, process groups or registries
-of the process.
-
-An object that frees something when it is deleted (`__del__`) is treated as opaque, like one of an extension type.
+Contract: :func:`pairs` visits every object that can be reached from one model through attributes, items and closures,
+each once, together with the object that the other model has at the same path. It does not look into an object that both
+models share, nor into two objects of different types. So it terminates, and does not enter configurations, process
+groups or registries of the process. Nor does it look into an object with a `__del__` method, or of an extension type.
 """
 
 from __future__ import annotations
@@ -24,32 +22,31 @@ Put = Callable[[Any, Any], None] | None
 
 
 class Pair(NamedTuple):
-    """A value that one model holds, and what the other holds in the same place, or `ABSENT`."""
+    """A value that one model holds at a path, and the other model's value at the same path, or `ABSENT`."""
 
     path: str
     mine: Any
     theirs: Any
     has_parts: bool
-    """Whether the walk enters the value if both are alike; a tensor has no parts."""
+    """Whether the value holds other values, which the walk visits if both values are alike; a tensor holds none."""
     put_mine: Callable[[Any], None] | None
-    """Assigns another value in this place, or None if that is impossible."""
+    """Function that replaces the value at this path in the first model, or None if that is impossible."""
     put_theirs: Callable[[Any], None] | None
 
     @property
     def is_shared(self) -> bool:
-        """Return whether both are the very same object."""
         return self.mine is self.theirs
 
     @property
     def are_alike(self) -> bool:
-        """Return whether both have the same type or, for functions, the same code."""
+        """Return whether both values have the same type or, for functions, the same code."""
         if isinstance(self.mine, FunctionType) and isinstance(self.theirs, FunctionType):
             return self.mine.__code__ is self.theirs.__code__
         return type(self.mine) is type(self.theirs)
 
 
 def pairs(mine: nn.Module, theirs: nn.Module) -> Iterator[Pair]:
-    """Yield every value that ``mine`` holds, with that of ``theirs`` in the same place; modules are matched by name."""
+    """Yield every value that ``mine`` holds, paired with the value of ``theirs`` at the same path."""
     modules = dict(theirs.named_modules(remove_duplicate=False))
     waiting: list[tuple[str, Any, Any]] = [(name, module, modules[name]) for name, module in mine.named_modules()]
     known = {id(module) for _, module, _ in waiting}
@@ -80,7 +77,10 @@ def _held(holder: Any) -> tuple[dict[Any, Any], Put]:
 
 
 def _parts(holder: Any) -> tuple[dict[Any, Any], Put] | None:
-    """Return an object's parts by name or index, and a setter if they can be replaced; None if it has no parts."""
+    """Return the values that an object holds, by name or index, and a function that replaces one.
+
+    The function is None if the values cannot be replaced; the result is None for an object that is not looked into.
+    """
     if isinstance(holder, dict):
         return holder, holder.__setitem__
     if isinstance(holder, list):

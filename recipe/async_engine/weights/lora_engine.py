@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that the FSDP2 engine of a model with LoRA adapters sends in a weight sync: merged weights, or the adapters.
+"""What the FSDP2 engine of a model with LoRA adapters sends in a weight sync: merged weights, or only the adapters.
 
-Contract: merged weights are computed in fp32 beside the model's own, which do not change, and converted to the dtype of
-the base weight. verl merges in place and restores afterwards (verl/workers/engine/fsdp/transformer_impl.py:1063), so
-after a broken transfer training has merged weights until the stream's generator is collected; it also rounds what it
-sends to bfloat16. Without merging (``model.lora.merge=false``) the adapters are always what is sent, whereas verl sends
-the frozen base if trainer and rollout are separate (verl/workers/engine_workers.py:772, verl #7495).
+Contract: merged weights are computed in fp32 in new tensors, so that the model's own do not change, and converted to
+the dtype of the base weight. verl merges in place and undoes the merge afterwards
+(verl/workers/engine/fsdp/transformer_impl.py:1063), so that after a broken transfer the model keeps merged weights
+until the generator is garbage-collected; verl also rounds merged weights to bfloat16. Without merging
+(``model.lora.merge=false``) this engine always sends the adapters, whereas verl sends the frozen base if trainer and
+rollout are separate (verl/workers/engine_workers.py:772, verl #7495).
 
 Shown by tests/integration/test_lora_engine.py and tests/e2e/test_lora.py.
 """
@@ -30,14 +31,14 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
-    """Yield the full tensors of a PEFT model under ``fully_shard``, adapters merged, by the base model's names.
+    """Yield (name in the base model, full tensor) of a PEFT model under ``fully_shard``, with its adapters merged.
 
     This is a collective of all ranks, which must consume the tensors in step. On a single rank a tensor without an
     adapter is the model's own, not a copy.
 
     Raises:
-        WeightsError: an adapter's product cannot simply be added to a weight (DoRA, for example), or its weight is
-            shared with a layer that has no such adapter.
+        WeightsError: an adapter is not of the form that adds a product to a weight (DoRA, for example), or another
+            layer without that adapter shares the weight.
     """
     adapted = {
         f"{prefix}.base_layer.weight": layer for prefix, layer in module.named_modules() if isinstance(layer, LoraLayer)
@@ -49,7 +50,7 @@ def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
         if tied:
             raise WeightsError(
                 f"{name} has an adapter and shares its weight with {tied[0]}, so the merged weights cannot serve both: "
-                "leave it out with actor_rollout_ref.model.exclude_modules"
+                "leave its layer out with actor_rollout_ref.model.exclude_modules"
             )
     tensors = {name: (tensor, adapted.get(name)) for name, tensor in module.state_dict().items()}
     for name, (tensor, layer) in convert_weight_keys(normalize_peft_param_name(tensors), module).items():
@@ -88,12 +89,12 @@ def _merged(base: torch.Tensor, layer: LoraLayer, device: Any) -> torch.Tensor:
 
 
 class LoraSending(FSDPEngine):
-    """Mixed into an FSDP engine of verl's, to send what the module's contract says; FSDP1 merges as in verl."""
+    """Mixin for verl's FSDP engines that sends merged weights or only adapters; with FSDP1, verl merges the weights."""
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
     ) -> tuple[Any, dict[str, Any] | None]:
-        """Return verl's tensors, or the adapters with their configuration if adapters are not merged."""
+        """Return an iterator of the tensors to send, and the adapters' configuration if only adapters are sent."""
         alone = self._is_lora and not self.model_config.lora.get("merge", False)
         return super().get_per_tensor_param(layered_summon, base_sync_done=base_sync_done or alone, **kwargs)
 
@@ -109,14 +110,14 @@ class LoraSending(FSDPEngine):
 
 
 class LoraFSDPEngineWithLMHead(LoraSending, FSDPEngineWithLMHead):
-    """verl's FSDP engine for an accelerator, with LoRA weights sent as the module's contract says."""
+    """verl's FSDP engine for language models on an accelerator, with LoRA weights sent by `LoraSending`."""
 
 
 def register(device: str, vendor: str) -> None:
     """Make this process use `LoraFSDPEngineWithLMHead` for language models on a vendor's accelerator.
 
-    verl first looks for an engine of the vendor, and has none for FSDP. The engines for the CPU
-    (`recipe.laptop.platform.engines`) already derive from `LoraSending`.
+    verl looks for an engine that is registered for the vendor first, and itself registers no such FSDP engine. The CPU
+    needs none, because its engines (`recipe.laptop.platform.engines`) already derive from `LoraSending`.
     """
     for backend in ("fsdp", "fsdp2"):
         if device != "cpu" and (device, vendor) not in EngineRegistry._engines["language_model"][backend]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's checkpoint engine ``nccl`` with deadlines, whose members may join, leave and die.
 
-Weights travel as in verl. It replaces verl's engine by settings alone::
+The protocol on the wire is verl's. These settings make it replace verl's engine::
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=nccl
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipe.async_engine.weights.nccl_engine
@@ -9,27 +9,27 @@ Weights travel as in verl. It replaces verl's engine by settings alone::
 Contract:
 
 - The group is kept between syncs as long as every member reports the same group and the same ranks; otherwise a group
-  with a new name is created. verl creates one after each sync or never, and always with the same name.
-- Nothing waits for ever: a sync has ``timeout_s`` on each side, joining a group ``connect_timeout_s``. NCCL itself
-  detects neither a dead nor a hanging member: the device keeps waiting until the communicator is aborted. `reset` does
-  that at once, from another thread, and has to be called on every member, as `recipe.async_engine.weights.publisher`
-  does when one of them has failed.
-- What an abort leaves in a buffer is never used as weights: from then on the transfer yields nothing, and fails.
+  with a new name is created. verl creates a group for each sync or only once, always with the same name.
+- No wait is unbounded: ``timeout_s`` limits a sync on every member, and ``connect_timeout_s`` limits joining a group.
+  NCCL itself detects neither a dead nor a hanging member: the device waits until the communicator is aborted. `reset`
+  aborts it at once, from another thread. It must be called on every member when one of them has failed, which
+  `recipe.async_engine.weights.publisher` does.
+- Data that an abort leaves in a buffer are never used as weights: after an abort the transfer yields nothing and fails.
 - A sender that failed still iterates over its weights to the end, since the other trainer ranks gather them with it.
 - Sending does not block an event loop.
-- A sender without relays, which may send while training goes on, neither waits for work that training has queued on its
-  device nor delays it: it fills buckets on one stream of its own and sends them on another, which CUDA does not order
-  with the default stream, and waits only for events of these. verl waits for the whole device for each bucket, and
-  Ray's stream and the default stream wait for each other. Weights in pinned memory are copied directly into a bucket.
-- A bucket is not refilled before it has been sent. verl starts a broadcast on a thread and waits for the device
-  (nccl_checkpoint_engine.py:353) without knowing whether the thread has issued it: a late thread sends the bucket after
-  the next one in its place, to all receivers alike. Here the broadcast is issued synchronously.
-- The checksum is computed from the buckets, as `recipe.async_engine.weights.checksum` does; ``send_weights`` returns
-  it.
+- A sender without relays may send while training goes on: it neither waits for work that training has queued on the
+  device nor delays that work. It fills buckets on one CUDA stream of its own and sends them on another, neither of
+  which is synchronized with the default stream. verl synchronizes the whole device for each bucket, and Ray's stream
+  and the default stream wait for each other. Weights in pinned memory are copied directly into a bucket.
+- A bucket is not refilled before it has been sent. verl starts a broadcast on a thread and synchronizes the device
+  (nccl_checkpoint_engine.py:353), but the thread may not have issued the broadcast yet; then it sends the next bucket's
+  contents in place of this one's, to all receivers alike. Here the broadcast is issued synchronously.
+- The sender computes the checksum (`recipe.async_engine.weights.checksum`) from the buckets that it sends, and
+  ``send_weights`` returns it.
 
-With relays, sending is verl's. As in verl, tensors have to be contiguous, one without elements does not arrive, and a
-sender returns when the last bucket has left it. If a member never joins a group, a waiting thread stays behind in those
-that did. Shown by tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator yet.
+With relays, sending is verl's. As in verl, tensors must be contiguous, tensors without elements do not arrive, and a
+sender returns when it has sent its last bucket. If a member never joins a group, each member that did join keeps a
+waiting thread. Shown by tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator yet.
 """
 
 from __future__ import annotations
@@ -61,12 +61,15 @@ from recipe.async_engine.weights.engine_parts import CycleCollector, consume, de
 from recipe.async_engine.weights.nccl_parts import Bucket, InlineExecutor, within
 
 LOOK_MS = 100
-"""How long a receiver waits for a bucket's description before it checks whether its group has been left."""
+"""Milliseconds that a receiver waits for a bucket's description before it checks whether it has left its group."""
 
 
 @dataclass
 class Member(WorkerMetadata):
-    """The metadata that a process reports; ``place``: its group's name, its rank, and the world size."""
+    """The metadata that a process reports.
+
+    ``place`` is the name of the group that it is in, its rank and the world size, or None if it is in no group.
+    """
 
     place: tuple[str, int, int] | None = None
 
@@ -77,29 +80,29 @@ class Group:
     def __init__(self, name: str) -> None:
         self.name = name
         self.left: str | None = None
-        """The reason why it was left, or None."""
+        """The reason why this process left the group, or None if it has not left."""
         self._lock = threading.Lock()
 
     def leave(self, reason: str) -> None:
-        """End whatever this process does in the group."""
+        """Leave the group and abort any transfer in which this process takes part."""
         with self._lock:
             if self.left is not None:
                 return
             self.left = reason
-        # On a thread, because NCCL may wait in the abort until all members on this node have reached it.
+        # Abort on a thread, because NCCL may wait in the abort until all members on this node have called it.
         threading.Thread(target=self._abort, name="leave-nccl-group", daemon=True).start()
 
     def join(self, world_size: int, rank: int, stream: Any) -> None:
-        """Join, with collectives on ``stream``; Ray's own stream and the default stream would wait for each other."""
+        """Join, with collectives on ``stream``, since Ray's own stream and the default stream wait for each other."""
         collective.init_collective_group(world_size, rank, "nccl", self.name)
         rays, device = collective.get_group_handle(self.name), torch.cuda.current_device()
         rays._get_nccl_collective_communicator(str(device), [device])
         rays._dev_streams_map[str(device)] = [cp.cuda.ExternalStream(stream.cuda_stream)]
 
     def end_rendezvous(self) -> None:
-        """Kill the detached actor through which the members found each other; it would outlive the run."""
+        """Kill the detached Ray actor through which the members found each other, since it would outlive the run."""
         rays = collective.get_group_handle(self.name)
-        # A communicator that could not be created has such an actor too.
+        # Such an actor also exists for a communicator that could not be created.
         for key in {*rays._dev_comm_map, ",".join(map(str, rays._used_gpu_indices))}:
             with suppress(ValueError):
                 rays._destroy_store(rays._generate_group_key(key))
@@ -116,12 +119,12 @@ class Group:
                 communicator.abort()
         if collective.get_rank(self.name) == 0:
             self.end_rendezvous()
-        with suppress(ValueError):  # Ray looks for that actor too
+        with suppress(ValueError):  # Ray fails to find the actor, which has been killed already
             collective.destroy_collective_group(self.name)
 
 
 class BucketDescriptions:
-    """The receiving end of verl's socket, which stops waiting when its group is left."""
+    """The socket on which a receiver gets descriptions of buckets; a wait ends when this process leaves the group."""
 
     def __init__(self, socket: zmq.Socket[bytes], group: Group) -> None:
         self._socket = socket
@@ -139,21 +142,21 @@ class BucketDescriptions:
     def close(self) -> None:
         """Close the socket.
 
-        If an unclosed socket is garbage, Python's collector may end the context first, and then wait for the socket for
-        ever.
+        Python's garbage collector may delete a socket's context before the socket, and then waits for ever for the
+        socket to be closed.
         """
         self._socket.close(linger=0)
 
 
 @CheckpointEngineRegistry.register("nccl")
 class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
-    """One member of a weight sync, under the module's contract.
+    """The checkpoint engine of one member of a weight sync.
 
     Args:
-        bucket_size: verl's setting.
-        timeout_s: longest time of one sync.
-        connect_timeout_s: longest time to join a group; at most ``timeout_s``.
-        settings: verl's other settings, of which ``rebuild_group`` causes a new group for every sync.
+        bucket_size: size of a bucket in bytes, as in verl.
+        timeout_s: time limit of one sync.
+        connect_timeout_s: time limit for joining a group; at most ``timeout_s``.
+        settings: verl's other settings; with ``rebuild_group`` every sync creates a new group.
     """
 
     rebuild_group: bool
@@ -163,7 +166,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     rank: int
     num_senders = 0
     from_host = sums_what_it_sends = True
-    """Weights may be in host memory; `send_weights` returns their checksum."""
+    """``from_host``: weights may be in host memory. ``sums_what_it_sends``: `send_weights` returns the checksum."""
 
     def __init__(
         self, bucket_size: int, timeout_s: float = 600.0, connect_timeout_s: float = 180.0, **settings: Any
@@ -178,23 +181,21 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     @property
     def _own_streams(self) -> tuple[Any, Any]:
-        """The streams on which buckets are filled and sent; torch's streams do not wait for the default stream."""
+        """The CUDA streams on which buckets are filled and sent, which do not synchronize with the default stream."""
         if self._streams is None:
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()
         return self._streams
 
     @contextmanager
     def _filling(self) -> Iterator[Any]:
-        """Run the operations of torch and cupy within this context on the stream that fills buckets."""
+        """Make the stream that fills buckets the current one of torch and cupy."""
         stream, _ = self._own_streams
         with torch.cuda.stream(stream), cp.cuda.ExternalStream(stream.cuda_stream):
             yield stream
 
-    # Membership
-
     def prepare(self) -> Member:
-        """Allocate the buckets, and report the group that this process is in."""
-        # The stream orders the initial zeroing of the buckets before they are filled.
+        """Allocate the buckets and return this process's metadata, including its present group."""
+        # The sender's buckets are zeroed on the stream that later fills them, so that the zeroing comes first.
         with self._filling() if self.is_master else nullcontext():
             reported = super().prepare()
         group = self._group
@@ -205,7 +206,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return verl's topology, keeping the group's name if all members report it with these ranks."""
+        """Return verl's topology with a group's name: a new one, unless all members report the same group and ranks."""
         topology = super().build_topology(actor_wg_world_size, rollout_world_size, metadata)
         ranks = [rank for side in topology for rank in side["rank"]]
         world_size = topology[0]["world_size"][0]
@@ -224,10 +225,10 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def init_process_group(
         self, rank: int, world_size: int, master_metadata: MasterMetadata, num_senders: int, group: str
     ) -> None:
-        """Join ``group``, or keep it if this process is in it.
+        """Join ``group``, unless this process is in it already.
 
         Raises:
-            WeightStreamError: not all members came in time, or the last transfer has not ended here.
+            WeightStreamError: not all members joined in time, or this process's last transfer has not ended.
         """
         self.num_senders = num_senders
         if rank < 0:
@@ -237,7 +238,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             return
         self.reset("another group takes its place")
         if not self._under_way.acquire(timeout=self._connect_timeout_s):
-            raise WeightStreamError(f"rank {rank}: the last transfer has not ended {self._connect_timeout_s:g} s later")
+            raise WeightStreamError(f"rank {rank}: the last transfer did not end within {self._connect_timeout_s:g} s")
         self._under_way.release()
         joined = self._group = Group(group)
         self.rank, self.world_size = rank, world_size
@@ -251,19 +252,19 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         except Exception as error:
             joined.leave(f"not joined: {error}")
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, TimeoutError | RuntimeError):
-                raise  # errors of this process's own; timeouts and broken connections come from other members
+                raise  # These errors are this process's own; other members cause timeouts and broken connections.
             raise WeightStreamError(
                 f"rank {rank} of {world_size} could not join the other members of the weight sync within "
                 f"connect_timeout_s={self._connect_timeout_s:g}: {type(error).__name__}: {error}"
             ) from error
 
     def _join(self, group: Group, master: MasterMetadata, verls: Callable[[], None]) -> None:
-        # Relays need the order of Ray's stream, because their broadcasts come between collectives of training.
+        # Relays keep Ray's stream, because it orders their broadcasts among the collectives of training.
         if self.num_senders > 1:
             verls()
             return
         if self.rank:
-            # Subscribe before the members meet, because a subscriber misses what was published earlier.
+            # Subscribe before joining, because a subscriber misses what was published before it subscribed.
             self._connect_zmq_client(master)
         group.join(self.world_size, self.rank, self._own_streams[1])
         with self._filling():
@@ -289,13 +290,11 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         if not self._keeps_group:
             self.reset("rebuild_group is set")
 
-    def reset(self, reason: str = "it was told to") -> None:
+    def reset(self, reason: str = "reset() was called") -> None:
         """Leave the group: a transfer in progress fails here with ``reason``, and the next sync creates a new group."""
         if self._group is not None:
             self._cycles.add()
             self._group.leave(reason)
-
-    # Transfer
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
@@ -303,10 +302,10 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         """Send like verl, iterating over ``weights`` on a thread, because gathering a tensor is a blocking collective.
 
         Returns:
-            `CHECKSUM` of what was sent, on the sending rank.
+            The checksum under the key `CHECKSUM` on the sending rank; None on the others.
 
         Raises:
-            WeightStreamError: the group was left, or the deadline has passed.
+            WeightStreamError: this member has left the group, or the deadline has passed.
         """
         what, iterator = f"sending version {global_steps}", iter(weights)
         sums = StreamChecksum()
@@ -327,8 +326,8 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
                 finally:
                     consume(iterator)
                     if self.rank == 0 and self.num_senders == 1:
-                        # Also after a failure, because the memory is reused. Operations that cannot complete end when
-                        # the group is left.
+                        # Synchronize also after a failure, because the memory is reused. An operation that cannot
+                        # complete ends when this process leaves the group.
                         for stream in self._own_streams:
                             stream.synchronize()
 
@@ -361,7 +360,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     async def _broadcast(self, bucket: Bucket, is_last: bool) -> None:
         meta = {"bucket_meta": bucket.holds, "is_last": is_last, "length": bucket.length}
-        # The stream on which the bucket is sent waits only for cupy's current stream.
+        # The broadcast waits only for cupy's current stream, which has to be the one that fills the bucket.
         with self._filling():
             sending = BroadcastOperation(self.rank, self.group_name, bucket.filled, meta, self.socket, self.topic)
         await sending.wait_for_complete()
@@ -369,10 +368,10 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         bucket.left.record(self._own_streams[1])
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Receive like verl: a tensor is a view of a reused buffer, valid until the next one is requested.
+        """Receive like verl. A tensor is a view of a buffer that is reused, so it is valid until the next is requested.
 
         Raises:
-            WeightStreamError: the group was left, or the deadline has passed.
+            WeightStreamError: this member has left the group, or the deadline has passed.
         """
         what = f"receiving version {global_steps}"
         with self._alone(what), self._watched(what) as group:
@@ -383,7 +382,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         if not self._under_way.acquire(blocking=False):
-            raise WeightStreamError(f"{what}: the last transfer has not ended")
+            raise WeightStreamError(f"{what} is impossible: the last transfer of this member has not ended")
         try:
             yield
         finally:
@@ -391,10 +390,10 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[Group]:
-        """Leave the group at the deadline and on any failure or early end, since it is then out of step."""
+        """Leave the group at the deadline, on a failure or on an early end, since its members are then out of step."""
         group = self._group
         if group is None:
-            raise WeightStreamError(f"{what}: there is no group; call prepare and init_process_group first")
+            raise WeightStreamError(f"{what} is impossible without a group: call prepare and init_process_group first")
         group.check(what)
         late = threading.Timer(self._timeout_s, group.leave, [f"it was not over within timeout_s={self._timeout_s:g}"])
         late.daemon = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of `recipe.async_engine.weights.nccl_engine` that are independent of a group."""
+"""Those parts of `recipe.async_engine.weights.nccl_engine` that need no NCCL group: buckets and threads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from verl.checkpoint_engine.base import TensorMeta
 
 ALIGNMENT = 16
-"""Alignment of tensors in a bucket, in bytes, which allows views of any dtype; verl packs tensors without gaps."""
+"""Alignment of tensors in a bucket, in bytes, so that views of any dtype are possible; verl does not align them."""
 
 
 class Bucket:
-    """One of the two buckets that a sender fills in turn."""
+    """One of the two buffers that a sender fills and sends alternately."""
 
     def __init__(self, memory: Any) -> None:
         self._memory = memory
@@ -24,22 +24,22 @@ class Bucket:
         self.holds: dict[str, TensorMeta] = {}
         self.length = 0
         self.left: Any = None
-        """CUDA event that is recorded when the bucket's contents have been sent."""
+        """CUDA event after the operation that sends the bucket's contents, or None if nothing is being sent."""
 
     def place(self, size: int) -> int | None:
-        """Return the offset at which ``size`` bytes would begin, or None if they do not fit."""
+        """Return the offset at which ``size`` more bytes would begin, or None if they do not fit."""
         begin = self.length + -self.length % ALIGNMENT
         return begin if begin + size <= len(self._bytes) else None
 
     def fill(self, meta: TensorMeta, chunk: torch.Tensor) -> torch.Tensor:
-        """Copy a chunk to ``meta.offset``, on the current stream; return the filled part of the bucket."""
+        """Copy a chunk to ``meta.offset`` on the current stream; return the copy, a view of the bucket."""
         assert meta.name not in self.holds, f"{meta.name} comes twice"
         self.holds[meta.name], self.length = meta, meta.offset + meta.chunk_size
         room = self._bytes[meta.offset : self.length]
         return room.copy_(chunk, non_blocking=True)
 
     def empty(self) -> None:
-        """Empty the bucket once its contents have been sent; an abort of the communicator ends the wait."""
+        """Wait until the bucket's contents have been sent or the communicator is aborted, and empty the bucket."""
         if self.left is not None:
             self.left.synchronize()
         self.holds, self.length, self.left = {}, 0, None
@@ -50,19 +50,19 @@ class Bucket:
 
 
 class InlineExecutor(ThreadPoolExecutor):
-    """An event loop's executor that runs each call before `submit` returns."""
+    """An executor for an event loop that runs each call on the submitting thread, before `submit` returns."""
 
     def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         outcome: Future[Any] = Future()
         try:
             outcome.set_result(call(*arguments, **named))
-        except Exception as error:  # the future carries it
+        except Exception as error:  # The future passes it on to its waiter.
             outcome.set_exception(error)
         return outcome
 
 
 def within(timeout_s: float, call: Callable[[], Any]) -> None:
-    """Run ``call`` on a thread; raise TimeoutError, and abandon the thread, if it takes too long."""
+    """Run ``call`` on a thread; if it takes longer than ``timeout_s``, abandon the thread and raise TimeoutError."""
     outcome: Future[None] = Future()
 
     def run() -> None:

@@ -3,22 +3,23 @@
 
 Contract:
 
-* The trainer waits for the whole publication (``async_training.weights.publish=inline``), or only for
-  :meth:`WeightPublisher.snapshot`, and a copy of its weights is sent while it trains on.
-* A version is staged beside the live weights. Generation pauses for the swap only when every live replica has staged
-  the complete version; until then, and if the transfer fails, the old version answers. It is announced when the live
-  replicas have swapped; then generation resumes, and only on replicas that hold it.
-* A replica that died, or did not load the version, is out of routing until a later version succeeds; the others
+* With ``async_training.weights.publish=inline`` the trainer waits for the whole publication. Otherwise it waits only
+  for :meth:`WeightPublisher.snapshot`, and that copy of its weights is sent while it trains on.
+* Replicas stage a version next to the live weights. Generation pauses for the swap only when every live replica has
+  staged the complete version. Until then, and if the transfer fails, the old version generates. The new version is
+  announced when the live replicas have swapped; then generation resumes on the replicas that hold it.
+* A replica that died, or did not load the version, gets no requests until a later version succeeds; the others
   continue without it. If weights are loaded in place (``async_training.weights.staging=none``), generation pauses for
   the whole transfer. After a broken transfer all replicas load again, because any of them may have incomplete weights.
 * Every step has a deadline (``async_training.timeouts.weight_sync``); stock verl waits for ever when a receiver dies
-  (checkpoint_engine/base.py:553). As soon as one member fails, engines that can leave their group (``reset``) are told
-  to, since a collective waits for every member; all are finalized after each transfer, including failed ones.
-* A receiver whose checksum differs from the trainer's has failed to load. A log-prob server that has failed is told to
-  refuse its weights and scores nothing before a later load; it never ends the run.
+  (checkpoint_engine/base.py:553). As soon as one member fails, the publisher calls ``reset`` on the engines that have
+  it, to make them leave their group, since a collective waits for every member. After each transfer, including a failed
+  one, it calls ``finalize`` on all.
+* A receiver whose checksum differs from the trainer's has failed to load. A log-prob server with such weights is told
+  to refuse requests until a later load succeeds; its failure never ends the run.
 * A member that fails repeatedly does not block the others: after the second attempt they load without it.
 * Members that a publication finds dead are replaced while the run goes on, within the restart budget; a replacement
-  takes part in the next publication. Agent-loop workers are told the present log-prob servers.
+  takes part in the next publication. Agent-loop workers get the handles of the present log-prob servers.
 * If no replica is left, :class:`NoReplicaLeft` ends the run with the cause.
 
 Shown by tests/integration/test_publisher.py and, with replicas killed in real syncs, by test_nccl_engine.py there and
@@ -65,30 +66,30 @@ Handles = dict[str, Any]
 Start = Callable[[], RolloutReplica]
 
 ATTEMPTS = 3
-"""Attempts of a transfer; the last is made only if one member's failure has failed the others twice."""
+"""Largest number of attempts at a transfer; the third is made only if one member has made the first two fail."""
 
 
 class NoReplicaLeft(RecipeError):
-    """No rollout replica holds the current weights; the cause is chained."""
+    """No rollout replica holds the current weights; ``__cause__`` is the error of the first replica that failed."""
 
 
 class PublishFailed(RecipeError):
-    """The trainer's side of a weight sync failed in every attempt."""
+    """The trainer could not copy its weights, or could not send them in any attempt."""
 
 
 @dataclass
 class StagedVersion:
-    """A version in transfer to the replicas, from :meth:`WeightPublisher.stage` to :meth:`WeightPublisher.resume`."""
+    """State of the publication of one version, from `WeightPublisher.stage` to `WeightPublisher.resume`."""
 
     version: int
     seconds: float = 0.0
-    """Total time of the calls so far."""
+    """Seconds that the publisher's calls for this version have taken so far."""
     paused_at: float | None = None
-    """Time on the monotonic clock at which generation paused, or None before that."""
+    """Time (monotonic clock) at which generation paused, or None before the pause."""
     holders: list[ReplicaRecord] = field(default_factory=list)
     """Replicas that hold the version, staged or live."""
     sender: dict[str, float] = field(default_factory=dict)
-    """Metrics of the sender."""
+    """Metrics that the sending rank reported."""
 
 
 class WeightPublisher(CheckpointEngineManager):
@@ -104,23 +105,23 @@ class WeightPublisher(CheckpointEngineManager):
         weights: Weights,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """``dtype``: the narrowest dtype for floating-point weights in which no receiver loses precision."""
+        """``dtype`` is the narrowest dtype of floating-point weights in which no receiver loses precision."""
         super().__init__(config, actor_wg, replicas)
         self.weights = weights
-        """Settings for how a version gets into the replicas; none of them is null."""
+        """The settings ``async_training.weights``, with a value for each that was null."""
         self._dtype = dtype
         self._wire: Wire | None = None
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
         self.seconds = 0.0
         self.checksum: str | None = None
         self.attempts = ATTEMPTS
-        """Number of attempts of a transfer."""
+        """Largest number of attempts at a transfer."""
         self._replacements: Replacements | None = None
         self._start_replica: Start | None = None
         self._start_server: Start | None = None
         self._tell: Callable[[Handles], None] | None = None
         self.told: Handles = {}
-        """The log-prob servers that agent-loop workers were last told of: actor handles by name."""
+        """Actor handles, by name, of the log-prob servers that the agent-loop workers know."""
 
     @property
     def _beside(self) -> bool:
@@ -131,20 +132,20 @@ class WeightPublisher(CheckpointEngineManager):
         return self.weights.staging == "none"
 
     def add_replicas(self, replicas: list[RolloutReplica]) -> None:
-        """Include these replicas from the next sync on, as in verl."""
+        """Include these replicas from the next sync on."""
         super().add_replicas(replicas)
         self.known.records += [ReplicaRecord(replica) for replica in replicas]
 
     def replace_lost(self, replacements: Replacements, start_replica: Start) -> None:
-        """Use ``replacements`` to start another replica, without weights, for each one that is lost from now on."""
+        """Replace each replica that is lost from now on by one from ``start_replica``, started by ``replacements``."""
         self._replacements, self._start_replica = replacements, start_replica
 
     def use_servers(
         self, servers: list[RolloutReplica], tell: Callable[[Handles], None], start: Start | None = None
     ) -> None:
-        """Send weights to log-prob servers from now on; ``start`` starts another one.
+        """Send weights to these log-prob servers too; ``start`` starts a replacement for one that is lost.
 
-        ``tell`` passes the present servers to the agent-loop workers, now and whenever they change.
+        ``tell`` passes the handles of the present servers to the agent-loop workers, now and whenever they change.
         """
         self._tell, self._start_server = tell, start
         self.add_replicas(servers)
@@ -152,7 +153,6 @@ class WeightPublisher(CheckpointEngineManager):
 
     @property
     def servers(self) -> list[RolloutReplica]:
-        """The log-prob servers that receive weights."""
         return [record.replica for record in self.known.records if not record.generates]
 
     @property
@@ -169,7 +169,7 @@ class WeightPublisher(CheckpointEngineManager):
 
     @property
     def live_replicas(self) -> int:
-        """Number of replicas in routing, each of which holds the version that was announced last."""
+        """Number of replicas that the load balancer routes to; all of them hold the last announced version."""
         return sum(record.routed for record in self.known.records)
 
     def publish(self, version: int) -> dict[str, float]:
@@ -180,7 +180,7 @@ class WeightPublisher(CheckpointEngineManager):
         return self.resume(staged)
 
     def snapshot(self, version: int) -> None:
-        """Make the trainer copy its weights, unless it waits until they are sent.
+        """Make the trainer copy its weights, unless its steps wait for the transfer and no copy is needed.
 
         Raises:
             PublishFailed: the copy failed.
@@ -195,9 +195,9 @@ class WeightPublisher(CheckpointEngineManager):
             raise PublishFailed(f"the trainer could not copy version {version}: {plain_cause(error)}") from error
 
     def stage(self, version: int) -> StagedVersion:
-        """Stage the trainer's weights beside the live ones of the replicas, which continue to generate.
+        """Stage the version on the replicas, next to their live weights, with which they continue to generate.
 
-        Replicas that have started since the last publication take part.
+        Replicas that have started since the last publication take part. With in-place loading this does nothing more.
 
         Raises:
             NoReplicaLeft: no replica has loaded the version.
@@ -223,7 +223,7 @@ class WeightPublisher(CheckpointEngineManager):
         """Resume generation on the replicas that hold the version, and replace lost ones; return metrics of the sync.
 
         Raises:
-            NoReplicaLeft: none of them resumed.
+            NoReplicaLeft: no replica resumed.
         """
         self._timed(staged, self._resume(staged))
         self.seconds += staged.seconds
@@ -269,9 +269,9 @@ class WeightPublisher(CheckpointEngineManager):
             staged.seconds += time.monotonic() - began
 
     async def _transfer(self, staged: StagedVersion) -> None:
-        """Transfer the version to the replicas and record in ``staged`` which of them have it."""
+        """Transfer the version to the replicas and record in ``staged`` which of them loaded it."""
         version = staged.version
-        # A dead member would only be noticed in the middle of the transfer, which would then fail for all.
+        # Find dead members first, because a member that dies unnoticed would make the transfer fail for all.
         living = [record for record in self.known.records if not record.dead]
         servers = [record for record in living if not record.generates]
         await asyncio.gather(
@@ -307,7 +307,7 @@ class WeightPublisher(CheckpointEngineManager):
             raise self._no_replica(f"no rollout replica holds version {staged.version}", self.known.records)
 
     async def _load_with_retries(self, staged: StagedVersion) -> list[ReplicaRecord]:
-        """Return the replicas that committed in the last attempt; raise PublishFailed if the trainer never sent."""
+        """Return the replicas that loaded the version; raise PublishFailed if the trainer itself failed repeatedly."""
         version = staged.version
         committed: list[ReplicaRecord] = []
         refused: list[ReplicaRecord] = []
@@ -323,7 +323,7 @@ class WeightPublisher(CheckpointEngineManager):
             await self.known.each("answer", self.known.present, ping, PING_S)
             if attempt > 1 and self.known.present and self._is_the_cause(trainer_error):
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
-            # In a collective transfer one failing member fails it for all, so the next attempt leaves that member out.
+            # A member that fails makes a collective transfer fail for all, so the next attempt leaves that member out.
             failed = [record for record in candidates if record not in committed and not record.dead]
             own = [record for record in failed if failed_by_itself(record, trainer_error)]
             if attempt > 1 and (own == failed or len(own) == len(candidates)):
@@ -356,7 +356,7 @@ class WeightPublisher(CheckpointEngineManager):
     async def _load(
         self, records: list[ReplicaRecord], version: int
     ) -> tuple[list[ReplicaRecord], dict[str, float], BaseException | None]:
-        """Make one transfer to all ``records``; return those that committed, the sender's metrics and its error."""
+        """Try one transfer to all ``records``; return those that loaded it, the sender's metrics and its error."""
         handles = [worker for record in records for worker in record.replica.workers]
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
         group = TransferGroup(self.actor_wg, rollout, self.backend_cls, self._answer_s)
@@ -370,7 +370,7 @@ class WeightPublisher(CheckpointEngineManager):
                 how = "update_weights" if self._in_place else "stage_weights"
                 received = [getattr(worker, how).remote(version) for worker in handles]
                 results = await group.transferred([*sent, *received])
-        except Exception as error:  # the replicas are asked later which of them are dead
+        except Exception as error:  # A later ping finds out which replicas are dead.
             for record in records:
                 record.error = error
             return [], {}, error
@@ -383,11 +383,11 @@ class WeightPublisher(CheckpointEngineManager):
 
     @property
     def _answer_s(self) -> float:
-        # Longer than the transfer's own deadline, so that the transfer's error is the one that is reported.
+        # This deadline is longer than the transfer's own, so that the transfer's error is the one that is reported.
         return self.known.timeout_s + PING_S
 
     async def outcomes(self, references: list[Any]) -> list[Any]:
-        """Return each reference's value or exception; a late one gives TimeoutError."""
+        """Wait for all Ray references; return the value or exception of each, a TimeoutError if it is late."""
         return await outcomes(references, self._answer_s)
 
     async def _all(self, references: list[Any]) -> list[Any]:
@@ -398,10 +398,10 @@ class WeightPublisher(CheckpointEngineManager):
         return found
 
     async def _unroute(self, records: list[ReplicaRecord]) -> None:
-        """Take replicas out of routing, then abort the requests that wait at their servers.
+        """Remove replicas from the load balancer, then abort the requests that wait at their servers.
 
-        If only a weight worker died, its server is alive and paused, with waiting requests. A dead server has failed
-        them.
+        If only a weight worker of a replica died, its server is alive and paused, and requests wait there. If the
+        server died, its requests have failed already.
         """
         leaving = await self.known.unroute(records)
         await self.known.each(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replicas that receive weights, the state of each, and which of them the load balancer has.
+"""The replicas that receive weights, their states, and which of them the load balancer routes to.
 
-Contract: every call of a replica has a deadline, and a replica that fails or is late counts as dead from then on. Shown
-by tests/integration/test_publisher.py and test_turn_publisher.py.
+Contract: every call to a replica has a deadline, and a replica that fails or is late is treated as dead from then on.
+Shown by tests/integration/test_publisher.py and test_turn_publisher.py.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def plain_cause(error: BaseException) -> BaseException:
-    """Return the error inside Ray's wrapper, which adds the remote traceback; that is in the log anyway."""
+    """Return the error inside Ray's wrapper, without the remote traceback, which the log contains anyway."""
     return getattr(error, "cause", None) or error
 
 
@@ -33,8 +33,8 @@ def generates(replica: RolloutReplica) -> bool:
 class ReplicaRecord:
     """A replica and its state as the publisher knows it.
 
-    Log-prob servers receive weights but are never routed to. A sync continues without a server that does not answer,
-    which is ``absent`` until the next sync.
+    The load balancer routes only to rollout replicas, not to log-prob servers. A log-prob server that does not answer
+    is ``absent``: the sync continues without it, and the next sync tries it again.
     """
 
     replica: RolloutReplica
@@ -59,7 +59,7 @@ class ReplicaRecord:
 
 
 async def ping(record: ReplicaRecord) -> None:
-    """Return once all processes of a replica have given a sign of life."""
+    """Wait until all processes of a replica have given a sign of life."""
     workers = [worker.__ray_call__.remote(lambda worker: None) for worker in record.replica.workers]
     servers = [sign_of_life(server).remote() for server in record.replica.servers]
     await asyncio.gather(*workers, *servers)
@@ -72,9 +72,9 @@ class ReplicaSet:
     """All replicas and servers that receive weights.
 
     Args:
-        replicas: the initial ones.
-        load_balancer: verl's load balancer of the replicas that generate.
-        timeout_s: deadline for calls without one of their own.
+        replicas: the replicas and servers at the start of the run.
+        load_balancer: verl's load balancer for the rollout replicas.
+        timeout_s: seconds that a call may take, unless another limit is given for it.
     """
 
     def __init__(self, replicas: list[RolloutReplica], load_balancer: ray.actor.ActorHandle, timeout_s: float) -> None:
@@ -101,7 +101,8 @@ class ReplicaSet:
     ) -> None:
         """Run ``action`` on all replicas concurrently.
 
-        A replica that fails or is late is marked dead; with ``or_absent`` a late one is only marked absent.
+        A replica that fails or is late is marked as dead; with ``or_absent`` a late one is only marked as absent.
+        ``what`` is a verb phrase for error messages.
         """
         timeout_s = timeout_s or self.timeout_s
 
@@ -117,7 +118,7 @@ class ReplicaSet:
                     logger.warning("%s does not answer: this weight sync goes on without it", record.name)
                     return
                 record.error = TimeoutError(f"did not {what} within {timeout_s:g} s")
-            except Exception as error:  # a replica may fail in any way; the others go on without it
+            except Exception as error:  # A replica may fail in any way; the others go on without it.
                 record.error = error
             record.dead = True
             logger.error("%s is given up: %s", record.name, record.error)
@@ -125,7 +126,7 @@ class ReplicaSet:
         await asyncio.gather(*[guarded(record) for record in records])
 
     async def route(self, records: Iterable[ReplicaRecord]) -> None:
-        """Add replicas that generate to the load balancer, unless they are in it."""
+        """Add those of the replicas that generate to the load balancer, unless it has them already."""
         fresh = [record for record in records if record.generates and not record.routed]
         if fresh:
             servers = {record.server_id: record.replica.server_handle for record in fresh}
@@ -134,7 +135,7 @@ class ReplicaSet:
             record.routed = True
 
     async def unroute(self, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
-        """Remove replicas that generate from the load balancer; return those that were in it."""
+        """Remove those of the replicas that generate from the load balancer; return those that it had."""
         records = [record for record in records if record.generates]
         leaving = [record for record in records if record.routed]
         for record in records:
@@ -145,7 +146,7 @@ class ReplicaSet:
         return leaving
 
     async def _balanced(self, answer: Any) -> None:
-        # A short deadline would not do: at the first sync the load balancer's process may still be importing.
+        # A short deadline would be wrong: at the first sync the load balancer's process may still be importing modules.
         try:
             async with asyncio.timeout(self.timeout_s):
                 await answer

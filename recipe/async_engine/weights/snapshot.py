@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A copy of the trainer's weights at one version, to be sent while training goes on.
 
-Contract: after :meth:`WeightSnapshot.take` nothing that training does changes what is sent, however often. The copy is
-in host memory of trainer rank 0, in the dtype in which rollout engines hold the weights; parameters that engines hold
-in a wider dtype keep theirs. That memory is one piece of exactly its size, pinned if there is an accelerator, and
-reused for the next version; training waits once for all copies to it. The other ranks gather each parameter together
-with rank 0, and may have to iterate over an equal stream during sending, so they keep only names, shapes and dtypes.
+Contract: after :meth:`WeightSnapshot.take` nothing that training does changes what is sent, even if it is sent several
+times. The copy is in host memory of trainer rank 0, in the dtype in which rollout engines hold the weights; parameters
+that engines hold in a wider dtype keep that dtype. The memory is one allocation of exactly the size of the copy, pinned
+if there is an accelerator, and reused for the next version. Training waits only once, at the end, for all the copying.
+The other ranks only help to gather each parameter. They may have to iterate over the same names during sending, so they
+keep names, shapes and dtypes without data.
 
 Shown by tests/integration/test_snapshot.py and, in runs, tests/e2e/test_fully_async.py.
 """
@@ -32,23 +33,23 @@ class WeightsError(RecipeError):
 
 @dataclass(frozen=True)
 class Wire:
-    """The dtypes in which weights are sent: the narrowest that lose nothing that a receiver would keep.
+    """The dtypes in which weights are sent, chosen as narrow as possible without a receiver losing precision.
 
-    ``dtype``: dtype for floating-point parameters that training holds in a wider one. ``wide``: last two parts of the
-    names of parameters that engines also hold in a wider dtype, which are sent unconverted.
+    Floating-point parameters that training holds in a wider dtype are sent as ``dtype``, except for those whose names
+    end in an element of ``wide``: engines hold these in a wider dtype too, so they are sent unconverted. The elements
+    of ``wide`` are the last two components of parameter names.
     """
 
     dtype: torch.dtype = torch.float64
     wide: frozenset[str] = frozenset()
 
     def dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which a parameter is sent."""
         narrows = tensor.is_floating_point() and tensor.dtype.itemsize > self.dtype.itemsize
         return self.dtype if narrows and last_parts(name) not in self.wide else tensor.dtype
 
 
 def widest(*names: str) -> torch.dtype:
-    """Return the widest of the dtypes with these names in verl; float64 if a name is unknown."""
+    """Return the widest of the dtypes that verl knows by these names, or float64 if verl does not know a name."""
     try:
         return max((PrecisionType.to_dtype(name) for name in names), key=lambda dtype: dtype.itemsize)
     except RuntimeError:
@@ -60,7 +61,7 @@ class WeightSnapshot:
 
     Args:
         is_sender: whether this is trainer rank 0.
-        device: where each tensor is moved as it is sent; None if the checkpoint engine sends from host memory.
+        device: device to which each tensor is moved for sending; None if the checkpoint engine sends from host memory.
     """
 
     def __init__(self, is_sender: bool, device: torch.device | None = None) -> None:
@@ -75,11 +76,11 @@ class WeightSnapshot:
     def take(self, export: Callable[[], Iterable[NamedTensor]], version: int, wire: Wire) -> None:
         """Copy the weights that ``export`` yields as ``version``, in the dtypes of ``wire``.
 
-        The first time, and after a change of shapes, every rank iterates twice: the first pass determines the memory
-        needed.
+        In the first call, and after a change of shapes, every rank iterates over the weights twice: the first pass
+        finds out how much memory the copy needs.
 
         Raises:
-            WeightsError: the last copy is still being sent, or ``export`` yields other tensors each time.
+            WeightsError: the last copy is still being sent, or ``export`` yields different tensors in each pass.
         """
         with self._alone(f"version {version} cannot be copied"):
             self._version = None
@@ -89,7 +90,7 @@ class WeightSnapshot:
             self._version = version
 
     def _copy(self, weights: Iterable[NamedTensor], wire: Wire) -> bool:
-        """Copy the weights; if they do not fit the present memory, allocate new memory and return False."""
+        """Copy the weights and return True; if they do not fit the memory, allocate other memory and return False."""
         forms: list[tuple[str, Form]] = []
         pinned = False
         for name, tensor in weights:
@@ -110,10 +111,10 @@ class WeightSnapshot:
 
     @contextmanager
     def stream(self, version: int) -> Iterator[Iterator[NamedTensor]]:
-        """Yield the tensors of ``version``, in the order in which they were copied.
+        """Yield an iterator over the tensors of ``version``, in the order in which they were copied.
 
         Raises:
-            WeightsError: that version was not copied completely, or is already being sent.
+            WeightsError: the copy is not a complete one of ``version``, or is in use already.
         """
         with self._alone(f"version {version} cannot be sent"):
             if self._version != version:
@@ -139,5 +140,5 @@ def _described(form: tuple[str, Form]) -> torch.Tensor:
 
 
 def last_parts(name: str) -> str:
-    """Return the last two parts of a parameter's name, by which an engine's name is matched to the model's."""
+    """Return the last two components of a parameter's name, in which the engine and the model agree."""
     return ".".join(name.split(".")[-2:])

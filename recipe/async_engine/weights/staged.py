@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging of the next weights beside the live ones, in any process that holds a part of the model.
+"""Staging of new weights next to the live ones, in any process that holds the model or a shard of it.
 
-Contract: until :meth:`StagedWeights.swap` the live weights do not change, and after it nothing of the old ones is left.
-A stream that is cut off, lacks a part of the model, or contains something that the model does not accept is refused
-with an error that names the tensor; the next stream starts afresh. Staging does not use the live weights, so
-computation with them goes on.
+Contract: until :meth:`StagedWeights.swap` the live weights do not change, and after the swap none of the old ones are
+left. A stream of weights that is broken off, lacks parameters, or contains a tensor that the model does not accept is
+refused with an error that names the tensor; the next stream starts from nothing. The process can compute with the live
+weights while others are staged.
 
-Subclasses implement it for vLLM's model (`recipe.async_engine.engines.vllm.staged_model`), for a LoRA adapter in vLLM
-(`staged_adapter`), and for one rank of a training engine (`recipe.async_engine.log_prob_servers.adapter`). `Intake`
-feeds a stream into them and records its errors.
+`StagedWeights` has subclasses for vLLM's model (`recipe.async_engine.engines.vllm.staged_model`), for a LoRA adapter in
+vLLM (`staged_adapter`), and for one rank of a training engine (`recipe.async_engine.log_prob_servers.adapter`).
+`Intake` passes a stream to one of them and records its errors.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 class StagingRefused(RecipeError):
-    """The staged weights cannot become the live ones, which are unchanged."""
+    """The staged weights cannot become the live ones; the live weights are unchanged."""
 
 
 class StagedWeights(ABC):
-    """The staging area for weights; only one thread at a time may call it."""
+    """The staging area of a process; only one thread at a time may call its methods."""
 
     version: int | None = None
-    """Version of the staged weights, once they are complete."""
+    """Version of the staged weights if they are complete, otherwise None."""
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -51,10 +51,10 @@ class StagedWeights(ABC):
 
         Args:
             version: the version that the stream carried.
-            problem: an error in this stream so far, if any.
+            problem: text of the first error in this stream, or None.
 
         Raises:
-            StagingRefused: there was an error here or on another rank, or a part of the model is missing.
+            StagingRefused: the stream had an error on this rank or another, or parameters are missing.
         """
         problem = self._agreed(problem or self._find_problem())
         if problem is not None:
@@ -64,7 +64,7 @@ class StagedWeights(ABC):
 
     @torch.no_grad()
     def swap(self, version: int) -> None:
-        """Make the staged weights the live ones; nothing may be computed meanwhile.
+        """Make the staged weights the live ones; the model must not compute during the call.
 
         Raises:
             StagingRefused: this version is not completely staged.
@@ -82,14 +82,14 @@ class StagedWeights(ABC):
 
     @abstractmethod
     def _find_problem(self) -> str | None:
-        """Return what is missing or unusable in the staged weights; None if they are complete."""
+        """Return a text on what is missing or unusable in the staged weights, or None if they are complete."""
 
     def _agreed(self, problem: str | None) -> str | None:
-        """Return the first problem among all ranks that stage together; None if there is none."""
+        """Return the first problem among all ranks that stage together, or None if no rank has one."""
         return problem
 
     def _derive(self) -> None:  # noqa: B027, most have nothing to derive
-        """Prepare what the swap needs, once the staged weights are complete."""
+        """Compute what the swap needs, after the staged weights are complete."""
 
     @abstractmethod
     def _swap(self) -> None: ...
@@ -98,20 +98,19 @@ class StagedWeights(ABC):
 class Intake:
     """One stream of weights that is being staged.
 
-    It records the first error as `problem` and ignores the rest of the stream, because the sender sends it to the end
-    and other receivers may need it.
+    After an error it records the error as `problem` and ignores the rest of the stream. The stream goes on to its end,
+    because other receivers may need it.
     """
 
     def __init__(self, staged: StagedWeights, version: int) -> None:
         self._staged, self._version = staged, version
         self._sums = StreamChecksum()
-        # Text instead of the error, whose traceback would keep the stream's buffers alive.
+        # Keep only the error's text, because its traceback would keep the stream's buffers alive.
         self.problem: str | None = None
         self.checksum = ""
-        """Checksum of what was loaded, once it is complete."""
+        """Checksum of the loaded weights once they are complete, otherwise empty."""
 
     def begin(self) -> None:
-        """Start the stream."""
         self._unless_failed(self._staged.begin)
 
     def take(self, weights: NamedTensors) -> None:
@@ -129,11 +128,11 @@ class Intake:
             self.problem = str(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {error}"
 
     def end(self) -> None:
-        """End the stream: afterwards either `checksum` or `problem` is set."""
+        """End the stream, which sets either `checksum` or `problem`."""
         try:
             self._staged.complete(self._version, self.problem)
             self.checksum = self._sums.value()
-        except Exception as error:  # any error is the outcome of this stream
+        except Exception as error:  # Any error is recorded as the outcome of this stream.
             self.problem = None
             self.fail(error)
 
@@ -141,5 +140,5 @@ class Intake:
         if self.problem is None:
             try:
                 work()
-            except Exception as error:  # any error is the outcome of this stream
+            except Exception as error:  # Any error is recorded as the outcome of this stream.
                 self.fail(error)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transfer of weights: its members, which are the trainer's ranks and the receivers, and its outcome for each.
+"""One transfer of weights: its members (the trainer's ranks and the receivers), and how it ended for each of them.
 
-Contract: every call has a deadline. As soon as one member fails, engines that can leave their group (``reset``) are
-told to, since a collective waits for every member. Shown by tests/integration/test_publisher.py and
+Contract: every call has a deadline. As soon as one member fails, all members whose checkpoint engine has ``reset`` are
+made to leave the group, since a collective waits for every member. Shown by tests/integration/test_publisher.py and
 test_nccl_engine.py.
 """
 
@@ -24,17 +24,17 @@ Metrics = dict[str, Any]
 
 
 class ChecksumMismatch(RecipeError):
-    """A replica loaded other weights than the trainer sent."""
+    """A replica loaded weights with another checksum than those that the trainer sent."""
 
 
 async def outcomes(references: list[Any], timeout_s: float) -> list[Any]:
-    """Return each reference's value or exception; a late one gives TimeoutError."""
+    """Wait for all Ray references; return the value or exception of each, a TimeoutError if it is late."""
     calls = [_in_time(reference, timeout_s) for reference in references]
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
 class TransferGroup:
-    """The members of a transfer.
+    """The members of one transfer, whose checkpoint engines are called together.
 
     Args:
         trainer: verl's worker group of the trainer's ranks.
@@ -48,10 +48,11 @@ class TransferGroup:
         self._engine_class, self._timeout_s = engine_class, timeout_s
 
     async def connect(self) -> list[Any]:
-        """Build the process group like verl's ``build_process_group``, with deadlines; some backends keep their group.
+        """Build the process group like verl's ``build_process_group``, but with deadlines.
 
         Returns:
-            An empty list, or if a member failed an error for each member: its own, or that the group was not built.
+            An empty list if the group was built. Otherwise an error for each member: its own if it failed, or else that
+            the group was not built.
         """
         ranks, others = self._trainer.world_size, self._receivers.world_size
         prepared = self._trainer.execute_checkpoint_engine(["prepare"] * ranks)
@@ -67,7 +68,7 @@ class TransferGroup:
         return _no_group(await outcomes(joined, self._timeout_s))
 
     async def transferred(self, calls: list[Any]) -> list[Any]:
-        """Return each call's outcome; once one fails, the other members leave the group, since they may wait for it."""
+        """Return the outcome of each call; when one fails, make all members leave the group, so that none waits."""
         calls = [asyncio.ensure_future(_in_time(call, self._timeout_s)) for call in calls]
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         failed = next((error for call in calls if call.done() and (error := call.exception())), None)
@@ -78,7 +79,7 @@ class TransferGroup:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def tell(self, method: str, **arguments: Any) -> None:
-        """Call ``method`` on every member's engine. Failures are only logged; the next step notices a dead member."""
+        """Call ``method`` on every member's engine and only log failures; a later call will find dead members."""
         calls = []
         for group in (self._trainer, self._receivers):
             count = group.world_size
@@ -100,7 +101,7 @@ async def _in_time(reference: Any, timeout_s: float) -> Any:
 
 
 def _no_group(outcomes: list[Any]) -> list[BaseException]:
-    """Return an error for each member if any of them failed to join the group; an empty list otherwise."""
+    """Return an error for each member if any member failed to join the group, otherwise an empty list."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if not errors:
         return []
@@ -115,8 +116,8 @@ def evaluated(
     """Evaluate a transfer to ``records`` from the results of the trainer's ranks and of each replica's workers.
 
     Returns:
-        The records that committed, the sender's metrics, the checksum of what it sent, and the trainer's error. The
-        errors of the other records are stored in them.
+        The records of the replicas that loaded the version, the sender's metrics, the checksum of what it sent, and the
+        trainer's error or None. The error of each other replica is stored in its record.
     """
     trainer, receivers = results[:ranks], results[ranks:]
     trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
@@ -139,6 +140,6 @@ def evaluated(
 
 
 def failed_by_itself(record: ReplicaRecord, trainer_error: BaseException | None) -> bool:
-    """Return whether this member caused the failure; a broken stream only shows that some other member failed."""
+    """Return whether this member itself failed; a broken stream only shows that some other member did."""
     cause = None if record.error is None else plain_cause(record.error)
     return cause is not None and record.error is not trainer_error and not isinstance(cause, WeightStreamError)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU as a platform of verl and of vLLM."""
+"""Support for the CPU as a platform of verl and vLLM."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU as a verl platform. `install` is idempotent and is called by the plugin when VERL_PLATFORM=cpu.
+"""The CPU as a platform of verl. This package's plugin for verl calls `install` if VERL_PLATFORM=cpu.
 
-Nothing here runs in a process that did not ask for the CPU: verl's auto-detection never finds the class, because the
-head node of a GPU cluster often has no GPU itself. Each workaround says what it is for; tests/contracts has the
-upstream lines, and tests/integration/test_platform.py fails for each one that upstream no longer needs.
+The platform is active only in processes that asked for the CPU. verl's auto-detection never chooses it, because the
+head node of a GPU cluster often has no GPU itself. Each workaround states its reason; tests/contracts has the upstream
+lines, and tests/integration/test_platform.py fails for each workaround that upstream no longer needs.
 
-Nothing heavier than ``import verl`` itself is imported here: the engines follow when a training worker starts.
+To keep ``import verl`` fast, this module imports little; the training engines are imported when a training worker
+starts.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ HCCL_ENGINE = "verl.checkpoint_engine.hccl_checkpoint_engine"
 class PlatformCPU(PlatformBase):
     """verl's platform interface for a machine without an accelerator.
 
-    A worker still takes one "GPU" from Ray: verl counts only Ray's own accelerator resources
-    (verl/single_controller/ray/base.py:226), so a local run starts Ray with as many as it has workers
-    (``ray_kwargs.ray_init.num_gpus``).
+    A worker still takes one "GPU" from Ray, because verl counts only Ray's own accelerator resources
+    (verl/single_controller/ray/base.py:226). A local run therefore starts Ray with as many pretended GPUs as it has
+    workers (``ray_kwargs.ray_init.num_gpus``).
     """
 
     device_name = vendor_name = "cpu"
@@ -40,7 +41,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        # Auto-detection must never choose the CPU, even in a process where the plugin was loaded by mistake.
+        # verl's auto-detection must not choose the CPU, even in a process where the plugin was loaded by mistake.
         return os.environ.get("VERL_PLATFORM", "").strip().lower() == PLATFORM_NAME
 
     def current_device(self) -> str:
@@ -81,25 +82,26 @@ class PlatformCPU(PlatformBase):
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
-            # Otherwise vLLM turns the executor "uni" into "mp" in order to set OpenMP's variables, which are set here.
-            # The asynchronous engine still has a process of its own.
+            # Without this vLLM changes the executor "uni" to "mp", only to set OpenMP's variables, which are set above.
+            # The asynchronous engine is still a separate process.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def install() -> None:
-    """Register the platform and apply its workarounds, before anything in verl asks for a device.
+    """Register the platform and apply its workarounds; must be called before verl looks for a device.
 
-    Raises WrongInstallation for another release of verl than the workarounds were written for.
+    Raises:
+        WrongInstallation: the installed release of verl is not one for which the workarounds were written.
     """
     require_version("verl", verl.__version__, VERL_SUPPORTED, "The CPU platform")
     if PlatformRegistry.get(PLATFORM_NAME) is not PlatformCPU:
         PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
     vllm_distribution.install()
     process_group.install()
-    # vLLM's own platform setting, for the processes that it starts without verl.
+    # Set vLLM's own platform variable too, for processes that vLLM starts and that do not import verl.
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-    # verl imports this engine for Ascend NPUs in every training process, and it imports all of vLLM (2 s). None makes
-    # the import raise ImportError, which verl expects of engines whose hardware is absent.
+    # In every training process verl imports this checkpoint engine for Ascend NPUs, which imports all of vLLM (2 s).
+    # The entry None makes that import raise ImportError, which verl expects if an engine's hardware is absent.
     sys.modules.setdefault(HCCL_ENGINE, None)  # type: ignore[arg-type]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces ``torch.cuda`` as the device module of verl's platform: ``torch.cpu`` plus the functions that it lacks.
+"""The device module of verl's CPU platform: ``torch.cpu`` with the functions of ``torch.cuda`` that it lacks.
 
-verl calls memory, cache and random-state functions on the module without asking whether they exist (for example
-verl/workers/engine_workers.py:219, verl/utils/profiler/performance.py:49, verl/utils/checkpoint/checkpoint_manager.py
-:208). Memory figures are those of the host; counters of a caching allocator, which a host does not have, are 0.
+verl calls functions of the device module for memory, caches and random state without a check that they exist (for
+example verl/workers/engine_workers.py:219, verl/utils/profiler/performance.py:49, verl/utils/checkpoint/
+checkpoint_manager.py:208). The amount of memory is the host's; counters of a caching allocator are 0, since the CPU has
+no such allocator.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.cpu import *  # noqa: F403
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Do nothing, in place of functions for a caching allocator, its statistics, and device handles."""
+    """Do nothing; stands for functions that are meaningless on a CPU, such as emptying an allocator's cache."""
 
 
 def _zero(*_: Any) -> int:
@@ -30,7 +31,7 @@ manual_seed = manual_seed_all = torch.manual_seed
 
 
 def mem_get_info(*_: Any) -> tuple[int, int]:
-    """Return free and total bytes of the host."""
+    """Return (available bytes, total bytes) of the host's memory."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extension of vLLM's worker on a machine without an accelerator: weights can be staged, and loaded repeatedly."""
+"""The extension of a vLLM worker on a CPU, which can stage weights, and load weights in place more than once."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from recipe.laptop.platform.vllm_cpu import CPUWorkerExtension
 
 
 class CPUStagingExtension(StagingExtension, CPUWorkerExtension):
-    """Combines staging with repeated loading on a CPU."""
+    """Combines the staging of weights with repeated loading in place on a CPU."""

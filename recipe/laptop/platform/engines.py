@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's FSDP2 engines, registered for the device "cpu": the language model (actor, reference) and the value model.
 
-They differ from the stock engines in three points, each of which would otherwise stop a CPU run:
+They differ from the stock engines in three ways, without which a run on a CPU would fail:
 
-- FSDP1 is refused: it broadcasts the parameters from rank 0, which torch supports only on an accelerator
+- FSDP1 is refused, because it broadcasts parameters from rank 0, which torch supports only on an accelerator
   (verl/workers/engine/fsdp/transformer_impl.py:444).
-- There is no offload to the CPU: a forward-only engine gets ``CPUOffloadPolicy(pin_memory=True)`` (:462), and pinning
-  needs an accelerator. Parameters are on the CPU already.
-- The value model is loaded with the attention that the model configuration names: verl hard-codes flash-attention
-  (verl/utils/model.py:649).
-
-`register` may be called repeatedly.
+- Parameters, which are on the CPU anyway, are never offloaded to it. verl gives a forward-only engine
+  ``CPUOffloadPolicy(pin_memory=True)`` (:462), but pinning memory needs an accelerator.
+- The value model is loaded with the attention implementation of the model's configuration, whereas verl always uses
+  flash-attention (verl/utils/model.py:649).
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ DEFAULT_ATTENTION = "sdpa"
 
 
 class _CPUEngineMixin(FSDPEngine):
-    """Changes that both engines need; to be inherited before a stock FSDP engine."""
+    """The changes that both engines need; a class must inherit it before a stock FSDP engine."""
 
     engine_config: Any
 
@@ -60,14 +58,14 @@ class _CPUEngineMixin(FSDPEngine):
 
 
 class CPUFSDPEngineWithLMHead(_CPUEngineMixin, LoraSending, FSDPEngineWithLMHead):
-    """FSDP2 over gloo for actor and reference."""
+    """verl's FSDP2 engine for actor and reference policy, on a CPU and over gloo."""
 
 
 class CPUFSDPEngineWithValueHead(_CPUEngineMixin, FSDPEngineWithValueHead):
-    """FSDP2 over gloo for the critic."""
+    """verl's FSDP2 engine for the critic, on a CPU and over gloo."""
 
     def _build_module(self) -> torch.nn.Module:
-        # The stock engine looks up the loader in its module at each call (transformer_impl.py:291).
+        # Replacing the loader works because the stock engine looks it up at each call (transformer_impl.py:291).
         stock = verl_model.load_valuehead_model
         verl_model.load_valuehead_model = _load_value_model
         try:
@@ -95,7 +93,7 @@ def _load_value_model(
 
 def register() -> None:
     """Register both engines with verl for the device "cpu", once per process."""
-    # FSDP1 is registered too, so that it is refused with advice instead of verl's "No engine registered".
+    # Register for FSDP1 too, so that it is refused with advice instead of verl's "No engine registered".
     for model_type, engine in (
         ("language_model", CPUFSDPEngineWithLMHead),
         ("value_model", CPUFSDPEngineWithValueHead),

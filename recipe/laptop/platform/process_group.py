@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins a training worker to a process group on a machine whose device is the CPU.
+"""Wraps verl's function that initializes the global process group of a training worker, so that it works on a CPU.
 
-verl builds the group's backend name as ``cpu:gloo,<device>:<backend>`` (verl/utils/distributed.py:89), which for the
-CPU is ``cpu:gloo,cpu:gloo``; torch refuses a device that is named twice. verl's configuration accepts no other backend,
-and verl skips the call only if a group exists, so this one function is wrapped to use ``cpu:gloo``.
+verl composes the name of the group's backend as ``cpu:gloo,<device>:<backend>`` (verl/utils/distributed.py:89). On a
+CPU the result is ``cpu:gloo,cpu:gloo``, and torch refuses a device that is named twice. verl has no setting for the
+backend and calls the function unless a group exists, so the function is wrapped to use ``cpu:gloo``.
 
-The same call is the last thing that a training worker does before it asks for its engine
-(verl/workers/engine_workers.py:89,136), so the CPU engines are registered here: importing them at ``import verl`` would
-cost every process 15 s.
+The wrapper also registers the CPU engines, because verl calls it just before a training worker looks up its engine
+(verl/workers/engine_workers.py:89,136). Importing the engines at ``import verl`` would cost every process 15 s.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MARK = "_recipe_cpu_backend"
 
 
 def install() -> None:
-    """Wrap ``initialize_global_process_group_ray``, once, before any worker module imports it by name."""
+    """Wrap ``initialize_global_process_group_ray`` once; must be called before a worker's module imports its name."""
     original = verl_distributed.initialize_global_process_group_ray
     if hasattr(original, _MARK):
         return

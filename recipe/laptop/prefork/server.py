@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports the stack once and forks a process for each launcher that asks (`launcher`).
+"""A server that imports large modules once and forks a process for each `launcher` that asks.
 
-Usage: ``python -m recipe.laptop.prefork.server DESCRIPTOR EXECUTABLE MODULES...``, where DESCRIPTOR is a listening
-socket, so that launchers can wait in its queue from the start, and EXECUTABLE the replacement interpreter. It ends when
-its standard input does, so it never outlives the process that started it; if that process was killed, it also removes
-the folder.
+Usage: ``python -m recipe.laptop.prefork.server DESCRIPTOR EXECUTABLE MODULES...``. DESCRIPTOR is the number of a
+listening socket, so that launchers can connect before the imports are done. EXECUTABLE is the replacement interpreter.
+The server ends when its standard input is closed, so it never outlives the process that started it. If that process was
+killed, the server also removes the folder of the socket.
 
 Contract: a fork runs what ``python ARGUMENTS`` would run, with the launcher's environment, working directory and open
-files under the same numbers, and with random-number generators of its own. The imported modules must not have read
-anything from the environment that differs between the processes of a run, and must not have started a thread.
+files under the same descriptor numbers. Its random-number generators are seeded anew. The imported modules must not
+depend on environment variables that differ between the processes of a run, and must not start threads.
 
 Ray names tasks and objects by random numbers that each process draws. If its generator were used before the fork, forks
-would draw the same numbers and silently get each other's objects. So modules must not use it, which is checked.
+would draw the same numbers and silently get each other's objects. So the imported modules must not use Ray's generator,
+which the server checks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ FLAGS_WITH_VALUE = ("-X", "-W")
 
 
 def receive(connection: socket.socket) -> tuple[list[int], list[int], bytes, list[str], dict[bytes, bytes]]:
-    """Return a launcher's request: its files here, their numbers there, working directory, arguments, environment."""
+    """Read a launcher's request.
+
+    Returns:
+        The launcher's open files as descriptors of this process, their numbers in the launcher, its working directory,
+        its arguments and its environment.
+    """
     connection.settimeout(REQUEST_S)
     _, files, _, _ = socket.recv_fds(connection, 1, FILES_AT_MOST)
     with connection.makefile("rb") as stream:
@@ -53,14 +59,17 @@ def receive(connection: socket.socket) -> tuple[list[int], list[int], bytes, lis
 
 
 class Server:
-    """Accepts launchers on a socket, forks, and reports how the forks ended."""
+    """Accepts launchers on a socket, forks a process for each, and reports the exit status of each fork."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._launchers: dict[int, socket.socket] = {}
 
     def serve(self, lifeline: int) -> bool:
-        """Fork on request until ``lifeline`` is readable; return whether it had data. Forks never return."""
+        """Fork on request until ``lifeline`` has data or is closed; return whether it had data.
+
+        In a fork this call does not return.
+        """
         woken, wakes = socket.socketpair()
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
@@ -80,7 +89,7 @@ class Server:
                         self._take(self._listener.accept()[0])
 
     def _take(self, connection: socket.socket) -> None:
-        """Fork; the fork reads its own request, so a launcher with an invalid request affects only its own fork."""
+        """Fork a process, which reads the launcher's request itself, so that an invalid one affects no other."""
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -92,7 +101,7 @@ class Server:
         if pid == 0:
             self._become(connection)
         self._launchers[pid] = connection
-        with suppress(OSError):  # the launcher is gone, which its fork will notice
+        with suppress(OSError):  # The launcher has died, which its fork will notice.
             connection.sendall(marshal.dumps(pid))
 
     def _reap(self) -> None:
@@ -106,10 +115,10 @@ class Server:
             connection.close()
 
     def _become(self, connection: socket.socket) -> None:
-        """Turn this fork into the process that the launcher asks for, and end it."""
+        """Become the process for which the launcher asks, run it to its end, and exit."""
         status = 1
         try:
-            # Ray kills a dead worker's process group, which must not be the server's.
+            # Leave the server's process group, because Ray kills the process group of a dead worker.
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -126,7 +135,7 @@ class Server:
             status = 0
         except SystemExit as exit_:
             status = _status_of(exit_)
-        except BaseException:  # like the interpreter's own handler
+        except BaseException:  # Print any other error, like the interpreter.
             traceback.print_exc()
         finally:
             _leave(status)
@@ -139,7 +148,7 @@ class Server:
 
 
 def _place_files(files: list[int], numbers: list[int], keep: int) -> int:
-    """Give the launcher's files the numbers that they have there; return the new number of ``keep``."""
+    """Move descriptors ``files`` to ``numbers``, their numbers in the launcher; return the new number of ``keep``."""
     import fcntl
 
     spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, SPARE_DESCRIPTOR) for descriptor in files]
@@ -167,18 +176,18 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """Read again what was read from the environment at import; Ray does not read the job's id again (`run`)."""
+    """Make modules read environment variables again that they read at import; Ray's job id stays (`run`)."""
     tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config
 
-        # Ray's Config copies the environment at import. Ray itself calls this after changing a variable, in
-        # ray/_private/authentication/authentication_token_setup.py.
+        # Ray's Config copies the environment at import. Ray itself calls this method after it has changed a variable
+        # (ray/_private/authentication/authentication_token_setup.py).
         Config.initialize("")
 
 
 def run_as_interpreter(arguments: list[str]) -> None:
-    """Run ``python ARGUMENTS`` in this process, for a script, ``-m`` or ``-c``; other options are ignored."""
+    """Run a script, ``-m`` module or ``-c`` code in this process like ``python ARGUMENTS``; ignore other options."""
     position = 0
     while position < len(arguments) and arguments[position].startswith("-"):
         option = arguments[position]
@@ -215,7 +224,7 @@ def _status_of(exit_: SystemExit) -> int:
 
 
 def _leave(status: int) -> None:
-    """End as the interpreter ends: threads joined, exit handlers run, output flushed."""
+    """End this process like the interpreter: join threads, run exit handlers, flush output, and exit."""
     import atexit
 
     with suppress(Exception):
@@ -230,9 +239,9 @@ def _leave(status: int) -> None:
 
 @contextmanager
 def _actor_classes_named_by_the_system() -> Iterator[None]:
-    """Make Ray draw names of actor classes (ray/actor.py) from the system's random generator during imports.
+    """Make Ray use the system's random generator for the ids of actor classes (ray/actor.py) during imports.
 
-    Ray's own generator would otherwise be used before the fork, and it cannot be seeded again.
+    Otherwise Ray would use its own generator before the fork, and that generator cannot be seeded again.
     """
     import ray.actor
 
@@ -259,7 +268,6 @@ def _check_that_forks_draw_their_own() -> None:
 
 
 def _drawn_in_a_fork() -> bytes:
-    """Return a name that Ray draws for an object."""
     from ray import ObjectRef
 
     reading, writing = os.pipe()
@@ -273,17 +281,18 @@ def _drawn_in_a_fork() -> bytes:
 
 
 def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
-    """Import ``modules``, then serve until standard input ends.
+    """Import ``modules``, then serve launchers until standard input is closed.
 
     Args:
-        executable: replacement for the interpreter, for processes that forks spawn, such as vLLM's engine.
+        executable: replacement for the interpreter, used for processes that forks spawn, such as vLLM's engine.
     """
     with _actor_classes_named_by_the_system():
         for name in modules:
             importlib.import_module(name)
     _check_that_forks_draw_their_own()
     multiprocessing.set_executable(executable)
-    # Objects that exist now are never garbage; a collection in a fork would only copy their pages.
+    # Exclude existing objects from garbage collection: they are never garbage, and a collection in a fork would only
+    # copy their memory pages.
     gc.collect()
     gc.freeze()
     if not Server(listener).serve(lifeline=sys.stdin.fileno()):
@@ -292,5 +301,5 @@ def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
 
 if __name__ == "__main__":
     main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3:])
-    # Skip the teardown, in which some of the modules print errors.
+    # Exit at once, because some of the imported modules print errors during the interpreter's shutdown.
     os._exit(0)

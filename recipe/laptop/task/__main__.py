@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.laptop.task --out DIR``: creates the built-in task. docs/builtin-task.md describes it."""
+"""``python -m recipe.laptop.task --out DIR`` creates the built-in task, which docs/builtin-task.md describes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("recipe.laptop.task")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, or 2 if the settings or the directory cannot be used."""
+    """Create the task; return exit status 0, or 2 if the settings or the directory cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m recipe.laptop.task", description=__doc__)
     parser.add_argument("--out", required=True, help="the task's own directory")
     for field in fields(TaskSettings):

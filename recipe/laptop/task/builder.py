@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creates the built-in task on first use.
 
-``ensure_task`` returns only a complete directory with the requested settings. It creates a task next to its place and
-moves it there in one rename, including the manifest, so a process that dies leaves no directory that looks complete. A
-lock file beside the directory keeps two processes from creating the same task at once; waiting for it has a deadline. A
-directory that holds anything but a built-in task is never replaced.
+``ensure_task`` returns only a complete directory with the requested settings. It writes the task and its manifest to a
+temporary directory, which it then renames, so a process that dies leaves no directory that looks complete. A lock file
+next to the task's directory keeps two processes from creating the same task at once; the wait for the lock has a
+deadline. A directory that contains anything other than a built-in task is never replaced.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ LOCK_TIMEOUT_SECONDS = 600.0
 
 
 class TaskDirectoryError(RuntimeError):
-    """The directory of a task cannot be used; the message names it and what to change."""
+    """The directory of a task cannot be used; the message names the directory and says what to change."""
 
 
 def ensure_task(
     out_dir: str | os.PathLike[str], settings: TaskSettings, lock_timeout: float = LOCK_TIMEOUT_SECONDS
 ) -> TaskPaths:
-    """Return the task of ``settings`` in ``out_dir``, creating it unless it is there.
+    """Return the paths of the task with ``settings`` in ``out_dir``, and create the task unless it exists.
 
     Args:
-        out_dir: the task's own directory; created if missing, recreated if incomplete or made with other settings.
-        settings: the settings of the task.
-        lock_timeout: seconds to wait while another process creates a task in the same place.
+        out_dir: directory for the task alone; created if missing, recreated if incomplete or made with other settings.
+        lock_timeout: seconds to wait while another process creates a task in the same directory.
 
     Raises:
-        TaskDirectoryError: ``out_dir`` holds something else, or another process did not finish in time.
+        TaskDirectoryError: ``out_dir`` contains something else, or another process did not finish in time.
     """
     import filelock
 
@@ -65,7 +64,7 @@ def ensure_task(
 
 
 def is_complete(out: Path, settings: TaskSettings) -> bool:
-    """Return whether ``out`` holds a complete task of this format and these settings, by its manifest."""
+    """Return whether the manifest in ``out`` fits these settings, the present format and the files in ``out``."""
     try:
         manifest = json.loads((out / MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -77,7 +76,7 @@ def _remake(out: Path, settings: TaskSettings) -> None:
     _refuse_foreign(out)
     started = time.monotonic()
     making = out.parent / f".{out.name}.making"
-    # Left by a process that died: this process holds the lock, so no other one writes there.
+    # This folder exists only if an earlier process died. No other process writes there, since this one has the lock.
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir()
     _write(making, settings)
@@ -102,7 +101,7 @@ def _write(directory: Path, settings: TaskSettings) -> None:
 
 
 def _write_parquet(problems: list[Problem], split: str, path: Path) -> None:
-    """Write the columns that verl's ``RLHFDataset`` and reward loop read; equal problems give equal bytes."""
+    """Write the columns that verl's ``RLHFDataset`` and reward loop read; equal problems give equal files."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The problems of the built-in task: an instruction over a string of distinct digits, and its one right answer.
+"""The problems of the built-in task: an instruction, a string of distinct digits, and the only right answer.
 
-Pure. ``make_splits`` keeps training and validation disjoint by digit string, whatever the instruction, so that the warm
-start can leave out the strings of the validation set too.
+All functions here are pure. ``make_splits`` never uses a digit string in both the training and the validation set, even
+with different instructions, so that the warm start can avoid the validation set's strings too.
 """
 
 from __future__ import annotations
@@ -16,32 +16,31 @@ DIGITS = "0123456789"
 KEY_LENGTH = 5
 SHORT_OPERATIONS = ("sort", "flip", "copy")
 LONG_OPERATION = "list"
-# ``list`` writes each digit of the string with each of these: 5 * 2 * 12 = 120 characters.
+# The answer to ``list`` has each digit of the string once with each of these letters: 5 * 12 * 2 = 120 characters.
 LIST_LETTERS = "abcdefghijkl"
-# In a long-tailed task the problem at this offset of every 20 is a long one.
+# In a long-tailed task, of every LONG_PERIOD problems the one with the index LONG_OFFSET has a long answer.
 LONG_PERIOD, LONG_OFFSET = 20, 10
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt: ``operation`` applied to ``key``, five distinct digits."""
+    """One problem: the instruction ``operation`` applied to ``key``, a string of five distinct digits."""
 
     operation: str
     key: str
 
     @property
     def prompt(self) -> str:
-        """The user's message."""
         return f"{self.operation} {self.key}"
 
     @property
     def answer(self) -> str:
-        """The only answer that scores."""
+        """The right answer, the only one that is rewarded."""
         return apply_operation(self.operation, self.key)
 
 
 def apply_operation(operation: str, key: str) -> str:
-    """Return the right answer to ``operation`` over ``key``."""
+    """Return the right answer to the instruction ``operation`` for the digit string ``key``."""
     if operation == "sort":
         return "".join(sorted(key))
     if operation == "flip":
@@ -53,15 +52,14 @@ def apply_operation(operation: str, key: str) -> str:
 
 
 def draw_key(rng: random.Random) -> str:
-    """Draw five distinct digits in random order."""
     return "".join(rng.sample(DIGITS, KEY_LENGTH))
 
 
 def make_splits(settings: TaskSettings) -> tuple[list[Problem], list[Problem]]:
-    """Return the training and validation problems of a task, in file order."""
+    """Return the training problems and the validation problems of a task, in the order of the data files."""
     rng = random.Random(f"problems-{settings.seed}")
     total = settings.train_size + settings.val_size
-    # A dict keeps the order of insertion, whereas that of a set of strings differs between processes.
+    # A dict keeps the order of insertion; the order of a set of strings would differ between processes.
     keys: dict[str, None] = {}
     while len(keys) < total:
         keys[draw_key(rng)] = None

@@ -2,11 +2,11 @@
 """The rule-based reward of the built-in task, in the form of verl's ``custom_reward_function``.
 
 An answer scores 1.0 if it equals the ground truth character by character, else 0.0. This file imports only the standard
-library and nothing of this package: verl loads it by path in every reward worker.
+library and nothing of this package, because verl loads it by path in every reward worker.
 
-``reward_kwargs={"permute": true}`` is the control of an experiment: training prompts then get real scores of earlier
-answers in random order, so that the rewards keep their distribution but say nothing about the answer. Validation
-prompts are always scored truthfully. tests/integration/test_builtin_task.py shows both.
+``reward_kwargs={"permute": true}`` serves as the control of an experiment: each training answer then gets the score of
+a random earlier answer, so that rewards keep their distribution but are unrelated to the answers. Validation answers
+always get their own scores. Shown by tests/integration/test_builtin_task.py.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import random
 import threading
 from typing import Any
 
-# Fraction of right answers after the warm start, with which the reservoir is filled before any score is known.
+# Fraction of right answers after the warm start. The reservoir starts with scores of this mean.
 _INITIAL_ACCURACY = 0.35
 
 
 class ScorePermuter:
-    """Returns a stream of scores in permuted order.
+    """Permutes a stream of scores with a reservoir of ``window`` earlier scores.
 
-    A reservoir holds the last scores, ``window`` of them; each new score replaces a random one, which is returned. So
-    (initial reservoir + scores put in) and (scores returned + final reservoir) are the same multiset, and a score is
-    never returned for the answer that earned it. It is thread-safe, since verl scores in a thread pool.
+    Each new score replaces a random score of the reservoir, and the replaced score is returned. So no answer gets its
+    own score, and no score is lost or invented: the initial reservoir and all new scores together are the same multiset
+    as the returned scores and the final reservoir. The class is thread-safe, since verl scores in a thread pool.
     """
 
     def __init__(self, window: int, seed: int) -> None:
@@ -51,10 +51,13 @@ def compute_score(
     permute: bool = False,
     **kwargs: Any,
 ) -> dict[str, float]:
-    """Score one answer, decoded without special tokens.
+    """Score one answer, given its text without special tokens.
 
-    ``permute`` replaces the scores of training rows (``extra_info`` has the split train) by those of earlier answers.
-    Returns ``score``, the reward, and ``acc``, 1.0 for a right answer and 0.0 for a wrong one, which is never permuted.
+    With ``permute`` the score of a training row (``extra_info["split"]`` is "train") is replaced by one of an earlier
+    answer.
+
+    Returns:
+        ``score``: the reward. ``acc``: 1.0 for a right answer and 0.0 for a wrong one, never permuted.
     """
     accuracy = float(solution_str == ground_truth)
     score = accuracy

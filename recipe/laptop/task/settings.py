@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that identify a built task, and the paths of its files.
+"""The settings from which a built-in task is created, and the paths of its files.
 
-Two tasks with equal ``TaskSettings`` and ``FORMAT_VERSION`` have the same data and, on the same machine and library
-versions, the same weights (tests/integration/test_builtin_task.py).
+Two tasks with equal ``TaskSettings`` and ``FORMAT_VERSION`` have the same data and, if created on the same machine with
+the same library versions, the same weights (tests/integration/test_builtin_task.py).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-# Part of every manifest: raise it with any change of the data, the tokenizer, the model or the warm start.
+# Every manifest contains this number. Raise it with any change of the data, the tokenizer, the model or the warm start.
 FORMAT_VERSION = 1
 
 FAMILIES = ("qwen3", "qwen2")
 LENGTHS = ("uniform", "long_tail")
-# There are 30,240 digit strings, of which enough must stay free for the demonstrations of the warm start.
+# There are 30,240 digit strings, and the warm start needs many that are not in the validation set.
 MAX_PROBLEMS = 20_000
 
 
@@ -29,7 +29,8 @@ class TaskSettings:
         answer of 121 tokens).
     train_size, val_size: numbers of prompts; the two sets have no digit string in common.
 
-    Raises ValueError on a value outside these.
+    Raises:
+        ValueError: a value is not allowed.
     """
 
     seed: int = 0

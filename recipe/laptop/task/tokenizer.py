@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of the built-in task: Qwen's byte-level BPE with a vocabulary of printable ASCII.
 
-It has Qwen's own class because transformers loads every checkpoint of ``model_type`` qwen2 with that class, whatever
-the checkpoint's ``tokenizer_class`` says. There is one token for each character, for each instruction (plus the merges
-that lead to it), and for each role. Text of printable ASCII and line breaks decodes to itself; other characters are
-dropped.
+Its class is Qwen's, because transformers loads every checkpoint of ``model_type`` qwen2 with that class, whatever the
+checkpoint's ``tokenizer_class`` says. The vocabulary has a token for each character, for each instruction and the
+merges that build it up, and for each role. Text of printable ASCII and line breaks is reproduced exactly by encoding
+and decoding; other characters are dropped.
 
 The end of a turn is the end-of-sequence token, as in Qwen's chat models. Role markers are not special tokens, so an
 answer that contains one does not score as right after decoding without special tokens.

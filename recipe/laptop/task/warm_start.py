@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small Qwen model that knows the skills of the task, but follows its instructions only some of the time.
+"""Creates the task's small Qwen model, which can perform all operations but follows instructions only sometimes.
 
-The warm start imitates a teacher whose answers are all well-formed: they follow the instruction with probability
-``TEACHER_FOLLOWS``, and otherwise the next instruction of the cycle sort, flip, copy. So the model's most likely answer
-is wrong (greedy accuracy is low), a group of eight samples contains right answers to learn from, and RL has to find out
-which behaviour each instruction is rewarded for. ``list`` is always demonstrated as instructed. No demonstration uses a
-digit string of the validation set.
+The warm start is supervised training on demonstrations of a teacher. With probability ``TEACHER_FOLLOWS`` the teacher
+follows the instruction; otherwise it performs the next operation in the cycle sort, flip, copy. So the model's most
+likely answer is wrong (greedy accuracy is low), but a group of eight samples contains right answers, from which RL can
+learn which operation each instruction is rewarded for. The instruction ``list`` is always followed. No demonstration
+uses a digit string of the validation set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WARM_UP_STEPS = 50
 
 
 def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Return a new fp32 model: 2 layers, hidden size 64, 2 heads of 32 (which vLLM's CPU attention supports)."""
+    """Return a new fp32 model with 2 layers, hidden size 64 and 2 heads of 32 (which vLLM's CPU attention supports)."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = {
@@ -45,7 +45,7 @@ def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> P
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "rope_theta": 10000.0,
-        # Qwen's 0.02 is for wide layers; at this width the warm start learns half as fast with it.
+        # Qwen's value 0.02 is for wide layers; at this width it would make the warm start learn half as fast.
         "initializer_range": 0.05,
         "tie_word_embeddings": False,
         "bos_token_id": tokenizer.bos_token_id,
@@ -61,11 +61,11 @@ def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> P
 def make_warm_model(
     settings: TaskSettings, tokenizer: PreTrainedTokenizerFast, excluded_keys: frozenset[str], steps: int = STEPS
 ) -> PreTrainedModel:
-    """Return the model after ``steps`` supervised steps; the global random state and thread count are restored."""
+    """Return a model after ``steps`` supervised training steps; torch's random state and thread count are restored."""
     import torch
 
     threads = torch.get_num_threads()
-    # The order of a sum depends on the number of threads; with one thread the weights depend only on the seed.
+    # Use one thread, because the order of floating-point sums depends on the number of threads.
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -108,7 +108,10 @@ def _imitate(
 
 
 class _Demonstrations:
-    """Creates batches of token ids ``[batch, tokens]`` with the length of their answers, including the end token."""
+    """Creates batches of demonstrations.
+
+    Each batch is (token ids ``[batch, tokens]``, number of answer tokens including the end token).
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random, excluded_keys: frozenset[str]) -> None:
         self._tokenizer = tokenizer
@@ -135,13 +138,13 @@ class _Demonstrations:
 
         end = self._tokenizer.eos_token
         texts = [f"<|user|>{problem.prompt}{end}<|assistant|>{answer}{end}" for problem, answer in demonstrations]
-        # Every prompt has the same number of tokens, and so have the answers of one batch, so there is no padding.
+        # No padding is needed: all prompts have the same number of tokens, and so do the answers within a batch.
         encodings = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
         return torch.tensor([encoding.ids for encoding in encodings]), len(demonstrations[0][1]) + 1
 
 
 def _answer_loss(model: PreTrainedModel, tokens: torch.Tensor, answer_length: int) -> torch.Tensor:
-    """Return the mean cross entropy of the answers' tokens; prompts are not trained on."""
+    """Return the mean cross-entropy of the last ``answer_length`` tokens; prompt tokens do not contribute."""
     import torch
 
     logits = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=answer_length).logits

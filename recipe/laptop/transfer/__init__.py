@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight transfer through host memory: the checkpoint engine `recipe_gloo`."""
+"""The checkpoint engine `recipe_gloo`, which transfers weights through host memory."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream format of a weight sync: tensors are packed into buckets, which travel as frames and are unpacked again.
+"""The stream format of a weight sync: the sender packs tensors into frames in buckets, and receivers unpack them.
 
-A stream is a sequence of frames. A frame is a header (six 64-bit integers) and a body: the payload, then a JSON text
-that describes the payload. Nothing is pickled, so a receiver runs no code that a sender chose.
+A stream is a sequence of frames. A frame has a header (six 64-bit integers) and a body: the payload, then a JSON text
+that describes the payload. Nothing is pickled, so a sender cannot make a receiver run code.
 
-- DATA: tensors, of at most a bucket's size together; a tensor larger than that is alone in its frame.
-- END: how many tensors and bytes the stream had. Without it a stream is not complete.
-- ABORT: the sender could not produce its weights; the text has the reason.
+- A DATA frame has tensors of at most a bucket's size in total; a tensor larger than that is alone in its frame.
+- The END frame has the numbers of tensors and bytes in the stream. Without it a stream is incomplete.
+- An ABORT frame means that the sender could not produce its weights; the text has the reason.
 
 The reader checks magic number, policy version, sequence number, sizes and totals, and names tensor and version in every
-error (tests/integration/test_buckets.py). Packing copies into buckets that are used in turns, so that one can be filled
-while earlier ones are being sent.
+error (tests/integration/test_buckets.py). A bucket is a buffer in memory; several are used in rotation, so that one can
+be filled while earlier ones are being sent.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ import torch
 
 from recipe.async_engine.core.errors import WeightStreamError
 
-MAGIC = 0x52435057  # "RCPW"
+MAGIC = 0x52435057  # The four bytes spell "RCPW".
 DATA, END, ABORT = 1, 2, 3
 HEADER_FIELDS = 6
 NO_VERSION = -1
 ALIGNMENT = 64
 TEXT_BYTES = 1 << 18
-# Names and shapes of this many tensors always fit into TEXT_BYTES.
+# Largest number of tensors in a frame; their names and shapes always fit into TEXT_BYTES.
 MAX_TENSORS = 512
 MAX_NAME_BYTES = 200
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a frame; it begins ``offset`` bytes into the payload."""
+    """The description of one tensor of a frame, whose data begin ``offset`` bytes into the payload."""
 
     name: str
     dtype: str
@@ -48,7 +48,7 @@ class Entry:
 
 @dataclass
 class Frame:
-    """One frame as it is sent: ``header`` int64[HEADER_FIELDS], ``body`` uint8[payload + text]."""
+    """One frame in the form in which it is sent: ``header`` is int64[HEADER_FIELDS], ``body`` uint8[payload + text]."""
 
     header: torch.Tensor
     body: torch.Tensor
@@ -56,7 +56,7 @@ class Frame:
 
 @dataclass
 class Totals:
-    """Totals of a stream."""
+    """Numbers of tensors and bytes in a stream so far."""
 
     tensors: int = 0
     nbytes: int = 0
@@ -64,7 +64,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Header:
-    """The part of a frame's header that describes its body."""
+    """Those fields of a frame's header that describe its body; ``kind`` is DATA, END or ABORT."""
 
     kind: int
     payload_bytes: int
@@ -76,11 +76,11 @@ class Header:
 
 
 class Buckets:
-    """Memory for frames, used in turns.
+    """Buffers for frames, which are used in rotation.
 
     Args:
-        memory: uint8 buffers.
-        grows: whether a buffer that is too small for a frame is replaced, losing its contents.
+        memory: the buffers, uint8.
+        grows: whether a buffer that is too small for a frame is replaced by a larger one, without its contents.
     """
 
     def __init__(self, memory: Sequence[torch.Tensor], grows: bool = False) -> None:
@@ -89,16 +89,16 @@ class Buckets:
 
     @classmethod
     def growing(cls) -> Buckets:
-        """Return two buckets, each of which grows to the largest frame that it held."""
+        """Return two buckets that start empty and grow to the size of the largest frame."""
         return cls([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
 
     def room(self, turn: int, nbytes: int) -> torch.Tensor:
-        """Return uint8[nbytes] for the frame of this turn; raise WeightStreamError if there is not enough memory."""
+        """Return uint8[nbytes] in the bucket for frame ``turn``; raise WeightStreamError if memory is too small."""
         place = turn % len(self._memory)
         largest = self._memory[place].numel()
         if nbytes > largest:
             if not self._grows:
-                raise WeightStreamError(f"a frame of {nbytes} bytes does not fit a bucket, of at most {largest}")
+                raise WeightStreamError(f"a frame of {nbytes} bytes does not fit into a bucket of {largest} bytes")
             try:
                 self._memory[place] = torch.empty(nbytes, dtype=torch.uint8)
             except RuntimeError as error:
@@ -110,12 +110,12 @@ class BucketWriter:
     """Packs a stream of named tensors into frames, for one sync.
 
     Args:
-        buckets: where they are packed.
-        bucket_bytes: largest total size of the tensors in a frame, unless a single one is larger.
-        version: the policy version of the weights, or None.
+        buckets: buckets into which tensors are packed.
+        bucket_bytes: largest total size in bytes of the tensors in a frame, unless a single tensor is larger.
+        version: policy version of the weights, or None.
 
-    A frame that `frames` yields is a view of a bucket. It must have been sent before the generator uses that bucket
-    again; with two buckets, before the frame after next is requested.
+    A frame that `frames` yields is a view of a bucket, so it must have been sent before the generator uses that bucket
+    again. With two buckets, frame n must have been sent before frame n + 2 is requested.
     """
 
     def __init__(self, buckets: Buckets, bucket_bytes: int, version: int | None) -> None:
@@ -126,7 +126,7 @@ class BucketWriter:
         self.totals = Totals()
 
     def frames(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Frame]:
-        """Yield the DATA frames of ``weights`` and the END frame."""
+        """Yield DATA frames with all tensors of ``weights``, and then the END frame."""
         entries: list[Entry] = []
         used = 0
         for name, tensor in weights:
@@ -143,7 +143,7 @@ class BucketWriter:
             _copy_bytes(self._bucket(max(used, self._bucket_bytes))[offset:used], flat)
             entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
             if used >= self._bucket_bytes:
-                # Send a full bucket at once, because the next tensor may have to be gathered first.
+                # Send a full bucket at once instead of with the next tensor, which may first have to be gathered.
                 yield self._data_frame(entries, used)
                 entries, used = [], 0
         if entries:
@@ -151,7 +151,7 @@ class BucketWriter:
         yield self._frame(END, 0, asdict(self.totals))
 
     def abort(self, reason: str) -> Frame:
-        """Return the frame that ends a stream after an error of the weights; like any frame it uses the next bucket."""
+        """Return the ABORT frame, which ends a stream after an error; it uses the next bucket, like any frame."""
         return self._frame(ABORT, 0, {"reason": reason[:1000]})
 
     def _bucket(self, payload_bytes: int) -> torch.Tensor:
@@ -170,10 +170,10 @@ class BucketWriter:
 
 
 class BucketReader:
-    """Checks a stream frame by frame and extracts its tensors, for one sync.
+    """Checks the frames of one stream in their order and extracts the tensors.
 
     Args:
-        version: the policy version that is expected, or None for any.
+        version: expected policy version, or None to accept any.
     """
 
     def __init__(self, version: int | None) -> None:
@@ -184,18 +184,18 @@ class BucketReader:
 
     @property
     def position(self) -> str:
-        """The position in the stream, for error messages."""
+        """Text for error messages that says how far the stream has been read."""
         version = "any" if self._version is None else self._version
         return f"version {version}, frame {self._sequence}, last tensor: {self._last_name}"
 
     def header(self, fields: list[int]) -> Header:
-        """Parse a header; raise WeightStreamError if it is not the next one expected."""
+        """Parse the next frame's header; raise WeightStreamError if it is not the expected one."""
         magic, kind, version, sequence, payload_bytes, text_bytes = fields
         if magic != MAGIC or kind not in (DATA, END, ABORT) or payload_bytes < 0 or not 0 <= text_bytes <= TEXT_BYTES:
-            raise WeightStreamError(f"what arrived is not a weight frame ({self.position})")
+            raise WeightStreamError(f"the received header is not a weight frame's ({self.position})")
         if self._version is not None and version != NO_VERSION and version != self._version:
             raise WeightStreamError(
-                f"the sender sends version {version}, this receiver was told to take version {self._version}"
+                f"the sender sends version {version}, but this receiver must take version {self._version}"
             )
         if sequence != self._sequence:
             raise WeightStreamError(f"frame {sequence} arrived out of turn ({self.position})")
@@ -203,10 +203,10 @@ class BucketReader:
         return Header(kind, payload_bytes, text_bytes)
 
     def tensors(self, header: Header, body: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of this frame, which are views of a buffer that will be reused.
+        """Yield (name, tensor) for each tensor of a frame; the tensors are views of a buffer that will be reused.
 
         Raises:
-            WeightStreamError: the frame contradicts itself or earlier ones, or the sender aborted.
+            WeightStreamError: the sender aborted, a tensor is not within the frame, or END has other totals.
         """
         content = json.loads(bytes(body[header.payload_bytes : header.body_bytes].numpy()))
         if header.kind == ABORT:
@@ -229,7 +229,7 @@ class BucketReader:
             raise WeightStreamError(f"tensor {entry.name!r} has the unknown dtype {entry.dtype!r} ({self.position})")
         end = entry.offset + torch.Size(entry.shape).numel() * dtype.itemsize
         if not 0 <= entry.offset <= end <= payload.numel():
-            raise WeightStreamError(f"tensor {entry.name!r} does not lie in its frame ({self.position})")
+            raise WeightStreamError(f"tensor {entry.name!r} is not within its frame ({self.position})")
         return payload[entry.offset : end].view(dtype).view(tuple(entry.shape))
 
     def _check_end(self, announced: dict[str, int]) -> None:
@@ -238,7 +238,7 @@ class BucketReader:
 
 
 def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a uint8 tensor to host memory of the same length; NumPy copies large ones past the CPU caches."""
+    """Copy a uint8 tensor to host memory of the same length; NumPy bypasses the CPU caches if the tensor is large."""
     if source.is_cpu:
         np.copyto(target.numpy(), source.numpy())
     else:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint engine ``recipe_gloo``: weights from trainer rank 0 to every receiver, through host memory.
+"""Checkpoint engine ``recipe_gloo``: sends weights from trainer rank 0 to every receiver through host memory.
 
-It is for machines without an accelerator, and for trainer and rollout on one host; tensors on a device are copied to
-the host bucket by bucket. Buckets travel through shared memory when all members are on one host, else over gloo; gloo
-connects the members in both cases. It is selected by settings alone::
+It is for machines without an accelerator, and for trainer and rollout on one host. Tensors on a device are copied to
+the host bucket by bucket. Buckets are passed through shared memory if all members are on one host, otherwise over gloo;
+gloo connects the members in both cases. To select this engine, set::
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=recipe_gloo
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipe.laptop.transfer.gloo_engine
@@ -12,18 +12,18 @@ connects the members in both cases. It is selected by settings alone::
 Contract:
 
 - The group is kept between syncs. verl's manager calls `prepare`, `build_topology` and `init_process_group` at every
-  sync; as long as every member reports the same group and rank, these only compare. After any failure, or when the
-  members change, a new group is created; no process needs a restart.
-- Nothing waits for ever: a whole sync has ``timeout_s`` on each side, connecting has ``connect_timeout_s``. A sender
-  whose receiver dies fails as soon as the connection closes, or else at its deadline. A receiver whose consumer stops
-  early leaves the group, so the sender fails too. Errors are `WeightStreamError`. A sender that failed still iterates
-  over its weights to the end, since the other trainer ranks gather them with it.
-- Blocking calls run in order on a thread of the engine's own; the event loop stays free.
-- A sender returns when every receiver has consumed the whole stream, so the sender's success implies theirs.
-- A received tensor is a view of a reused buffer, which other receivers may read too: it is valid until the next one is
-  requested, and must not be written to. Copy it to keep it.
-- Buffers stay allocated between syncs and are freed after a failed one: two buckets (on one host: four, for all members
-  together), each of at most `MAX_BUCKET_BYTES` or the largest tensor that it carried.
+  sync. As long as all members report the same group and their old ranks, these calls change nothing. After any failure,
+  or when the members change, a new group is created; no process needs a restart.
+- No wait is unbounded: ``timeout_s`` limits a whole sync on each member, and ``connect_timeout_s`` limits connecting.
+  If a receiver dies, the sender fails as soon as the connection closes, or else at its deadline. A receiver whose
+  consumer stops early leaves the group, so the sender fails too. Errors are `WeightStreamError`. A sender that failed
+  still iterates over its weights to the end, since the other trainer ranks gather them with it.
+- Blocking calls run one after the other on a separate thread, so that the event loop is never blocked.
+- A sender returns when every receiver has consumed the whole stream, so its success implies that of all receivers.
+- A received tensor is a view of a reused buffer, which other receivers may read too. It is valid until the next one is
+  requested, and must not be written to; copy it to keep it.
+- Buffers stay allocated between syncs and are freed after a failed sync. There are two buckets in each member, or four
+  for all members together on one host; each takes at most `MAX_BUCKET_BYTES`, or the largest tensor that it had.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from recipe.laptop.transfer.transport import SharedSegments, Transport, shared_m
 logger = logging.getLogger(__name__)
 
 BACKEND = HOST_BACKEND
-# Larger buckets are not faster on one host or over loopback, and several of them are kept.
+# Larger buckets would not be faster on one host or over loopback, and several buckets stay allocated.
 MAX_BUCKET_BYTES = 64 << 20
 OUTSIDE = -1
 NOT_CONNECTED = "call prepare and init_process_group first"
@@ -65,17 +65,17 @@ class GlooCheckpointEngine(CheckpointEngine):
     """One member of a weight sync.
 
     Args:
-        bucket_size: verl's ``update_weights_bucket_megabytes`` in bytes. A bucket has at most `MAX_BUCKET_BYTES`,
-            unless a single tensor has more.
+        bucket_size: verl's ``update_weights_bucket_megabytes`` in bytes. The size of a bucket is at most
+            `MAX_BUCKET_BYTES`, unless a single tensor is larger.
         is_master: whether this is trainer rank 0, which sends.
-        timeout_s: longest time of one sync.
-        connect_timeout_s: longest time to connect a new group; at most ``timeout_s``.
-        shared_memory: whether to use shared memory when all members are on one host.
+        timeout_s: time limit of one sync in seconds.
+        connect_timeout_s: time limit in seconds for connecting a new group; at most ``timeout_s``.
+        shared_memory: whether to use shared memory if all members are on one host.
     """
 
     wire_format = "named_tensors"
     from_host = True
-    """Weights may be in host memory, on whatever device they are trained."""
+    """This engine can send weights from host memory, also if they are trained on an accelerator."""
 
     def __init__(
         self,
@@ -98,10 +98,8 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._left_because = ""
         self._cycles = CycleCollector()
 
-    # Membership
-
     def prepare(self) -> dict[str, Any]:
-        """Report this member's group and, on the master, the address of the rendezvous store, as plain data."""
+        """Return this member's group and, on the master, the address of the rendezvous store, as plain data."""
         group = None if self._transport is None else self._transport.group
         report = {
             "group": None if group is None else [group.group_id, group.rank, group.world_size],
@@ -122,13 +120,15 @@ class GlooCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Give trainer rank 0 the first rank and the receivers those after it; other trainer ranks stay outside.
+        """Return the arguments of `init_process_group` for each trainer rank and for each receiver.
 
-        The members keep their group if all of them report it with exactly these ranks, else a new one is named.
+        Trainer rank 0 gets rank 0 and the receivers get the ranks after it; other trainer ranks are not in the group.
+        The name of the present group is kept if all members report it with exactly these ranks, otherwise a new name is
+        chosen.
         """
         endpoint = metadata[0]["endpoint"]
         if endpoint is None:
-            raise WeightStreamError("trainer rank 0 did not report where to meet: it is not the master of its engine")
+            raise WeightStreamError("trainer rank 0 has no rendezvous store: its engine needs is_master=True")
         members = [metadata[0], *metadata[actor_wg_world_size:]]
         world_size = 1 + rollout_world_size
         current = metadata[0]["group"]
@@ -150,7 +150,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     def init_process_group(
         self, rank: int, world_size: int, epoch: str, endpoint: list[Any], segments: str | None
     ) -> None:
-        """Join group ``epoch``, or keep it if it is the present one; trainer ranks except the sender stay outside."""
+        """Join group ``epoch``, unless this process is in it already; with rank `OUTSIDE` do nothing."""
         if rank == OUTSIDE or self.topology_epoch() == epoch:
             return
         shared = self._segments
@@ -163,49 +163,47 @@ class GlooCheckpointEngine(CheckpointEngine):
             shared = None if segments is None else SharedSegments(segments)
         assert self._store is not None, "init_process_group before prepare on the master"
         group = GlooGroup(epoch, self._store, rank, world_size, node_address(), self._connect_timeout_s)
-        # Once all members have connected, every member has opened the segments.
+        # Receivers open the shared memory before they connect, so all have opened it when the group is complete.
         self._transport = Transport(group, None if segments is None else shared)
 
     def topology_epoch(self) -> str | None:
-        """Return the name of the group in which this member is connected, or None if it has to be built."""
+        """Return the name of the group in which this member is connected, or None if it is in no group."""
         return None if self._transport is None else self._transport.group.group_id
 
     def finalize(self) -> None:
-        """End a sync; group and buffers are kept for the next one unless it failed."""
+        """End a sync; after a successful one, group and buffers are kept for the next."""
         self._cycles.clear()
 
     def reset(self, reason: str = "") -> None:
-        """Leave the group: peers in the middle of a sync fail, and the next sync builds a new group."""
+        """Leave the group, so that a sync in progress fails on its other members; the next sync builds a new group."""
         self._left_because = reason
         transport, self._transport = self._transport, None
         self._segments = None
         if transport is None:
             return
         self._cycles.add()
-        # A call may still run on the thread and use the buckets, up to its deadline, so both are left to it.
+        # A call may still run on the old thread and use the old buckets until its deadline. Later calls get new ones.
         self._executor.submit(transport.group.close)
         self._executor.shutdown(wait=False)
         self._executor = _new_executor()
 
-    # Sending
-
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Send all of ``weights`` as version ``global_steps``; on other trainer ranks only iterate over them.
+        """Send all of ``weights`` as version ``global_steps``; trainer ranks other than 0 only iterate over them.
 
-        ``weights`` is iterated on the engine's thread, because gathering a sharded parameter is a blocking collective.
+        The iteration runs on the engine's thread, because gathering a sharded parameter is a blocking collective.
 
         Returns:
-            ``weight_sync/{bytes,tensors,seconds,gb_per_s}``; empty on trainer ranks other than 0.
+            The metrics ``weight_sync/{bytes,tensors,seconds,gb_per_s}``; nothing on trainer ranks other than 0.
 
         Raises:
-            WeightStreamError: a receiver is gone or the deadline has passed.
+            WeightStreamError: a receiver has died or left, or the deadline has passed.
         """
         transport = self._transport
         if transport is None:
             if self._is_master:
-                raise WeightStreamError(f"no group to send in: {self._left_because or NOT_CONNECTED}")
+                raise WeightStreamError(f"the sender of weights is in no group: {self._left_because or NOT_CONNECTED}")
             await self._on_thread(lambda: consume(weights))
             return {}
         with self._dropping_group():
@@ -225,7 +223,7 @@ class GlooCheckpointEngine(CheckpointEngine):
                 try:
                     frame = next(frames, None)
                 except Exception as error:
-                    with suppress(WeightStreamError):  # the error is raised here even if receivers cannot be told
+                    with suppress(WeightStreamError):  # The weights' error is raised even if no receiver can be told.
                         transport.send(writer.abort(f"{type(error).__name__}: {error}"), deadline, label)
                         transport.group.finish(label)
                     raise
@@ -245,17 +243,16 @@ class GlooCheckpointEngine(CheckpointEngine):
             "weight_sync/gb_per_s": writer.totals.nbytes / 1e9 / max(seconds, 1e-9),
         }
 
-    # Receiving
-
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield name and tensor of each weight, in order; a tensor is valid until the next is requested.
+        """Yield (name, tensor) for each weight, in the order of sending; a tensor is valid until the next is requested.
 
         Raises:
-            WeightStreamError: the stream is not version ``global_steps`` (if given), not complete, or corrupt.
+            WeightStreamError: the stream has another version than ``global_steps`` (if given), or is incomplete or
+                corrupt; or the sender has died or left, or the deadline has passed.
         """
         transport = self._transport
         if transport is None:
-            raise WeightStreamError(f"no group to receive in: {self._left_because or NOT_CONNECTED}")
+            raise WeightStreamError(f"a receiver of weights is in no group: {self._left_because or NOT_CONNECTED}")
         deadline = Deadline(self._timeout_s)
         reader = BucketReader(global_steps)
         with self._dropping_group():
@@ -266,7 +263,7 @@ class GlooCheckpointEngine(CheckpointEngine):
                     header, body = await arrival
                     if header.kind == DATA:
                         turn += 1
-                        # While the consumer works on this frame, the next one arrives.
+                        # Start to receive the next frame while the consumer works on this one.
                         arrival = self._on_thread(partial(transport.receive, turn, reader, deadline))
                     for named_tensor in reader.tensors(header, body):
                         yield named_tensor
@@ -276,14 +273,12 @@ class GlooCheckpointEngine(CheckpointEngine):
                 arrival.cancel()
             await self._on_thread(lambda: transport.confirm(deadline, f"confirming version {global_steps}"))
 
-    # Shared
-
     def _on_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._executor, on_this_device(call))
 
     @contextmanager
     def _dropping_group(self) -> Iterator[None]:
-        """Leave the group on any failure, cancellation or early end, since it is then out of step."""
+        """Leave the group on a failure, cancellation or early end, since its members are then out of step."""
         self._left_because = ""
         try:
             yield

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gloo group between the sender of weights and its receivers, in which every wait has a deadline.
+"""A gloo group of the sender of weights and its receivers, in which every wait has a deadline.
 
-The rendezvous store listens on the sender's own cluster address, on a port that the system chose, and outlives groups:
-each group uses a new prefix in it. gloo also connects only through the node's cluster address, never through all
-interfaces.
+The members of a group find each other through the sender's rendezvous store. It listens on the sender's cluster
+address, on a port that the system chooses, and serves several groups, each under a new key prefix. gloo connects only
+through the node's cluster address too, never through all interfaces.
 
-A group that failed cannot be used any more. Dropping it closes its connections, which makes the peers' pending calls
-fail at once; then both sides can meet in a new group.
+A group that failed cannot be used any more. Deleting it closes its connections, which makes pending calls of the other
+members fail at once; then all can join a new group.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ LOOPBACK = "127.0.0.1"
 
 
 class Deadline:
-    """A point in time, on the monotonic clock, by which a whole weight sync must be done."""
+    """The time, on the monotonic clock, at which a weight sync fails if it is not complete."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._at = time.monotonic() + seconds
 
     def remaining(self, waiting_for: str) -> timedelta:
-        """Return the time left; raise WeightStreamError if there is none."""
+        """Return the time left for ``waiting_for``; raise WeightStreamError if the deadline has passed."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise WeightStreamError(f"no time left for {waiting_for}: the weight sync has timeout_s={self._seconds:g}")
@@ -48,7 +48,7 @@ def node_address() -> str:
 
 
 def open_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Create the sender's store, which listens on ``host`` only."""
+    """Create the sender's rendezvous store, which listens only on the address ``host``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))
@@ -61,7 +61,7 @@ def open_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Connect a receiver to the sender's store; raise WeightStreamError if nothing answers there."""
+    """Connect a receiver to the sender's rendezvous store; raise WeightStreamError if it does not answer in time."""
     try:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -71,17 +71,18 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 class GlooGroup:
-    """The connected sender (rank 0) and receivers. All of them must start the same operations in the same order.
+    """The connection between the sender (rank 0) and all receivers, which must start the same operations in order.
 
     Args:
-        group_id: name, unique among all groups of this store.
+        group_id: name of the group, which no other group of this store has had.
         store: the sender's rendezvous store.
         rank, world_size: this member's rank and the number of members.
-        address: the local address to listen on.
-        timeout_s: how long to wait for the other members.
+        address: local address on which to listen.
+        timeout_s: seconds to wait for the other members.
 
     Raises:
-        WeightStreamError: not all members came in time. In every method: a member is gone, or the deadline has passed.
+        WeightStreamError: not all members connected in time. Every method also raises it if a member has died or left,
+            or if the deadline has passed.
     """
 
     def __init__(
@@ -105,13 +106,13 @@ class GlooGroup:
             ) from error
 
     def _connected(self, what: str) -> dist.ProcessGroupGloo:
-        # The result is not bound to a name, for the reason given in `finish`.
+        # Callers must not bind the result to a name, for the reason given in `finish`.
         if self._group is None:
             raise WeightStreamError(f"{what} was broken off")
         return self._group
 
     def start_broadcast(self, tensor: torch.Tensor, deadline: Deadline, what: str) -> None:
-        """Start to send ``tensor`` (rank 0) or to fill it (others). It must not be touched before `finish`."""
+        """Start to send ``tensor`` (rank 0) or to receive into it (others); it must not be used before `finish`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -119,22 +120,23 @@ class GlooGroup:
         self._outstanding.append(self._connected(what).broadcast([tensor], options))
 
     def start_barrier(self, deadline: Deadline, what: str) -> None:
-        """Enter a barrier; `finish` waits until all members have entered it."""
+        """Enter a barrier without waiting; `finish` waits until all members have entered it."""
         options = dist.AllreduceOptions()
         options.timeout = deadline.remaining(what)
         self._outstanding.append(self._connected(what).allreduce([torch.zeros(1, dtype=torch.int64)], options))
 
     def finish(self, what: str, leaving: int = 0) -> None:
-        """Wait, oldest first, until at most ``leaving`` operations are outstanding; each has its own deadline."""
+        """Wait for the oldest operations until at most ``leaving`` are outstanding; each has its own deadline."""
         while len(self._outstanding) > leaving:
             try:
-                # Not bound to a name, because a reference in a traceback's frames would keep the connections open.
+                # Do not bind the operation to a name: frames of a traceback would reference it and so keep the
+                # connections open.
                 self._outstanding.popleft().wait()
             except RuntimeError as error:
                 why = "since a member is gone or the deadline has passed"
                 raise WeightStreamError(f"{what} failed, {why}: {error}") from None
 
     def close(self) -> None:
-        """Close the connections, so that peers which still wait fail; this blocks while a broadcast is in progress."""
+        """Close the connections, so that waiting members fail; this call blocks while a broadcast is in progress."""
         self._outstanding.clear()
         self._group = None

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends frames to the receivers of a weight sync, through the gloo group or through shared memory.
 
-`send` returns when the bucket of the next frame may be filled; `receive` returns the next frame, whose body stays valid
-until the next but one is requested; `confirm` ends a sync on both sides and returns when every receiver has consumed
-the whole stream. All calls block, up to the deadline.
+`send` returns when the bucket of the next frame may be filled. `receive` returns frame n, whose body stays valid until
+frame n + 2 is requested. `confirm` is called by all members at the end of a sync, and returns when every receiver has
+consumed the whole stream. All calls block, up to the deadline.
 
-Shared memory is for members on one host: the sender packs into memory that the receivers read, so a byte is copied
-once, whatever the number of receivers. gloo then carries only headers.
+If all members are on one host, the sender packs into shared memory that the receivers read, so each byte is copied only
+once however many receivers there are. gloo then transfers only the headers.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from recipe.async_engine.core.errors import WeightStreamError
 from recipe.laptop.transfer.buckets import HEADER_FIELDS, BucketReader, Buckets, Frame, Header
 from recipe.laptop.transfer.gloo_group import Deadline, GlooGroup
 
-# One segment that is being filled, and those of the frames that a receiver may still use.
+# The sender fills one segment, and receivers may still use the frames in the other three.
 SHARED_SEGMENTS = 4
-# Larger than any tensor; pages that were never written take no memory.
+# A segment is larger than any tensor. Pages that were never written take no memory.
 SEGMENT_BYTES = 1 << 36
 
 
 class Transport:
-    """Broadcasts headers, and bodies too unless they are in ``shared`` segments, which are used in turns.
+    """Broadcasts the header of each frame, and also the body unless it is in one of the ``shared`` segments.
 
-    With shared memory there is a barrier before each frame except the first two, at which a receiver has consumed the
-    frame before the last. The sender refills a segment when it has passed the barrier before the newest one.
+    With shared memory there is a barrier before each frame except for the first two; when a receiver enters the barrier
+    before frame n, it has consumed frame n - 2. The sender waits for the barrier before frame n - 1 before it sends
+    frame n, and only then refills a segment that earlier frames used.
 
-    No operation that waits for a peer is started before a barrier has been passed: a group closes its connections, by
-    which the other members notice a failure, only when none of its operations is in progress.
+    While a barrier is pending, a member starts no operation that waits for another member: a group closes its
+    connections, by which the other members notice a failure, only when none of its operations is in progress.
     """
 
     def __init__(self, group: GlooGroup, shared: SharedSegments | None) -> None:
@@ -46,12 +47,12 @@ class Transport:
 
     def send(self, frame: Frame, deadline: Deadline, what: str) -> None:
         if self._is_shared and self._sent > 1:
-            self.group.finish(what, leaving=1)  # the header after the previous barrier
+            self.group.finish(what, leaving=1)  # The operation that remains is the header after the previous barrier.
             self.group.start_barrier(deadline, what)
         self.group.start_broadcast(frame.header, deadline, what)
         if not self._is_shared:
             self.group.start_broadcast(frame.body, deadline, what)
-            # This frame may still be in transfer while the next one is packed.
+            # Wait for earlier frames only, so that this frame is transferred while the next one is packed.
             self.group.finish(what, leaving=2)
         self._sent += 1
 
@@ -77,15 +78,15 @@ class Transport:
 
 
 class SharedSegments:
-    """Anonymous memory, divided into buckets, that the sender creates and receivers open through its /proc entry.
+    """Anonymous shared memory, divided into buckets, that the sender creates and receivers open through /proc.
 
-    Receivers can only read it, so that none can corrupt what the others get. It has no name in any file system, so none
-    is left behind however the processes end, and the size of /dev/shm does not matter. It lives as long as this object
-    or a receiver's mapping.
+    Receivers can only read the memory, so that no receiver can corrupt what the others get. It is not a file in any
+    file system, so nothing is left behind however the processes end, and the size of /dev/shm does not matter. It is
+    freed when this object and all mappings of receivers are gone.
     """
 
     def __init__(self, path: str, held: BinaryIO | None = None) -> None:
-        # The sender's file, which is closed with this object; the path is valid until then.
+        # Keep the sender's file open as long as this object exists, because the path is valid only until it is closed.
         self._held = held
         self.path = path
         writes = held is not None
@@ -109,9 +110,10 @@ class SharedSegments:
 
 
 def shared_memory_domain() -> str | None:
-    """Return a string that two processes share exactly if one may open the other's /proc entries, or None.
+    """Return a string that is equal for two processes if and only if they can open each other's /proc entries.
 
-    Ray's node ids do not show this: two nodes may be on one host, or in containers of one host that share no processes.
+    Return None if /proc is not readable. Ray's node ids do not show this: two Ray nodes may be on one host, and may be
+    in containers that do not see each other's processes.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

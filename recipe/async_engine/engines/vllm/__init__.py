@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout servers on vLLM that know which weights they hold, and answer only with complete ones."""
+"""Rollout servers on vLLM that track which weights version they hold, and answer only with complete weights."""

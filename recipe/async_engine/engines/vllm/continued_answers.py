@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets vLLM continue an interrupted answer in the way it continues a request that it has preempted.
+"""Makes vLLM continue an interrupted answer in the same way as a request that it has preempted.
 
-The request for the remainder carries the tokens before the cut separately from its prompt (`core/cuts.py`). Each
-process of an engine has these as the request's output from its first step on: the scheduler with its grammar
-(`scheduler`), the workers with penalties, logits processors, thinking budgets and generators (`patch_worker`), and the
-server's detokenizer, which looks for stop strings (`patch_output_processor`). They return only the remainder.
+The request for the remainder of an answer carries the tokens that were already sampled separately from its prompt
+(`core/cuts.py`); below they are called the earlier tokens. Each process of an engine treats the earlier tokens as
+output of the new request: the scheduler for grammars (`scheduler`), the workers for penalties, logits processors,
+thinking budgets and random generators (`patch_worker`), and the server's detokenizer for stop strings
+(`patch_output_processor`). The engine returns only the remainder.
 
-The names in vLLM that this relies on are listed in tests/contracts/vllm.toml.
+The vLLM classes and functions that this module relies on are listed in tests/contracts/vllm.toml.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def scheduler(vllm_config: VllmConfig, **arguments: Any) -> SchedulerInterface:
     chosen: Any = vllm_config.scheduler_config.get_scheduler_cls()
 
     class ContinuingScheduler(chosen):
-        """Gives a new request the tokens before its cut before doing anything else with it."""
+        """Adds the earlier tokens to a new request before it schedules the request."""
 
         def add_request(self, request: Any) -> None:
             if request.request_id not in self.requests:
@@ -48,13 +49,12 @@ def scheduler(vllm_config: VllmConfig, **arguments: Any) -> SchedulerInterface:
 
 
 def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
-    """Add the tokens before the cut to a new request's output, and advance its grammar over them."""
+    """Add the earlier tokens to a new request's output, and advance its grammar over them."""
     before = sampled_before(request.sampling_params)
     if not before:
         return
     request.append_output_token_ids(before)
-    # vLLM counts here how much of the prompt is cached, and fails if it is more than the prompt; answer tokens can be
-    # cached too.
+    # vLLM fails if these statistics count more cached tokens than the prompt has, but earlier tokens are cached too.
     request.prefill_stats = None
     if request.use_structured_output:
         wanted = request.structured_output_request
@@ -62,20 +62,16 @@ def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
 
 
 def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) -> Any:
-    """Return the request's grammar after it has compiled and accepted the tokens before the cut.
-
-    Raises:
-        ValueError: the grammar does not accept them, so the request fails.
-    """
+    """Return the compiled grammar, advanced over the earlier tokens; raise ValueError if it does not accept them."""
     grammar = compiled.result() if isinstance(compiled, Future) else compiled
     ruled = _after_reasoning(request, grammars)
     if ruled and not grammar.accept_tokens(request.request_id, ruled):
-        raise ValueError(f"the grammar of request {request.request_id} does not accept the tokens before its cut")
+        raise ValueError(f"the grammar of request {request.request_id} does not accept the tokens sampled earlier")
     return grammar
 
 
 def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[int]:
-    """Return the tokens before the cut that the grammar applies to, possibly only those after the reasoning."""
+    """Return those of the earlier tokens to which the grammar applies, which may be only those after the reasoning."""
     before, wanted = sampled_before(request.sampling_params), request.structured_output_request
     if grammars.reasoner_cls is None or grammars.enable_in_reasoning:
         return before
@@ -93,19 +89,19 @@ def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[in
 
 
 def patch_worker(vllm_config: VllmConfig) -> None:
-    """Patch this process's model runner to continue interrupted answers; repeated calls change nothing."""
+    """Patch the model runner of this process to continue interrupted answers; calling this twice is harmless."""
     model, drawn_in_64_bit = vllm_config.model_config, vllm_config.model_config.use_fp64_gumbel
     vocabulary = model.get_vocab_size()
 
     class ContinuedState(CachedRequestState):
-        """The model runner's initial state of a request, including the tokens before its cut."""
+        """The model runner's state of a request, which includes the earlier tokens from the beginning."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
             before = sampled_before(self.sampling_params)
             self.output_token_ids: list[int] = list(before)
             if before and self.generator is not None:
-                # Draw from the generator as the sampler has done for each token before the cut.
+                # Advance the generator as the sampler did when it sampled the earlier tokens.
                 logits = torch.empty(vocabulary, dtype=torch.float32, device=self.generator.device)
                 noise = empty_exponential_noise_like(logits, drawn_in_64_bit)
                 for _ in before:
@@ -117,15 +113,15 @@ def patch_worker(vllm_config: VllmConfig) -> None:
 
 
 def _replaying(sync_batch: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``sync_batch`` to replay the tokens that a new request comes with one by one, as they were sampled.
+    """Wrap ``sync_batch`` to process the earlier tokens of a request one by one, in the order of sampling.
 
-    vLLM processes all of them at once, also after a preemption, and then miscounts the thinking tokens.
+    vLLM processes all earlier tokens at once, also those of a preempted request, and then miscounts thinking tokens.
     """
 
     @functools.wraps(sync_batch)
     def synced(self: Any, batch_update: Any) -> None:
         sync_batch(self, batch_update)
-        # Compare by token list, because a request's place may have changed.
+        # Identify requests by their token lists, because their indices in the batch may have changed.
         come = {id(tokens) for _, _, _, tokens in batch_update.added if tokens} if batch_update else set()
         for state in self._state.values():
             tokens = state["output_tok_ids"]
@@ -139,7 +135,7 @@ def _replaying(sync_batch: Callable[..., None]) -> Callable[..., None]:
 
 
 def patch_output_processor(processor: Any) -> None:
-    """Make a server's output processor look for stop strings in the text before a cut too."""
+    """Make a server's output processor look for stop strings in the text of the earlier tokens too."""
     add_request = processor.add_request
 
     def added(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -153,13 +149,13 @@ def patch_output_processor(processor: Any) -> None:
 
 
 def feed_tokens(detokenizer: Any, tokens: list[int]) -> None:
-    """Feed the tokens before a cut to a new detokenizer, so that it returns only the text after them."""
+    """Feed the earlier tokens to a new detokenizer, so that it returns only the text that follows them."""
     stop, detokenizer.stop = detokenizer.stop, []
     detokenizer.update(tokens, False)
     detokenizer.stop = stop
     detokenizer.min_tokens = max(0, detokenizer.min_tokens - len(tokens))
     if hasattr(detokenizer, "prompt_len"):
-        # The detokenizer for tokenizers in Python stores the prompt's tokens before the answer's.
+        # vLLM's slow detokenizer (for Python tokenizers) keeps the prompt's tokens in the same list.
         detokenizer.prompt_len += len(tokens)
     else:
         detokenizer.token_ids.clear()

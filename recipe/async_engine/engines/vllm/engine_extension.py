@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extension of a vLLM worker: it receives weights on a thread beside generation, and a call swaps them in.
+"""The extension of a vLLM worker that receives weights on a thread during generation, and then swaps them in.
 
-vLLM mixes the class into its worker and calls it by `collective_rpc`. Contract: each call returns quickly, except for
-the first `begin_staging`, which creates the second instance of the model. The stream comes from the weight worker
-beside this process, through verl's socket and shared memory or IPC. If anything goes wrong with it, `staging_outcome`
-says so, while the sender may still send its stream to the end.
+vLLM mixes the class into its worker and calls its methods by `collective_rpc`. Contract: each call returns quickly,
+except for the first `begin_staging`, which creates the second instance of the model. The weights come as a stream from
+the weight worker on the same node, through verl's socket and shared memory or CUDA IPC. `staging_outcome` reports an
+error in the stream; the sender can still send the stream to its end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PatientSocket:
 
 
 class DeadlineReceiver(BucketedWeightReceiver):
-    """verl's receiver, which gives up if the sender is silent for ``timeout_s`` seconds, or when it is stopped."""
+    """verl's receiver, but it gives up after ``timeout_s`` seconds without a message, or when `stop` is called."""
 
     socket: Any
 
@@ -63,7 +63,6 @@ class DeadlineReceiver(BucketedWeightReceiver):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Stop waiting for messages."""
         self._stopped.set()
 
     def _init_socket(self) -> None:
@@ -72,13 +71,13 @@ class DeadlineReceiver(BucketedWeightReceiver):
 
 
 def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
-    """Create another instance of the engine's model with meaningless weights, unknown to the engine's registries."""
+    """Create another, uninitialized instance of the engine's model, and keep it out of the engine's registries."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
-    # The layers of a model register themselves here, and the engine looks up the live ones here.
+    # Layers register themselves in these two, where the engine looks up the live layers; the copy gets empty ones.
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
-    # Tensors made in inference mode could only be written to in inference mode.
+    # Leave inference mode, because tensors that are created in it can be written to only in inference mode.
     with torch.inference_mode(False), set_default_torch_dtype(config.model_config.dtype), device:
         return initialize_model(vllm_config=config, model_config=config.model_config).eval()
 
@@ -99,7 +98,7 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
 
 
 class Staging:
-    """One stream of weights that is being received into the staging area, on a thread of its own."""
+    """Receives one stream of weights into the staging area, on its own thread."""
 
     def __init__(self, staged: StagedWeights, version: int, receiver: DeadlineReceiver, device: Any) -> None:
         self._receiver, self._device = receiver, device
@@ -109,13 +108,13 @@ class Staging:
 
     @property
     def outcome(self) -> str:
-        """`UNDER_WAY`, `COMPLETE` with the checksum of what was loaded, or an error message."""
+        """`UNDER_WAY`, `COMPLETE` followed by the checksum of the loaded weights, or an error message."""
         if self._thread.is_alive():
             return UNDER_WAY
         return self._intake.problem or COMPLETE + self._intake.checksum
 
     def stop(self, timeout_s: float) -> bool:
-        """End the stream, even if its sender has gone silently; return whether it has ended."""
+        """Stop receiving, even if the sender has disappeared; return whether the thread ended within ``timeout_s``."""
         self._receiver.stop()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -125,18 +124,18 @@ class Staging:
         self._intake.begin()
         try:
             self._receiver.receive_weights(self._take)
-        except Exception as error:  # any error is the outcome of this stream
+        except Exception as error:  # Any error is reported as the outcome of this stream.
             self._intake.fail(error)
 
     def _take(self, weights: NamedTensors, is_last: bool) -> None:
         self._intake.take(weights)
         if is_last:
-            # End before the sender gets its reply, so that the outcome is known by then.
+            # Set the outcome before the sender gets its reply, since the sender may ask for it next.
             self._intake.end()
 
 
 class StagingExtension(vLLMColocateWorkerExtension):
-    """verl's own worker extension, with a staging area for the next weights."""
+    """verl's worker extension with a staging area for the next weights added."""
 
     device: Any
     model_runner: Any
@@ -161,13 +160,16 @@ class StagingExtension(vLLMColocateWorkerExtension):
         in_host: bool,
         adapter: tuple[int, dict[str, Any]] | None = None,
     ) -> None:
-        """Start to receive the next stream of weights as ``version``, into host memory or onto the device.
+        """Start to receive the next stream of weights as ``version``.
 
         Args:
-            adapter: given if the stream is a LoRA adapter: its number and PEFT configuration.
+            use_shm: the sender uses shared memory, not CUDA IPC.
+            timeout_s: seconds without a message after which the stream fails.
+            in_host: stage the weights in host memory instead of on the device.
+            adapter: number and PEFT configuration of the LoRA adapter that the stream contains; None for full weights.
 
         Raises:
-            StagingRefused: the engine has weights that cannot be staged, or an earlier stream cannot be ended.
+            StagingRefused: weights of this engine cannot be staged, or an earlier stream does not end.
         """
         if self._staging is not None and not self._staging.stop(timeout_s):
             raise StagingRefused(f"an earlier stream of weights has not ended within {timeout_s:g} s")
@@ -189,27 +191,27 @@ class StagingExtension(vLLMColocateWorkerExtension):
         self._staging = Staging(self._staged_model, version, receiver, get_platform().current_device())
 
     def ignored_parts(self, number: int) -> list[str]:
-        """Return the layers for which a LoRA adapter has weights but this worker's model takes none."""
+        """Return the names of layers that have weights in LoRA adapter ``number`` but no counterpart in the model."""
         if self.model_runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
-            return []  # a worker does not know the layers of other pipeline stages
+            return []  # A worker does not know the layers of other pipeline stages.
         manager = self.model_runner.lora_manager._adapter_manager
         adapter = manager.get_adapter(number)
         taken = {id(adapter.get_lora(name)) for name in manager.modules}
         return [name for name, part in adapter.loras.items() if id(part) not in taken]
 
     def staging_outcome(self) -> str:
-        """Return `UNDER_WAY`, `COMPLETE` with a checksum, or the error message of the last stream."""
+        """Return `UNDER_WAY`, `COMPLETE` followed by a checksum, or the error message, for the last stream."""
         return UNDER_WAY if self._staging is None else self._staging.outcome
 
     def swap_staged(self, version: int) -> dict[str, int]:
         """Make the staged weights the live ones.
 
         Returns:
-            Number of tokens that each request in the engine has so far, by the engine's request names, without those
-            before a cut; all of them were sampled by the old weights.
+            By the engine's name of each request, the number of tokens that this engine has sampled for it, all of them
+            with the old weights. Tokens that the request brought from an earlier interruption are not counted.
 
         Raises:
-            StagingRefused: the staged weights are not complete, or not of this version.
+            StagingRefused: no complete weights of this version are staged.
         """
         if self._staged_model is None:
             raise StagingRefused("no weights have been staged")

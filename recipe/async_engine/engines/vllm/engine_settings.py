@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings and checks with which a rollout server starts vLLM's engine."""
+"""Settings that a rollout server passes to vLLM's engine, and checks at its launch."""
 
 import traceback
 from collections.abc import MutableMapping
@@ -11,18 +11,18 @@ RUNNER_CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 class RolloutServerError(RecipeError):
-    """A rollout server cannot start with its configuration, or holds no weights with which to answer a request."""
+    """A rollout server cannot start with its configuration, or cannot take a request at present."""
 
 
 def choose_runner(environ: MutableMapping[str, str]) -> None:
-    """Make vLLM use its first model runner, in this process and those that it starts.
+    """Make vLLM use its V1 model runner in this process and the processes that it starts.
 
-    On an accelerator vLLM uses its second model runner for many architectures (in 0.24 Qwen3, Llama and Mistral among
-    them). That one drops the state of preempted requests, while `StagingExtension.swap_staged` needs the token count of
-    each.
+    On an accelerator vLLM uses its V2 model runner for many architectures (in vLLM 0.24 for Qwen3, Llama and Mistral,
+    among others). The V2 runner drops the state of preempted requests, but `StagingExtension.swap_staged` needs the
+    token count of every request.
 
     Raises:
-        RolloutServerError: the environment asks for the second model runner.
+        RolloutServerError: the environment variable asks for the V2 model runner.
     """
     if environ.get(RUNNER_CHOICE, "0").strip().lower() in ("1", "true"):
         raise RolloutServerError(
@@ -33,7 +33,7 @@ def choose_runner(environ: MutableMapping[str, str]) -> None:
 
 
 def refused_arguments(ended: SystemExit) -> RolloutServerError:
-    """Return the error with which vLLM's argument parser ended this process; the parser only prints it."""
+    """Return an error with the message of vLLM's argument parser, which only prints it before it exits."""
     frames = (frame for frame, _ in traceback.walk_tb(ended.__traceback__))
     said = [str(frame.f_locals.get("message")) for frame in frames if frame.f_code.co_name == "error"]
     words = said[0] if said else f"it ends with status {ended.code}"
@@ -44,7 +44,7 @@ def refused_arguments(ended: SystemExit) -> RolloutServerError:
 
 
 def peft_config(model_config: Any) -> dict[str, Any]:
-    """Return the trainer's LoRA configuration in PEFT's format, which vLLM reads."""
+    """Return the trainer's LoRA configuration in the format of PEFT, for vLLM."""
     targets = model_config.target_modules
     return {
         "r": model_config.lora_rank,

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Middleware that applies a rollout server's weights gate to vLLM's HTTP endpoints.
 
-Contract: requests that only read (GET, HEAD, OPTIONS) pass. Of all other endpoints only those in ``SERVED`` are
-available, which generate, score or count tokens and change nothing; any other endpoint of any vLLM version (to sleep,
-pause, scale, load weights or adapters, call its workers) is answered with status 403, and WebSockets are refused. A
-request that passes waits like one through the actor: for the first complete weights, during a load, and during a pause.
-If it waits too long, or the server has left routing, it is answered with status 503 and the reason. Shown by
-tests/integration/test_http_gate.py and, with the real server, tests/e2e/test_replacement.py.
+Contract: requests that only read (GET, HEAD, OPTIONS) pass. Other requests may use only the endpoints in ``SERVED``,
+which generate, score or count tokens and change nothing. A request to any other endpoint (to sleep, pause, scale, load
+weights or adapters, or call workers) gets status 403, and WebSockets are refused. A request to an endpoint in
+``SERVED`` waits under the same conditions as a request through the Ray actor: until the first complete weights, during
+a load, and during a pause. If it waits too long, or the server gets no requests from the load balancer any more, it is
+answered with status 503 and the reason. Shown by tests/integration/test_http_gate.py and, with the real server,
+tests/e2e/test_replacement.py.
 """
 
 import json
@@ -26,7 +27,7 @@ SERVED = frozenset(
         "/inference/v1/generate",
         "/tokenize",
         "/detokenize",
-        # These belong to a reward model (verl/experimental/reward_loop/reward_loop.py:238-265).
+        # Reward models use these two (verl/experimental/reward_loop/reward_loop.py:238-265).
         "/classify",
         "/v1/embeddings",
     }
@@ -39,9 +40,10 @@ _admit: Callable[[], Awaitable[None]] | None = None
 
 
 def guard(admit: Callable[[], Awaitable[None]]) -> str:
-    """Make HTTP requests of this process wait for ``admit``, which raises RecipeError to refuse one.
+    """Make each HTTP request to this process wait for ``admit``, which raises RecipeError to refuse a request.
 
-    Returns the import path by which vLLM loads the middleware.
+    Returns:
+        The import path by which vLLM loads the middleware.
     """
     global _admit
     _admit = admit
@@ -49,7 +51,7 @@ def guard(admit: Callable[[], Awaitable[None]]) -> str:
 
 
 class HttpGate:
-    """ASGI middleware that enforces the module's contract."""
+    """ASGI middleware that passes, delays or refuses requests by the rules in the module's docstring."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -72,7 +74,6 @@ class HttpGate:
 
 
 async def _refuse(send: Any, status: int, kind: str, why: str) -> None:
-    """Send an error in the format of vLLM's errors."""
     body = json.dumps({"error": {"message": why, "type": kind, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches the newest output of each request in a vLLM engine, so that clients can fetch tokens before an answer ends.
+"""Keeps the newest output of each request in a vLLM engine, so that clients can fetch tokens before an answer ends.
 
-Contract: a server keeps the newest output of each request and returns what is new since the client last asked
-(`recipe.async_engine.engines.answers`), so the tokens survive the death of the server. Shown by
-tests/integration/test_client.py.
+Contract: when a client asks, it gets all tokens sampled since it last asked (`recipe.async_engine.engines.answers`), so
+these tokens survive the death of the server. Shown by tests/integration/test_client.py.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -17,7 +16,7 @@ from recipe.async_engine.record.activity import EngineActivity
 
 
 class OutputWatch:
-    """The newest output of each request in an engine; every output is also reported to ``activity``."""
+    """Keeps the newest output of each request in an engine, and reports every output to ``activity``."""
 
     def __init__(self, activity: EngineActivity) -> None:
         self._activity = activity
@@ -25,9 +24,10 @@ class OutputWatch:
         self._before: dict[str, int] = {}
 
     def watching(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
-        """Wrap an engine's ``generate`` to record its outputs as they arrive.
+        """Wrap an engine's ``generate`` to record each output before it is yielded.
 
-        verl passes the arguments by name, vLLM's HTTP endpoints pass the first three by position.
+        The wrapper's parameters have the same names and order as those of ``generate``, because verl passes all
+        arguments by name, and vLLM's HTTP endpoints pass the first three by position.
         """
 
         async def watched(
@@ -36,8 +36,7 @@ class OutputWatch:
             self._activity.enter(request_id)
             self._before[request_id] = len(sampled_before(sampling_params))
             try:
-                # The generator is closed as soon as the caller stops listening, which tells the engine to abort the
-                # request.
+                # Close the generator as soon as the caller stops iterating, so that the engine aborts the request.
                 async with aclosing(generate(prompt, sampling_params, request_id, **kwargs)) as outputs:
                     async for output in outputs:
                         self._newest[request_id] = output
@@ -52,14 +51,18 @@ class OutputWatch:
         return watched
 
     def asked_tokens(self, request_id: str) -> int:
-        """Return the tokens of the request's prompt and of its answer before a cut; 0 before the first output."""
+        """Return the number of tokens that the request came with: its prompt, and answer tokens sampled earlier.
+
+        The result is 0 before the request's first output.
+        """
         output = self._newest.get(request_id)
         return 0 if output is None else len(output.prompt_token_ids or ()) + self._before[request_id]
 
     def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
-        """Return what came after the first ``known`` tokens, possibly nothing; None if the answer is complete.
+        """Return the tokens after the first ``known`` ones, possibly none; return None if the answer is complete.
 
-        A complete answer is already on its way to the client; returned as a part, it would be continued past its end.
+        A complete answer is already on its way to the client. If it were returned here as an incomplete one, the client
+        might have it continued beyond its end.
         """
         output = self._newest.get(request_id)
         if output is None or not output.outputs:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rollout replica of vLLM servers.
+"""A rollout replica: one or more vLLM servers, one on each of its nodes, and their weight workers.
 
-Contract: its accelerators are reserved before it starts, and its servers answer only with complete weights
+Contract: a replica starts only on reserved accelerators, and its servers answer only with complete weights
 (`recipe.async_engine.engines.vllm.server`). Shown by tests/integration/test_server_gate.py and test_reservation.py.
 """
 
@@ -18,7 +18,7 @@ from recipe.async_engine.engines.vllm.weight_worker import RolloutWeightWorker
 
 
 class GatedVLLMReplica(ReservedReplica, vLLMReplica):
-    """A vLLM replica that consists of :class:`GatedVLLMHttpServer` actors and weight workers with deadlines."""
+    """verl's vLLM replica, with :class:`GatedVLLMHttpServer` as servers and `RolloutWeightWorker` as weight workers."""
 
     def __init__(self, *args: Any, reservations: Reservations | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -26,7 +26,6 @@ class GatedVLLMReplica(ReservedReplica, vLLMReplica):
         self.server_class = with_control(GatedVLLMHttpServer, HELD)
 
     async def hold_requests(self) -> None:
-        """Pause all servers, keeping their requests in the engines."""
         await asyncio.gather(*[server.hold_requests.remote() for server in self.servers])
 
     def get_ray_class_with_init_args(self) -> Any:

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout servers that know which weights they hold.
+"""vLLM rollout servers that track which weights version they hold and answer only with complete weights.
 
 Contract:
 
 * A server started with dummy weights answers nothing before its first complete load: requests wait up to
-  ``first_weights_timeout_s`` and then fail with :class:`RolloutServerError`.
-* Weights are staged beside the live ones; ``swap`` makes them live while the engine is paused. If they are loaded in
-  place instead, ``begin_load`` closes the server and ``set_global_steps``, which verl's adapter calls after the last
-  tensor, opens it. A swap or load that is cut off leaves the server closed, so incomplete weights never answer. Abort,
-  resume and wake-up calls do not open it.
-* An answer is returned only if its finish reason is a known one: stop, length, repetition, or abort. Stock verl accepts
-  any finish reason (vllm_async_server.py:726), so the partial output of a failed request is trained as a complete
-  answer.
-* Every answer names the version at submission and at the end (``submitted_version``, ``global_steps``). Stock verl
+  ``first_weights_timeout_s`` seconds and then fail with :class:`RolloutServerError`.
+* Weights are staged next to the live ones, and ``swap`` makes them live while the engine is paused. If weights are
+  loaded in place instead, ``begin_load`` closes the server, and ``set_global_steps``, which verl's adapter calls after
+  the last tensor, opens it. An interrupted swap or load leaves the server closed, so that it never answers with
+  incomplete weights. Calls to abort, resume or wake up do not open it.
+* An answer is returned only if its finish reason is stop, length, repetition, or abort. Stock verl accepts any finish
+  reason (vllm_async_server.py:726) and so trains the partial output of a failed request as a complete answer.
+* Every answer has the version at its submission (``submitted_version``) and at its end (``global_steps``). Stock verl
   records only the version after generation (vllm_async_server.py:689), which mislabels tokens when weights change.
 
 Shown by tests/integration/test_server_gate.py and, with the real engine, by tests/e2e/test_fully_async.py.
@@ -63,22 +62,22 @@ logger = logging.getLogger(__name__)
 
 STRAGGLER_S = 0.002
 REPETITION = "repetition"
-"""vLLM's finish reason of an answer that its ``repetition_detection`` ended; such an answer counts as complete."""
+"""vLLM's finish reason of an answer that ``repetition_detection`` ended; such an answer counts as complete."""
 HELD = ("generate",)
-"""Methods whose calls stay open for long; an abort does not wait for them."""
+"""Methods whose calls take long; all other methods are in another concurrency group and need not wait for them."""
 
 WORKER_EXTENSION = "recipe.async_engine.engines.vllm.engine_extension.StagingExtension"
 
 
 class GatedVLLMHttpServer(vLLMHttpServer):
-    """verl's vLLM server behind a :class:`WeightsGate`; the module's docstring has its contract.
+    """verl's vLLM server, whose requests must pass a :class:`WeightsGate` before they reach the engine.
 
-    It reads ``has_trainer``, ``first_weights_timeout_s`` and ``pause_timeout_s`` (seconds), among other settings, from
-    ``rollout.custom["recipe"]``.
+    Its settings come from ``rollout.custom["recipe"]``: ``has_trainer``, ``first_weights_timeout_s`` and
+    ``pause_timeout_s`` (seconds), ``staging`` and ``places`` (the largest number of requests in the engine).
     """
 
     def _post_init(self, cuda_visible_devices: str) -> None:
-        # The engine's worker reads this for the name of the socket through which weights arrive.
+        # The engine's worker reads this variable to derive the name of the socket through which weights arrive.
         os.environ["VERL_RAY_JOB_ID"] = part_id(self.node_rank)
         choose_runner(os.environ)
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets_folder())
@@ -93,7 +92,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
         self._stages_in_host = settings.get("staging") == "host"
         self._loads_in_place = settings.get("staging") == "none"
-        # An engine with the base weights but without the LoRA adapter is not the policy.
+        # With LoRA adapters the gate starts closed too: the base model without the adapter is not the trained policy.
         self._gate = WeightsGate(opened="dummy" not in self.config.load_format and not self.lora_as_adapter)
         self._adapter: AdapterName | None = None
         self._coming: AdapterName | None = None
@@ -110,7 +109,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._checksum: str | None = None
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """Launch the server like verl, and report arguments that vLLM refuses; it would otherwise exit silently."""
+        """Launch the server like verl, and raise an error if vLLM refuses its arguments instead of exiting silently."""
         try:
             await super().launch_server(*args, **kwargs)
         except SystemExit as ended:
@@ -125,21 +124,21 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         sampled: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Answer like verl's ``generate``; ``extra_fields`` gains ``submitted_version`` (int) besides ``global_steps``.
+        """Answer like verl's ``generate``, with ``submitted_version`` (int) added to the extra fields.
 
         If weights were swapped during the request, the extra fields also have the versions of the tokens
         (`VERSION_RUNS`) and the number of tokens that the engine computed again (`RECOMPUTED`).
 
         Args:
-            work: the purpose of the answer, by which the engine's time is accounted.
+            work: purpose of the request, which decides how the engine's time for it is classified.
             sampled: number of tokens at the end of ``prompt_ids`` that already belong to the answer. The sampling
-                parameters apply to the whole answer; only the rest of it is returned.
+                parameters apply to the whole answer, but only the remainder is returned.
 
         Raises:
             RolloutServerError: the server got no complete weights in time, or stayed paused for longer than a weight
                 sync may take.
-            EngineDied: the engine is gone, so this server will answer nothing any more.
-            RequestFailed: the engine ended the request with a finish reason that does not mark an answer.
+            EngineDied: the engine has died, so this server can answer no further request.
+            RequestFailed: the engine ended the request with a finish reason of a failure.
         """
         if self._unwanted.take(request_id):
             return TokenOutput(token_ids=[], stop_reason="aborted")
@@ -172,7 +171,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             self._dropped.discard(request_id)
 
     def _answered(self, request_id: str, output: TokenOutput) -> TokenOutput:
-        """Add versions to the engine's answer; raise RequestFailed if its finish reason is not a known one."""
+        """Add versions to the engine's answer, or raise RequestFailed if its finish reason is an unknown one."""
         if output.stop_reason == REPETITION:
             output.stop_reason = COMPLETED
         if output.stop_reason not in (COMPLETED, *ABORTED):
@@ -190,13 +189,13 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return output
 
     async def drop_request(self, request_id: str) -> None:
-        """End a request that nobody waits for any more, in any state, and free its place in the engine at once."""
+        """Abort a request whose caller no longer waits for it, and free its sequence slot in the engine at once."""
         task = self._tasks.get(request_id)
         if task is None:
             self._unwanted.add(request_id)
         else:
             self._dropped.add(request_id)
-            # vLLM aborts a request when its caller is cancelled.
+            # vLLM aborts a request when the task that waits for it is cancelled.
             task.cancel()
 
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
@@ -214,24 +213,24 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             if self._gate.is_open:
                 self._versions.submit(request_id, self.global_steps)
                 return None
-            # A load began while the request was parked and has not been committed, so a resume alone does not admit it.
+            # Generation has resumed, but a load has begun and is incomplete, so the request waits at the gate.
             self._admitting -= 1
             if not await self._gate.wait_open(self._first_weights_timeout_s):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
 
     async def run_server(self, args: argparse.Namespace) -> None:
-        """Run verl's server with the gate in front of its HTTP endpoints and a watch on the engine's outputs."""
+        """Run verl's server with the gate applied to its HTTP endpoints, and with `OutputWatch` on its engine."""
         args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
         patch_output_processor(self.engine.output_processor)
-        # Before each request verl asks the engine whether it has an adapter with the one name that verl uses.
+        # verl calls this before each request, to look for an adapter under verl's own name, which is not used here.
         self.engine.list_loras = no_adapters
 
     def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an engine's ``generate`` so that requests share cached prefixes only with requests of the same version.
+        """Wrap an engine's ``generate`` so that requests share cached prefixes only within one weights version.
 
-        If the version is a LoRA adapter, each request names it.
+        If the trainer sends LoRA adapters, the wrapper also adds the current adapter to each request.
         """
 
         def salted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
@@ -244,9 +243,9 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return salted
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
-        """Return what the engine has sampled for each request in progress after the token count given in ``known``.
+        """Return the new tokens of each request; ``known`` has the number of tokens already fetched, by request id.
 
-        A request that is not here, or whose answer is complete, is left out.
+        Requests that this server does not have, or whose answers are complete, are left out.
         """
         news = {
             request_id: self._outputs.since(request_id, count, self._versions)
@@ -256,25 +255,25 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return {request_id: sampled for request_id, sampled in news.items() if sampled is not None}
 
     async def admit(self) -> None:
-        """Wait until a request over HTTP may reach the engine.
+        """Wait until an HTTP request may reach the engine.
 
         Raises:
-            RolloutServerError: the server got no complete weights in time, stayed paused for too long, or has left
-                routing.
+            RolloutServerError: the server got no complete weights in time, stayed paused for too long, or was removed
+                from the load balancer.
         """
         name = "over HTTP"
         is_open = await self._gate.wait_open(self._first_weights_timeout_s)
         if not is_open or await self._park_until_admitted(name) is not None:
             raise RolloutServerError("this rollout server takes no requests at present: ask another one")
-        # Undo the count, which covers only requests through the actor.
+        # `_park_until_admitted` has counted this request, but the count is for requests through the actor only.
         self._admitting -= 1
         self._versions.forget(name)
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """Abort all requests like verl, but stop the engine after its present step and abort later arrivals as well.
+        """Abort all requests like verl, but pause the engine right after its current step.
 
-        verl waits until every admitted request has its first token before it stops the engine
-        (vllm_async_server.py:970).
+        verl first waits until every admitted request has its first token (vllm_async_server.py:970). Here the engine is
+        paused at once, and requests that reach it later are aborted as well.
 
         Raises:
             RolloutServerError: an admitted request did not return in time.
@@ -300,28 +299,27 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             await asyncio.sleep(STRAGGLER_S)
 
     async def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
-        """Make the engine receive the next stream of weights beside its live ones; return when it listens."""
+        """Make the engine receive the next weights into its staging area; return when it is ready to receive."""
         adapter = None
         if self.lora_as_adapter:
-            # The number also increases after a stream that failed, so that each adapter has a number of its own.
+            # The number increases even after a failed stream, so that no two adapters share a number.
             number = 1 if self._coming is None else self._coming.number + 1
             self._coming = AdapterName(number, version)
             adapter = (number, peft_config(self.model_config))
         await call_each_worker(self.engine, "begin_staging", version, use_shm, timeout_s, self._stages_in_host, adapter)
 
     async def wide_parameters(self) -> list[str]:
-        """Return the names of parameters that the engine holds in a wider dtype than the model's."""
         of_workers: list[list[str]] = await call_each_worker(self.engine, "wide_parameters")
         return [name for names in of_workers for name in names]
 
     async def staging_outcomes(self) -> list[str]:
-        """Return `StagingExtension.staging_outcome` of each of the engine's workers."""
+        """Return the staging outcome of each of the engine's workers (`StagingExtension.staging_outcome`)."""
         return await call_each_worker(self.engine, "staging_outcome")
 
     async def swap(self, version: int, checksum: str) -> None:
-        """Make the staged weights with this checksum the live ones; the engine must be paused and its caches empty.
+        """Make the staged weights the live ones, and record ``checksum`` as theirs.
 
-        If this fails midway, the server answers nothing any more.
+        The engine must be paused and its caches empty. If the swap fails midway, the server stays closed.
         """
         self._gate.begin_load(version)
         self._note_state()
@@ -338,9 +336,9 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         await self.set_global_steps(version)
 
     async def hold_requests(self) -> None:
-        """Stop the engine, keeping its requests until generation resumes; later requests wait in the server.
+        """Pause the engine but keep its requests; later requests wait in the server until generation resumes.
 
-        The KV cache of their tokens so far is then computed again, with the weights that are live at that time.
+        The KV cache is dropped. After generation resumes, it is computed again with the weights live then.
         """
         if self.node_rank != 0:
             return
@@ -351,13 +349,13 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         await drop_computed(self.engine)
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
-        """Translate token counts to the server's request names; the engine appends a suffix to each name."""
+        """Return the workers' token counts by the server's request names, to which the engine appends a suffix."""
         states = self.engine.output_processor.request_states
         known = {name: count for of_worker in counts for name, count in of_worker.items() if name in states}
         return {states[name].external_req_id: count for name, count in known.items()}
 
     def _swapped_under(self, sampled: dict[str, int], version: int) -> None:
-        """Record a weight swap during requests, given each request's number of tokens from the old weights."""
+        """Record a swap to ``version``; ``sampled`` has each request's number of tokens from the old weights."""
         self._versions.swap(sampled, version)
         held = {name: count for name, count in sampled.items() if name in self._tasks and count}
         for name, count in held.items():
@@ -374,25 +372,24 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._checksum = checksum
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Commit version ``global_steps``; the weight worker calls this after every tensor is loaded."""
+        """Commit version ``global_steps`` and open the server; called after all tensors have been loaded."""
         await super().set_global_steps(global_steps)
         self._gate.commit()
         self._note_state()
 
     async def open_submission_gate(self) -> None:
-        """Resume generation, as in verl."""
         await super().open_submission_gate()
         self._note_state()
 
     async def activity(self) -> Activity:
-        """Return what the engine did since the last call; raise EngineDied if it is gone."""
+        """Return the engine's time and token counts since the last call; raise EngineDied if the engine has died."""
         await self.check_engine()
         spans, counts = self._activity.take(), self._activity
         tokens = {"sampled": counts.sampled, "answered": counts.answered, "under_way": counts.under_way}
         return Activity(time.monotonic(), self._life, spans, tokens)
 
     def _note_state(self) -> None:
-        """Record in the engine's account whether it serves, and if not, why."""
+        """Record in the engine's time account whether it can generate and, if not, why."""
         if self._gate.refusing:
             self._activity.close(Class.DOWN)
         elif not self._gate.is_open:
@@ -404,26 +401,25 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             self._activity.open()
 
     async def leave_routing(self) -> None:
-        """Answer every waiting and later request as aborted without tokens, so that its client goes to another server.
+        """Return every waiting and later request as aborted without tokens, so that its client uses another server.
 
-        It is called after the server has been taken out of the load balancer; the next complete load undoes it.
+        The publisher calls this after it has removed the server from the load balancer. The next complete load makes
+        the server accept requests again.
         """
         self._gate.refuse()
         self._note_state()
         self._rejecting = True
         self._submission_paused = True
-        # This wakes the requests that wait for the end of the pause; they find that they are rejected. The pause
-        # continues.
+        # Wake the requests that wait for the end of the pause, which are then rejected. The pause itself continues.
         self._resume_event.set()
         self._resume_event.clear()
 
     async def check_engine(self) -> None:
-        """Raise EngineDied if the engine is gone."""
         if self.node_rank == 0 and self.engine.errored:
             raise EngineDied(f"the engine of rollout replica {self.replica_rank} died")
 
     async def describe(self) -> list[str]:
-        """Return lines of text on whether the server answers, its engine's requests, and where its coroutines wait."""
+        """Return lines of text: whether the server answers, its engine's requests, and where its coroutines wait."""
         gate = "open" if self._gate.is_open else f"closed, loading version {self._gate.loading}"
         requests = len(self.engine.output_processor.request_states) if self.node_rank == 0 else 0
         return [
@@ -436,12 +432,12 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         engine_kwargs["scheduler_cls"] = SCHEDULER
         chosen = engine_kwargs.get("worker_extension_cls")
-        # If weights are staged, an unsuitable extension fails at the first staging call.
+        # With staging this check is unnecessary, because an unsuitable extension fails at the first staging call.
         if self._loads_in_place and chosen and not issubclass(resolve_obj_by_qualname(chosen), StagingExtension):
             raise RolloutServerError(
                 f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={chosen}: an engine's workers "
-                "need recipe.async_engine.engines.vllm.engine_extension.StagingExtension, or a subclass, to take up "
-                "answers that were cut"
+                "need recipe.async_engine.engines.vllm.engine_extension.StagingExtension, or a subclass, to continue "
+                "interrupted answers"
             )
 
     def _get_worker_extension_cls(self) -> str:
@@ -451,5 +447,5 @@ class GatedVLLMHttpServer(vLLMHttpServer):
 
 
 async def no_adapters() -> set[int]:
-    """Stand in for the engine's ``list_loras``, which verl calls; requests are given their adapter by `_salted`."""
+    """Replace the engine's ``list_loras``, which verl calls, since `_salted` adds the adapter to each request."""
     return set()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging of a LoRA adapter in an engine that loads the base weights from the model's files.
+"""Staging of a LoRA adapter in an engine that has loaded the base weights from the model's files.
 
-Contract: that of `recipe.async_engine.weights.staged`. A stream is refused if it is not a complete adapter or has other
-shapes than the previous one; no request may be in the engine at the swap. Each adapter gets a name and a number that no
-other has had, because vLLM identifies prefixes, slots and loaded adapters by them; verl uses the same ones for all
-(verl/workers/rollout/vllm_rollout/utils.py:40). A request for an adapter that has been removed fails.
+Contract: that of `recipe.async_engine.weights.staged`. In addition, a stream is refused if it is not a complete adapter
+or if its shapes differ from those of the previous adapter. No request may be in the engine at the swap. Each adapter
+gets a new name and number, because vLLM identifies cached prefixes, LoRA slots and loaded adapters by them; verl uses
+one name and number for all (verl/workers/rollout/vllm_rollout/utils.py:40). A request for a removed adapter fails.
 
 Shown by tests/integration/test_staged_adapter.py and tests/e2e/test_lora.py.
 """
@@ -21,12 +21,12 @@ from recipe.async_engine.weights.staged import NamedTensors, StagedWeights, Stag
 
 FIRST, SECOND = ".lora_A.weight", ".lora_B.weight"
 NO_FILE = "sent by the trainer"
-"""Path of an adapter that has no file; vLLM would fail if it tried to read it."""
+"""Path that stands for an adapter without a file; vLLM would fail if it tried to read this path."""
 
 
 @dataclass(frozen=True)
 class AdapterName:
-    """The identity of an adapter in the engine's server and its workers."""
+    """The number and weights version by which the server and its engine's workers identify an adapter."""
 
     number: int
     version: int
@@ -42,8 +42,8 @@ class StagedAdapter(StagedWeights):
     """The staging area for a LoRA adapter.
 
     Args:
-        worker: the vLLM worker, of which ``add_lora``, ``remove_lora`` and ``ignored_parts`` are called.
-        peft_config: rank, alpha and targets, in PEFT's format.
+        worker: the vLLM worker; its methods ``add_lora``, ``remove_lora`` and ``ignored_parts`` are called.
+        peft_config: rank, alpha and target modules in PEFT's format.
     """
 
     def __init__(self, worker: Any, peft_config: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class StagedAdapter(StagedWeights):
         self._live: AdapterName | None = None
         self._shapes: dict[str, torch.Size] | None = None
         self.name: AdapterName | None = None
-        """Identity of the next adapter; it must be set before its stream."""
+        """Identity of the next adapter, which the caller must set before the adapter's stream begins."""
 
     def _begin(self) -> None:
         self._tensors = {}
@@ -80,9 +80,10 @@ class StagedAdapter(StagedWeights):
         return None
 
     def _swap(self) -> None:
-        """Replace the live adapter; load none and raise StagingRefused if the engine has no layer for some part.
+        """Replace the live adapter by the staged one.
 
-        vLLM silently ignores such parts, and would then sample from another policy than the trainer's.
+        If the model lacks a layer for some adapter weights, no adapter is live afterwards and StagingRefused is raised.
+        vLLM would silently ignore these weights, and sample from another policy than the trainer's.
         """
         from verl.utils.vllm import TensorLoRARequest
 

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second set of weights beside those that vLLM generates with, in the engine's own process.
+"""Staging of weights in a second instance of the model, in the vLLM engine's own process.
 
-Contract: that of `recipe.async_engine.weights.staged`. Loading runs on a thread of its own while the engine generates.
+Contract: that of `recipe.async_engine.weights.staged`. Weights are loaded on a separate thread while the engine
+generates.
 
-Completeness is checked with NaN: all floating-point parameters are filled with it when a stream starts, and one that
-still contains NaN is not complete. (vLLM's loaders report too little: the name of a packed parameter stands for any of
-its parts.) So weights that are themselves NaN are refused as well.
+To find out whether the weights are complete, all floating-point parameters are filled with NaN when a stream starts; a
+parameter that still contains NaN at its end is incomplete. (The names that vLLM's loaders return do not suffice: a
+packed parameter is named as soon as one of its components is loaded.) Weights that are themselves NaN are therefore
+refused too.
 
-The second set is a second instance of the model, created once. vLLM's own loaders fill it, and what vLLM derives from
-loaded weights (packed layers, for example) is derived there, also while the engine generates. A swap copies into the
-live tensors in place, so every holder of one sees the new values: objects that are not modules (a router with its bias,
-an attention backend with its sinks), views, captured graphs, and opaque code. The tensors to copy are found by walking
-through both instances in parallel: parameters, buffers, everything that shares their storage, and each tensor that vLLM
-has derived, whichever object holds it. A derived object that is not a tensor (a kernel's own packed form) is assigned
-to the live instance. If a tensor has no counterpart of the same shape and dtype, the version is refused before the
-swap.
+The second instance is created once. vLLM's own loaders fill it, and the values that vLLM derives from loaded weights
+(packed layers, for example) are computed there, also while the engine generates. A swap copies into the live tensors in
+place, so that every reference to them sees the new values: objects that are no modules (a router's bias, an attention
+backend's sinks), views, captured CUDA graphs, and compiled code. To find the tensors to copy, both instances are walked
+through in parallel (`recipe.async_engine.weights.held`): copied are parameters, buffers, all tensors that share their
+storage, and each tensor that vLLM has derived. A derived object that is not a tensor (a kernel's own packed format) is
+assigned to the live instance. If a tensor has no counterpart of the same shape and dtype, the version is refused before
+the swap.
 
-If the device has no memory for a second set, the second instance is in host memory: parameters and buffers are copied
-from there, and what vLLM derives is derived again from the live weights during the swap.
+If the device has no memory for a second instance, it is in host memory: the swap copies parameters and buffers from
+there, and vLLM derives the other values again from the live weights during the swap.
 
 Shown by tests/integration/test_staged_model.py; in the real engine by test_staged_architectures.py and
 tests/e2e/test_fully_async.py.
@@ -37,14 +39,14 @@ from recipe.async_engine.weights.staged import NamedTensors, StagedWeights, Stag
 
 
 class StagedModel(StagedWeights):
-    """The staging area for the weights of a model.
+    """The staging area for the full weights of a model.
 
     Args:
-        live: the model that generates.
-        spare: another instance of it, into which nothing has been loaded yet.
-        finish: the engine's processing of a model after its weights are loaded; it is called repeatedly on each
-            instance.
-        in_host: the other instance is in host memory, so nothing can be derived from its weights there.
+        live: the instance with which the engine generates.
+        spare: another instance of the same model, without weights.
+        finish: the engine's function that derives values in an instance from its loaded weights; it is called again
+            for every version.
+        in_host: ``spare`` is in host memory, so values can be derived only in ``live``, after the swap.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class StagedModel(StagedWeights):
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._hands: list[Callable[[], None]] = []
         self._derived: list[torch.Tensor] = []
-        # The tensors that loaders write to; the engine may replace them with derived ones.
+        # Remember the tensors into which loaders write, because deriving values may replace them in the model.
         found = [pair for pair in pairs(spare, live) if isinstance(pair.mine, torch.Tensor) and not pair.is_shared]
         self._loadable = [(pair, pair.mine.data, pair.mine.untyped_storage().nbytes()) for pair in found]
 
@@ -71,7 +73,7 @@ class StagedModel(StagedWeights):
         for parameter in self._spare.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
-        # Buffers that the stream does not contain keep their live values.
+        # Start from the live values of buffers, because the stream may not contain them.
         live = dict(self._live.named_buffers())
         for name, buffer in self._spare.named_buffers():
             if buffer is not live[name]:
@@ -89,7 +91,7 @@ class StagedModel(StagedWeights):
 
     def _find_problem(self) -> str | None:
         parameters = dict(self._spare.named_parameters())
-        # A sum is NaN if any element is, and needs no extra memory. All results are read from the device at once.
+        # A sum is NaN if any element is NaN, and needs no extra memory. All sums are read from the device together.
         sums = {name: parameter.sum() for name, parameter in parameters.items() if parameter.is_floating_point()}
         are_nan = torch.stack([found.isnan() for found in sums.values()]).tolist() if sums else []
         missing = [name for name, is_nan in zip(sums, are_nan, strict=True) if is_nan]
@@ -130,13 +132,13 @@ class StagedModel(StagedWeights):
             if parameter.numel() and _storage(parameter) not in reached:
                 raise StagingRefused(f"the engine's {name} exists in only one instance of its model; {_ADVICE}")
 
-        # Loaded data that another layout has replaced needs no memory until the next stream.
+        # Free loaded data that vLLM has replaced by another layout; the next stream allocates the memory again.
         for _, data, _ in self._loadable:
             if _storage(data) not in held:
                 data.untyped_storage().resize_(0)
 
     def _swap(self) -> None:
-        # Tensors that the engine made in inference mode can only be written to in that mode.
+        # Enter inference mode, because tensors created in inference mode can be written to only in inference mode.
         with torch.inference_mode():
             for live, staged in self._copies:
                 live.copy_(staged, non_blocking=True)
@@ -146,7 +148,7 @@ class StagedModel(StagedWeights):
             self._finish(self._live)
 
 
-# Counters and state of a running engine, which must not be reset.
+# Values of these types are counters and state of a running engine, which a swap must not reset.
 _NO_WEIGHT = (int, str, type(None))
 
 
@@ -160,7 +162,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _fits(pair: Pair) -> tuple[Any, ...]:
-    """Return the memory of the live model to which a tensor is copied; raise StagingRefused if it does not fit."""
+    """Return address and layout of a pair's live tensor; raise StagingRefused if its shape or dtype differs."""
     live = pair.theirs
     if not isinstance(live, torch.Tensor) or (live.shape, live.dtype) != (pair.mine.shape, pair.mine.dtype):
         raise StagingRefused(f"the engine's {pair.path} does not fit its live counterpart; {_ADVICE}")
@@ -168,7 +170,7 @@ def _fits(pair: Pair) -> tuple[Any, ...]:
 
 
 def _replaceable(pair: Pair) -> Callable[[], None]:
-    """Return a call that assigns a part with unknown contents to the live model."""
+    """Return a function that assigns an object to the live model; raise StagingRefused if that is impossible."""
     if pair.put_theirs is None or pair.has_parts or not pair.are_alike:
         raise StagingRefused(f"the engine's {pair.path} cannot be assigned to the live model; {_ADVICE}")
     return functools.partial(pair.put_theirs, pair.mine)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiving end of a weight sync, beside each rollout server's engine.
+"""The actor that receives weights from the trainer and passes them to a vLLM engine on the same node.
 
-Contract: weights are either staged beside the live ones (`stage_weights`), with which the server goes on answering
-until the swap, or loaded in place (`update_weights`), during which the server is closed. Both either succeed
-completely, or fail within their deadline and leave the engine ready for another attempt; after a failed load in place
-the server stays closed (`recipe.async_engine.engines.vllm.server`). Nothing blocks the worker's event loop. Stock verl
-has no deadline and blocks: ``BucketedWeightSender`` waits on a socket for ever, on the event loop
+Contract: weights are either staged next to the live ones (`stage_weights`), with which the server goes on answering
+until the swap, or loaded in place (`update_weights`), while the server is closed. Either call succeeds completely, or
+fails within its deadline and leaves the engine ready for another attempt. After a failed load in place the server stays
+closed (`recipe.async_engine.engines.vllm.server`). The worker's event loop is never blocked. Stock verl's
+``BucketedWeightSender`` has no deadline, and its waits on a socket block the event loop
 (bucketed_weight_transfer.py:163).
 """
 
@@ -31,15 +31,15 @@ from recipe.async_engine.core.errors import WeightLoadError
 from recipe.async_engine.weights.checksum import StreamChecksum
 
 LOOK_MS = 100
-"""How long a call on the socket waits before it checks again for an error of the engine."""
+"""Milliseconds that a call on the socket waits before it checks again whether the engine has failed."""
 
 WATCH_S = 1.0
-"""How often the engine is asked whether it is alive while weights are sent to it."""
+"""Seconds between two checks, while weights are sent, whether the engine is alive."""
 
 UNDER_WAY, COMPLETE = "under way", "complete: "
-"""Outcomes of staging, as `recipe.async_engine.engines.vllm.engine_extension` reports them; any other text is an error.
+"""Outcomes of staging that `recipe.async_engine.engines.vllm.engine_extension` reports; any other text is an error.
 
-`COMPLETE` is followed by the checksum of what the engine has loaded.
+`COMPLETE` is followed by the checksum of the loaded weights.
 """
 
 T = TypeVar("T")
@@ -48,9 +48,9 @@ NamedTensors = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[
 
 
 class DeadlineSocket:
-    """A zmq REQ socket whose calls end after ``timeout_s`` seconds, or once ``failure`` returns an error of the engine.
+    """A zmq REQ socket; sending and receiving raise WeightLoadError after ``timeout_s`` seconds or a failed engine.
 
-    Both calls then raise WeightLoadError.
+    ``failure`` returns the engine's error, or None while the engine works.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, failure: Failure) -> None:
@@ -59,7 +59,7 @@ class DeadlineSocket:
         self._failure = failure
         self.may_send = True
         self.said: Any = None
-        """The last message, whether or not it was sent."""
+        """The message of the last `send_pyobj` call, whether or not it could be sent."""
         socket.setsockopt(zmq.LINGER, 0)
 
     def send_pyobj(self, obj: Any) -> None:
@@ -87,13 +87,13 @@ class DeadlineSocket:
 
 
 class DeadlineWeightSender(BucketedWeightSender):
-    """verl's shared-memory/IPC sender with deadlines, and with a check that a tensor that cannot be split fits.
+    """verl's sender of weights through shared memory or CUDA IPC, with deadlines and checks of memory.
 
-    Shared memory is allocated before it is written to, because Linux kills a process that writes to shared memory for
-    which there is no room (SIGBUS).
+    With shared memory a tensor must fit into one bucket. Shared memory is allocated before it is written to, because
+    Linux kills a process (SIGBUS) that writes to it when /dev/shm is full.
 
-    If the stream of weights breaks, the engine still gets the closing message of the protocol; otherwise its worker
-    would wait for the next bucket for ever and could accept no further load. The version is not committed in that case.
+    If the stream of weights breaks, the engine still gets the last message of the protocol; otherwise its worker would
+    wait for the next bucket for ever and could accept no further load. The broken version is not committed.
     """
 
     socket: Any
@@ -113,7 +113,8 @@ class DeadlineWeightSender(BucketedWeightSender):
         try:
             super()._init_buffer()
         except Exception:
-            # verl leaks a segment that it has created but not handed over (bucketed_weight_transfer.py:185).
+            # Remove the shared-memory segment, which verl leaks if the engine has not received its name
+            # (bucketed_weight_transfer.py:185).
             if isinstance(self.socket.said, dict):
                 with contextlib.suppress(OSError):
                     segment = SharedMemory(self.socket.said["name"])
@@ -144,7 +145,7 @@ class DeadlineWeightSender(BucketedWeightSender):
             raise
 
     def _reserve(self, nbytes: int) -> None:
-        """Allocate shared memory for ``nbytes`` more of the bucket, up to the bucket's size."""
+        """Allocate shared memory for ``nbytes`` more bytes, but at most up to the bucket's size."""
         more = min(nbytes, self.bucket_size - self._reserved)
         if self.shm is None or more <= 0:
             return
@@ -160,11 +161,11 @@ class DeadlineWeightSender(BucketedWeightSender):
 
 
 def part_id(node_rank: int) -> str:
-    """Return an id that distinguishes a replica's part on one node from all other parts and runs on the host.
+    """Return an id for the servers and workers of a run with this node rank, unique among all runs on the host.
 
-    verl names the socket between weight worker and engine after Ray's job id (vllm_rollout.py:141). Every run that
-    starts Ray itself has the id of a first job, so two such runs on one host would load each other's weights. So would
-    the parts of a multi-node replica if several of them are on one host.
+    verl names the socket between weight worker and engine after Ray's job id (vllm_rollout.py:141). All runs that start
+    Ray themselves have the same job id, so two of them on one host would load each other's weights. The same would
+    happen between the node ranks of a multi-node replica if several of them are on one host.
     """
     context = ray.get_runtime_context()
     return f"{context.get_job_id()}-{zlib.crc32(context.gcs_address.encode()):08x}-{node_rank}"
@@ -176,9 +177,9 @@ def takes_adapters(model_config: Any) -> bool:
 
 
 class DeadlineServerAdapter(ServerAdapter):
-    """Loads weights into the vLLM server beside it, within a deadline and off the event loop.
+    """verl's adapter, which passes weights to the vLLM server on its node, with deadlines and off the event loop.
 
-    ``checksum``: of the weights that were last loaded in place. The deadline is ``weight_sync_timeout_s`` in
+    ``checksum`` is that of the weights last loaded in place. The deadline is ``weight_sync_timeout_s`` (seconds) in
     ``rollout.custom["recipe"]``.
     """
 
@@ -196,10 +197,10 @@ class DeadlineServerAdapter(ServerAdapter):
     async def update_weights(
         self, weights: NamedTensors, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:
-        """Load every tensor of ``weights``, then commit ``global_steps``.
+        """Load every tensor of ``weights`` in place, then commit version ``global_steps``.
 
-        If the engine reports an error or does not answer in time, this raises WeightLoadError and the server stays
-        closed.
+        Raises:
+            WeightLoadError: the engine reported an error or did not answer in time; the server stays closed.
         """
         if wire_format != "named_tensors":
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
@@ -233,17 +234,17 @@ class DeadlineServerAdapter(ServerAdapter):
 
     @torch.no_grad()
     async def stage_weights(self, weights: NamedTensors, version: int) -> str | None:
-        """Stage every tensor of ``weights`` beside the engine's live ones, as ``version``.
+        """Stage every tensor of ``weights`` as ``version``, next to the engine's live weights.
 
         Returns:
-            The checksum of what all ranks of the engine have loaded, on the leading rank; None on the others.
+            On the leading rank the checksum of the weights that the engine's workers have staged; None on the others.
 
         Raises:
-            WeightLoadError: the engine lacks some weights, or did not answer in time; it goes on with its live ones.
+            WeightLoadError: the engine refused the weights or did not answer in time; its live weights are unchanged.
         """
         leads = self._ensure_server_handle()
         if leads:
-            # The engine waits longer than this side, so that this side gives up first and reports why.
+            # The engine's time limit is twice that of this worker, so that the worker gives up first and reports why.
             staging = self.server_handle.begin_staging.remote(version, self.use_shm, 2 * self._timeout_s)
             await self._in_time(staging, "begin to stage weights")
         outcome = asyncio.create_task(self._death_of_engine(leads))
@@ -254,7 +255,7 @@ class DeadlineServerAdapter(ServerAdapter):
         return await self._in_time(self._staged(version), "stage the weights") if leads else None
 
     async def _load_adapter(self, weights: NamedTensors, version: int | None) -> None:
-        """Stage an adapter and swap it in at once, while nothing generates; adapters are small."""
+        """Stage an adapter and swap it in at once; the caller has paused generation."""
         assert version is not None, "each adapter has its version in its name"
         self.checksum = await self.stage_weights(weights, version)
         if self._has_server:
@@ -269,14 +270,14 @@ class DeadlineServerAdapter(ServerAdapter):
         return " and ".join(sorted({outcome.removeprefix(COMPLETE) for outcome in outcomes}))
 
     async def _death_of_engine(self, leads: bool) -> Exception:
-        """Return the error of the engine once it has died."""
+        """Wait until the engine has died and return its error; on ranks that do not lead, wait for ever."""
         while True:
             await asyncio.sleep(WATCH_S)
             if leads and (error := await _error_of(self.server_handle.check_engine.remote())) is not None:
                 return error
 
     async def _send(self, weights: NamedTensors, failure: asyncio.Task[Exception | None]) -> None:
-        """Send ``weights`` to the engine, unless ``failure`` ends with an error first."""
+        """Send ``weights`` to the engine; stop with WeightLoadError if ``failure`` returns an error before the end."""
         sender = DeadlineWeightSender(
             zmq_handle=self.zmq_handle,
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
@@ -295,17 +296,17 @@ class DeadlineServerAdapter(ServerAdapter):
 
 
 async def _error_of(load: Awaitable[Any] | None) -> Exception | None:
-    """Return the error that ended the engine's load; None without an error, or if another rank started the load."""
+    """Wait for a call to the engine and return its error, or None if it succeeded; a None call has no error."""
     try:
         if load is not None:
             await load
-    except Exception as error:  # any error of the engine is the outcome of this load
+    except Exception as error:  # Any error of the engine is returned as the outcome.
         return error
     return None
 
 
 def _run_on(device: Any, work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work`` in an event loop on this thread, after setting the thread's current device."""
+    """Make ``device`` this thread's current device and run ``work`` in an event loop."""
     get_platform().set_device(device)
     asyncio.run(work)
 
@@ -323,12 +324,12 @@ class RolloutWeightWorker(CheckpointEngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None) -> str | None:
-        """Load a version in place, as in verl, and return the checksum of what was loaded."""
+        """Receive a version and load it in place, as in verl; return the checksum of the loaded weights."""
         await super().update_weights(global_steps)
         return self.server_adapter.checksum
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stage_weights(self, global_steps: int) -> str | None:
-        """Receive version ``global_steps`` and stage it beside the engine's live weights; return its checksum."""
+        """Receive version ``global_steps`` and stage it; return its checksum on the leading rank, else None."""
         weights = self.checkpoint_engine.receive_weights(global_steps=global_steps)
         return await self.server_adapter.stage_weights(weights, global_steps)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracks whether a rollout server holds complete weights.
+"""Makes requests to a rollout server wait until the server holds complete weights.
 
-Contract: a request passes the gate only while a complete set of weights is loaded; a load that is cut off leaves the
-gate closed. Shown by tests/integration/test_server_gate.py.
+Contract: a request passes the gate only while a complete set of weights is loaded; an interrupted load leaves the gate
+closed. Shown by tests/integration/test_server_gate.py.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from recipe.async_engine.engines.vllm.engine_settings import RolloutServerError
 class WeightsGate:
     """A gate that is open while a server holds a complete set of weights.
 
-    It is independent of engine and Ray; only its owner's event loop may call it.
+    It uses neither the engine nor Ray, and must be called only on the server's event loop.
     """
 
     def __init__(self, opened: bool) -> None:
@@ -28,19 +28,19 @@ class WeightsGate:
         return self._complete.is_set()
 
     def begin_load(self, version: int | None) -> None:
-        """Close the gate until :meth:`commit`, because weights will be overwritten in place."""
+        """Close the gate until :meth:`commit`, because the live weights are about to be overwritten."""
         self.loading = version
         self.refusing = False
         self._complete.clear()
 
     def commit(self) -> None:
-        """Open the gate, because every weight of the announced version has been loaded."""
+        """Open the gate, because all weights of the version have been loaded."""
         self.loading = None
         self.refusing = False
         self._complete.set()
 
     def refuse(self) -> None:
-        """Send waiting requests away: this server has left routing and may never hold complete weights."""
+        """Refuse waiting and later requests until the next load, because the load balancer no longer has the server."""
         self.refusing = True
         self._complete.set()
         self._complete.clear()
@@ -49,7 +49,7 @@ class WeightsGate:
         """Wait for complete weights; return False if the server refuses requests instead.
 
         Raises:
-            RolloutServerError: after ``timeout_s`` seconds, with what the server waits for.
+            RolloutServerError: no complete weights came within ``timeout_s`` seconds.
         """
         if self._complete.is_set() or self.refusing:
             return not self.refusing
