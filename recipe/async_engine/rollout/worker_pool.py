@@ -111,8 +111,8 @@ class WorkerPool(WorkerSet):
     Args:
         actors: the workers, which Ray may restart.
         prepare: a function that repeats to a restarted worker the settings that the other workers got.
-        startup_s: seconds within which a worker has to start.
-        answer_s: seconds within which a worker has to respond.
+        startup_s: seconds within which a restarted worker has to be up.
+        answer_s: seconds without a response after which a worker is killed.
         traced: chooses the groups of verl's rollout trace.
         validates: whether the attempts belong to a validation.
 
