@@ -391,7 +391,7 @@ def checked(result: Any) -> Any:
         if inspect.iscoroutine(result):
             result.close()
         raise NotPlain(
-            "the reward function returned a coroutine: a function that awaits has to be an `async def` itself"
+            "the reward function returned a coroutine: to await, it has to be an `async def` itself"
         )
     given = plain(result, "what the reward function gave")
     if not isinstance(given, dict):
