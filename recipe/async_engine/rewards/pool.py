@@ -172,7 +172,7 @@ class ScoringPool:
         atexit.register(self.close)
 
     async def start(self) -> None:
-        """Start all processes, so that no call has to start one; raise RewardFailed if the function cannot be loaded."""
+        """Start all processes before the first call; raise RewardFailed if the function cannot be loaded."""
         self._idle += await asyncio.gather(*(self._start() for _ in range(self._count - len(self._idle))))
 
     async def score(self, **arguments: Any) -> Any:
@@ -390,9 +390,7 @@ def checked(result: Any) -> Any:
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()
-        raise NotPlain(
-            "the reward function returned a coroutine: to await, it has to be an `async def` itself"
-        )
+        raise NotPlain("the reward function returned a coroutine: to await, it has to be an `async def` itself")
     given = plain(result, "what the reward function gave")
     if not isinstance(given, dict):
         return number_of(result, given)

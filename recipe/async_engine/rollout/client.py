@@ -204,7 +204,9 @@ class ResumingClient(LLMServerClient):
         except Exception as error:
             answer.cancel()
             if "No available servers" in str(error):
-                raise GenerationError("no rollout server is in routing: each one died or failed to load") from error
+                raise GenerationError(
+                    "no rollout server is in routing: each one has died or failed to load weights"
+                ) from error
             raise
         if flight is not None:
             flight.server_id, flight.server = server_id, server
@@ -508,13 +510,13 @@ class ResumingClient(LLMServerClient):
         if runs:
             if sum(count for _, count in runs) != len(part.token_ids):
                 raise GenerationError(
-                    f"a rollout server answered {len(part.token_ids)} tokens with the versions {runs}"
+                    f"a rollout server returned {len(part.token_ids)} tokens with the versions {runs}"
                 )
             return [(int(version), count) for version, count in runs]
         submitted, answered = part.extra_fields.get("submitted_version"), part.extra_fields.get("global_steps")
         version = submitted if submitted is not None else answered
         if version is None:
-            raise GenerationError("a rollout server answered without a weight version")
+            raise GenerationError("a rollout server returned an answer without a weight version")
         if answered is not None and answered != version and part.stop_reason not in ABORTED:
             raise GenerationError(f"weights changed from version {version} to {answered} under an uninterrupted answer")
         return [(int(version), len(part.token_ids))]

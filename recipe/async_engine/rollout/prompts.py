@@ -85,11 +85,11 @@ class IndexedDataset(Dataset):
             raise TypeError(f"a row must be a mapping of fields, and is {type(found).__name__}")
         row = {name: self._defaults.get(name) if value is None else value for name, value in found.items()}
         if wrong := [name for name in row if not isinstance(name, str)]:
-            raise TypeError(f"fields must have names, and one is {wrong[0]!r}")
+            raise TypeError(f"the names of a row's fields must be strings, and one is {wrong[0]!r}")
         if taken := ARGUMENTS & row.keys():
-            raise ValueError(f"agent loops have an argument of the name of its field {min(taken)}: rename it")
+            raise ValueError(f"the row's field {min(taken)} has the name of an argument of agent loops: rename it")
         if "raw_prompt" not in row:
-            raise KeyError(f"there is no raw_prompt among its fields ({', '.join(row)}), which agent loops are given")
+            raise KeyError(f"the row has no field raw_prompt for agent loops, only {', '.join(row)}")
         # Check that the row can be pickled, because it is sent to other processes and written into checkpoints.
         cloudpickle.loads(cloudpickle.dumps({k: v for k, v in row.items() if not isinstance(v, torch.Tensor)}))
         return row

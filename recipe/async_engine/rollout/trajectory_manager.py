@@ -231,12 +231,12 @@ def worker_over(name: str, actor_class: Any) -> type[TrajectoryWorker]:
 
 def _check(name: str, users: Any, verls: type) -> None:
     if not (isinstance(users, type) and issubclass(users, verls)):
-        raise RolloutFailed(f"{SETTING}={name} {users!r}: it is no subclass of verl's {verls.__name__}")
+        raise RolloutFailed(f"{SETTING}={name} {users!r}: the class is no subclass of verl's {verls.__name__}")
     for method in UNASKED[verls]:
         if getattr(users, method) is not getattr(verls, method):
             raise RolloutFailed(
-                f"{SETTING}={name} {users.__qualname__}: it has a {method} of its own, which nothing calls here, where "
-                "answers are generated one by one. Put what it does into an agent loop (agent_loop_config_path), or "
+                f"{SETTING}={name} {users.__qualname__}: the class has a {method} of its own, which is never called, as "
+                "answers are generated one by one. Move its code into an agent loop (agent_loop_config_path), or "
                 "into _agent_loop_postprocess or _compute_score of the workers"
             )
 

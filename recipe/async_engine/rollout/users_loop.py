@@ -117,8 +117,8 @@ def check_row(row: dict[str, Any], n: int | None) -> None:
             np.array([value])
         except ValueError:
             raise AgentLoopError(
-                f"the data's column {name!r} has lists of different lengths in each other, of which verl can make no "
-                "array for the reward: make it text (JSON), a mapping, or lists of one length"
+                f"the data's column {name!r} has lists of different lengths inside a list, from which verl cannot "
+                "make an array for the reward: make the column text (JSON), a mapping, or lists of one length"
             ) from None
     if n is not None and (asked := row.get(ROLLOUT_N)) is not None and asked != n:
         raise AgentLoopError(
