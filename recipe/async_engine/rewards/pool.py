@@ -120,7 +120,7 @@ class _Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
+        with contextlib.suppress(RuntimeError):  # the event loop may be closed already
             self._loop.remove_reader(self._process.sentinel)
             self._writer.transport.abort()
 
@@ -303,7 +303,7 @@ def _result(answer: dict[str, Any]) -> Any:
     raise raised
 
 
-# The rest of this module runs inside the scoring processes.
+# All code below runs inside the scoring processes.
 
 PRELOAD = "RECIPE_REWARD_FUNCTION"
 """Environment variable with the path and name of the reward function as JSON. Importing this module loads the function.

@@ -288,7 +288,7 @@ class ResumingClient(LLMServerClient):
         recorder = current_recorder() or TrajectoryRecorder(work=Work.VALIDATION)
         if any(kwargs.get(data) for data in MODALITIES):
             recorder.mark_multimodal()
-        if self._by_age and not kwargs.get("priority"):  # verl's agent loops give 0
+        if self._by_age and not kwargs.get("priority"):  # verl's agent loops pass the priority 0
             kwargs["priority"] = recorder.order
         patience = Patience(self._timeout_s)
         recorder.tools.asks()

@@ -121,7 +121,7 @@ def _whole_numbers(name: str, values: Any, below: int) -> list[int]:
         for place, value in enumerate(numbers):
             try:
                 numbers[place] = operator.index(value)
-            except Exception:  # whatever a user's class raises
+            except Exception:  # a user's class may raise anything
                 what = f"{name} of the agent loop's AgentLoopOutput has {shown(value)} at {place}: no whole number"
                 raise UnusableAnswer(what) from None
     if numbers and not 0 <= min(numbers) <= max(numbers) < below:
@@ -143,7 +143,7 @@ def _numbers(values: Any) -> list[Any]:
 def _number(value: Any) -> float | None:
     try:
         return None if isinstance(value, str | bytes) else float(value)
-    except Exception:  # whatever a user's class raises
+    except Exception:  # a user's class may raise anything
         return None
 
 
@@ -192,7 +192,7 @@ def check_carried(what: str, value: Any) -> Any:
             pickle.loads(cloudpickle.dumps(value))
     except UnusableAnswer:
         raise
-    except BaseException as error:  # whatever a user's class raises
+    except BaseException as error:  # a user's class may raise anything
         raise UnusableAnswer(f"{what} cannot be sent to another process: {told(error)}") from None
     return value
 

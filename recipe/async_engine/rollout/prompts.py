@@ -103,7 +103,7 @@ def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict
     are left out unless all rows have it.
     """
     lost = [row[FAILURE] for row in rows if FAILURE in row]
-    if lost and DATASET_INDEX not in rows[0]:  # validation data; the scheduler reports lost prompts of training data
+    if lost and DATASET_INDEX not in rows[0]:  # only validation data: the scheduler reports lost prompts of training
         logger.error("%d of %d rows of the data are left out, the first: %s", len(lost), len(rows), lost[0])
     rows = [row for row in rows if FAILURE not in row] or rows
     batch: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict
         else:
             batch[name] = np.fromiter(values, dtype=object, count=len(values))
     if not any(isinstance(column, torch.Tensor) for column in batch.values()):
-        # verl's batches have at least one tensor.
+        # verl's batches need at least one tensor.
         batch["dummy_tensor"] = torch.zeros((len(rows), 1), dtype=torch.uint8)
     return batch
 

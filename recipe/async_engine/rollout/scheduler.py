@@ -207,7 +207,7 @@ class RolloutScheduler:
         """Return whether a batch may be taken or no further batch will come. Any thread may call this."""
         try:
             return self._error is not None or self._ending or self.ledger.may_take() or self._over()
-        except RecipeError as error:  # raised by the admission policy
+        except RecipeError as error:  # the admission policy may raise this
             self._error = error
             return True
 

@@ -194,7 +194,7 @@ def manager_class(name: str | None) -> type[TrajectoryManager]:
         return TrajectoryManager
     try:
         users = load_class_from_fqn(name, "AgentLoopManager")
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module may raise anything
         raise RolloutFailed(f"{SETTING}={name} cannot be loaded: {error}") from error
     _check(name, users, AgentLoopManager)
     if users is AgentLoopManager:
@@ -235,7 +235,7 @@ def _check(name: str, users: Any, verls: type) -> None:
     for method in UNASKED[verls]:
         if getattr(users, method) is not getattr(verls, method):
             raise RolloutFailed(
-                f"{SETTING}={name} {users.__qualname__}: the class has a {method} of its own, which is never called, as "
+                f"{SETTING}={name} {users.__qualname__}: the class has a {method} of its own, which is never called: "
                 "answers are generated one by one. Move its code into an agent loop (agent_loop_config_path), or "
                 "into _agent_loop_postprocess or _compute_score of the workers"
             )

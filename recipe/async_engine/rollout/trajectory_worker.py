@@ -2,9 +2,9 @@
 """Agent-loop workers that run each trajectory in a call of its own.
 
 Contract: ``run_trajectory`` returns two objects: a ``TrajectoryScored``, which the scheduler reads, and the payload,
-which the scheduler keeps as an object reference and never unpacks. If the reward takes longer than the last token,
-``run_trajectory`` returns (None, None) when that token is sampled, so that the generation slot becomes free, and
-``finish_trajectory`` returns the two objects.
+which the scheduler keeps as an object reference and never unpacks. If the reward is not ready soon after the
+last token is sampled, ``run_trajectory`` returns (None, None), so that the generation slot becomes free, and
+``finish_trajectory`` returns the two objects later.
 
 Any agent loop for verl, including a user's, runs here unchanged. The versions of tokens come from the client
 (`TrajectoryRecorder`), because loops do not know them. If a reward fails, only the reward is retried, and the answer is
@@ -495,7 +495,7 @@ class TrajectoryWorker(AgentLoopWorker):
 
     def _check_reward(self, output: AgentLoopOutput, trained: Sequence[str]) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:
-            # The trainer computes the reward.
+            # There is no reward yet, because the trainer computes it.
             return
         report = output.extra_fields.get(REPORTED)
         check_report(report)

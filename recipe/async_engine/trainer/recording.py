@@ -4,7 +4,7 @@
 Contract: the modules of the trainer's process report events with :meth:`Recording.tell`, on any thread. Rollout
 servers, log-prob servers and agent-loop workers store their activity until a thread of the recording asks for it, every
 second at first and less often in a long run. The same questions measure the difference between their clocks and this
-process's (`recipe.async_engine.record.events`). A device is a server whose accelerator time is accounted for. If a
+process's (`recipe.async_engine.record.events`). A device is a server, whose accelerator time the record accounts for. If a
 device dies, the time since its last answer is recorded as `lost_with_replica`, and the time until it is replaced, or
 the run ends, as `down`. From the 10,000th group on, events of trajectories and groups are kept for one group in two,
 later for one in four, and so on. An error of the recording never ends a run. Events that cannot be read or written are
@@ -148,8 +148,8 @@ class Recording:
         try:
             with self._lock:
                 self._ask_all()
-        except Exception:  # a run does not end for its record
-            logger.exception("the record of events misses something")
+        except Exception:  # an error of the record must not end the run
+            logger.exception("the event record lacks some events")
 
     def close(self, until: float, tokens: TokenBooks | None) -> Recorded:
         """Ask all actors once more, write all events, close the file and return a description of the record.
@@ -208,8 +208,8 @@ class Recording:
                     self._ask_all()
                     if self._now - self._last_write > RECORD_WRITE_S or len(self._told) > MANY:
                         self._write()
-            except Exception:  # a run does not end for its record
-                logger.exception("the record of events misses something")
+            except Exception:  # an error of the record must not end the run
+                logger.exception("the event record lacks some events")
             self.cpu_s = time.thread_time()
 
     @property

@@ -275,7 +275,7 @@ class Rehearsal:
                 ray.get(self.workers.pass_without_update(data), timeout=self._longest_s)
             except GetTimeoutError:
                 raise RehearsalFailed(
-                    f"a forward and backward pass was not over within {self._longest_s:g} s beside a weight sync "
+                    f"a forward and backward pass did not end within {self._longest_s:g} s during a weight sync "
                     "(async_training.timeouts.rehearsal); try async_training.weights.publish=inline"
                 ) from None
             passes += 1

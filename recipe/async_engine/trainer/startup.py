@@ -245,7 +245,7 @@ class Startup:
         if self.plan.settings.servers.enabled:
             engine = self.config.model_engine_server.engine
             mixed = engine.get("mixed_precision")
-            # FSDP2 computes in this dtype, or in bfloat16 if it is null.
+            # FSDP2 computes in `param_dtype`, or in bfloat16 if `mixed_precision` is null.
             fsdp = mixed.get("param_dtype", "bf16") if mixed else "bf16"
             dtypes.append(engine.dtype if self.plan.settings.servers.backend == "megatron" else fsdp)
         return dtypes

@@ -66,7 +66,7 @@ class ProximalLogProbs:
 
         ``metrics`` and ``timing`` are those of the current step, and are updated.
         """
-        # Every step reports the duration of the trainer's forward pass, also if there is none.
+        # Every step reports the duration of the trainer's forward pass, which is 0 if the trainer makes none.
         timing.setdefault("old_log_prob", 0.0)
         began = time.monotonic()
         if self._source in (Proximal.BYPASS, Proximal.LOGLINEAR):
