@@ -104,7 +104,7 @@ RETURNED: dict[str, tuple[dict[str, Any], str | None]] = {
     "a large token": ({"response_ids": [10, 2**70]}, "response_ids"),
     "an unknown token in the prompt": ({"prompt_ids": [1, 10**6]}, "prompt_ids .* 1000000"),
     "no prompt": ({"prompt_ids": None}, "prompt_ids"),
-    "a long prompt": ({"prompt_ids": [1] * 500}, "prompt of 500 tokens, where data.max_prompt_length="),
+    "a long prompt": ({"prompt_ids": [1] * 500}, "prompt of 500 tokens is longer than data.max_prompt_length="),
     "a long answer": (
         {"response_ids": [10] * 500, "response_mask": [1] * 500, "response_logprobs": [-1.0] * 500},
         "response of 500 tokens",

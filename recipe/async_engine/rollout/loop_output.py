@@ -286,7 +286,7 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
         ("response", tokens, response_length),
     ):
         if length > room:
-            raise UnusableAnswer(f"a {what} of {length} tokens, where data.max_{what}_length={room}")
+            raise UnusableAnswer(f"a {what} of {length} tokens is longer than data.max_{what}_length={room}")
     if log_probs and not _are_numbers(output.response_logprobs):
         first = next(place for place, value in enumerate(output.response_logprobs) if not is_number(value))
         raise NonFinite(f"the log-prob of token {first} of {tokens} is {output.response_logprobs[first]}")

@@ -4,9 +4,9 @@
 Contract: the modules of the trainer's process report events with :meth:`Recording.tell`, on any thread. Rollout
 servers, log-prob servers and agent-loop workers store their activity until a thread of the recording asks for it, every
 second at first and less often in a long run. The same questions measure the difference between their clocks and this
-process's (`recipe.async_engine.record.events`). A device is a server, whose accelerator time the record accounts for. If a
-device dies, the time since its last answer is recorded as `lost_with_replica`, and the time until it is replaced, or
-the run ends, as `down`. From the 10,000th group on, events of trajectories and groups are kept for one group in two,
+process's (`recipe.async_engine.record.events`). A device is a server, whose accelerator time the record accounts for.
+If a device dies, the time since its last answer is recorded as `lost_with_replica`, and the time until it is replaced,
+or the run ends, as `down`. From the 10,000th group on, events of trajectories and groups are kept for one group in two,
 later for one in four, and so on. An error of the recording never ends a run. Events that cannot be read or written are
 missing in the record and in the time report, which says so.
 
