@@ -103,17 +103,17 @@ class _Process:
                     await self._ended.wait()
             raise RewardProcessDied(self._why()) from None
         except (LookupError, TypeError, ValueError, asyncio.LimitOverrunError):
-            why = "its process was killed, because it wrote something else than an answer to its socket"
+            why = "the function's process was killed, because it wrote something else than an answer to its socket"
             raise RewardProcessDied(why) from None
-        raise RewardProcessDied(f"its process ended, {NO_MEMORY}: {said}")
+        raise RewardProcessDied(f"the function's process ended, {NO_MEMORY}: {said}")
 
     def _why(self) -> str:
         status = self._process.exitcode
         if status is None:
-            return "its process was killed, because it closed the socket for its answers"
+            return "the function's process was killed, because it closed the socket for its answers"
         if status == OUT_OF_MEMORY:
-            return f"its process ended, {NO_MEMORY}"
-        return f"its process ended, exit status {status}: {NO_MEMORY}, or a crash in native code"
+            return f"the function's process ended, {NO_MEMORY}"
+        return f"the function's process ended, exit status {status}: {NO_MEMORY}, or a crash in native code"
 
     def end(self) -> None:
         """Kill the process and its children, which are in the session that it leads."""

@@ -194,7 +194,7 @@ def _plain_answer(answer: Any) -> dict[str, Any]:
         NotPlain: the result has no such form. The message says which element of the result is wrong.
     """
     if not isinstance(answer, dict) or "reward_score" not in answer:
-        raise NotPlain(f"the reward manager gave {type(answer).__name__} without reward_score")
+        raise NotPlain(f"the reward manager returned a {type(answer).__name__} without reward_score")
     given = plain(answer, "what the reward manager gave")
     # verl's agent loops expect reward_extra_info, which its code for reward models does not provide.
     return {"reward_extra_info": {}, **given, "reward_score": number_of(answer["reward_score"], given["reward_score"])}

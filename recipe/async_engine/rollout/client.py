@@ -332,8 +332,8 @@ class ResumingClient(LLMServerClient):
         tokens = len(merged.token_ids)
         if not self._resume and cut_by is None:
             raise GenerationError(
-                f"the answer to request {request_id} was cut after {tokens} tokens although "
-                "async_training.partial_rollout=False; a cut answer is never trained as a complete one"
+                f"the answer to request {request_id} was interrupted after {tokens} tokens although "
+                "async_training.partial_rollout=False; an interrupted answer is never trained as a complete one"
             )
         recorder.interruptions += cut_by != CHECKPOINT
         recorder.reprefilled_tokens += prompt_length + tokens
@@ -356,8 +356,8 @@ class ResumingClient(LLMServerClient):
     def _check_one_version(self, request_id: str, versions: list[int]) -> None:
         if not self._resume and len(set(versions)) > 1:
             raise GenerationError(
-                f"the answer to request {request_id} was cut under version {versions[0]} and could go on under "
-                f"version {versions[-1]} only, although async_training.partial_rollout=False"
+                f"the answer to request {request_id} was interrupted under version {versions[0]} and could continue "
+                f"only under version {versions[-1]}, although async_training.partial_rollout=False"
             )
 
     def _budget(self, prompt_length: int, sampling_params: dict[str, Any]) -> int:
@@ -373,7 +373,7 @@ class ResumingClient(LLMServerClient):
         """Return the answer to a request, from the answers in the checkpoint if they have it, or else from a server."""
         asked = kwargs["prompt_ids"]
         if recorder.over.is_set():
-            raise GenerationError("the trajectory has ended: its agent loop may ask for nothing more")
+            raise GenerationError("the trajectory has ended, so its agent loop can send no further requests")
         answer = recorder.again(asked)
         if answer is None:
             if not recorder.validates:
@@ -510,7 +510,7 @@ class ResumingClient(LLMServerClient):
         if runs:
             if sum(count for _, count in runs) != len(part.token_ids):
                 raise GenerationError(
-                    f"a rollout server returned {len(part.token_ids)} tokens with the versions {runs}"
+                    f"a rollout server returned {len(part.token_ids)} tokens, but other counts by version: {runs}"
                 )
             return [(int(version), count) for version, count in runs]
         submitted, answered = part.extra_fields.get("submitted_version"), part.extra_fields.get("global_steps")
@@ -518,7 +518,9 @@ class ResumingClient(LLMServerClient):
         if version is None:
             raise GenerationError("a rollout server returned an answer without a weight version")
         if answered is not None and answered != version and part.stop_reason not in ABORTED:
-            raise GenerationError(f"weights changed from version {version} to {answered} under an uninterrupted answer")
+            raise GenerationError(
+                f"weights changed from version {version} to {answered} during an answer without interruption"
+            )
         return [(int(version), len(part.token_ids))]
 
     @staticmethod

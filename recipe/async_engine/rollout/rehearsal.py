@@ -79,7 +79,7 @@ class Rehearsal:
             WorkerSpoilt: the rehearsal fails, or its result differs from the first rehearsal's.
         """
         if (what := await self._changed()) is not None:
-            raise WorkerSpoilt(f"no trajectory can run in its process any more ({what}): {WHY}")
+            raise WorkerSpoilt(f"no trajectory can run in this worker any more ({what}): {WHY}")
 
     @asynccontextmanager
     async def after_a_failure(self) -> AsyncIterator[None]:
@@ -96,7 +96,7 @@ class Rehearsal:
             if (what := await self._changed()) is None:
                 raise
             said = error if isinstance(error, RecipeError) else told(error)
-            raise WorkerSpoilt(f"{said}, and no trajectory can run in its process any more ({what}): {WHY}") from error
+            raise WorkerSpoilt(f"{said}, and no trajectory can run in this worker any more ({what}): {WHY}") from error
 
     async def _changed(self) -> str | None:
         """Return how the rehearsal fails or differs from the first one, or None if it does not or cannot be made."""

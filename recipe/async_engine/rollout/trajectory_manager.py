@@ -139,7 +139,7 @@ class TrajectoryManager(AgentLoopManager):
             if not limit.expired():
                 raise
             raise RolloutFailed(
-                "validation was not done within async_training.timeouts.batch_wait; raise it, or validate fewer "
+                "validation was not done within async_training.timeouts.batch_wait; raise this, or validate fewer "
                 "prompts (data.val_max_samples)"
             ) from error
         finally:

@@ -506,7 +506,7 @@ class TrajectoryWorker(AgentLoopWorker):
         found = {**(output.extra_fields.get(REPORTED) or {}), REWARD_METRIC: output.reward_score}
         if found.get(metric) is None:
             raise RewardError(
-                f"algorithm.filter_groups.metric={metric} is not among what the reward gave "
+                f"algorithm.filter_groups.metric={metric} is not a value that the reward gave "
                 f"({', '.join(sorted(map(str, found)))}); have the reward function return it, or name one of those"
             )
         check_reward(output.reward_score, found, [metric])

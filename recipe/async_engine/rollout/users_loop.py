@@ -122,8 +122,8 @@ def check_row(row: dict[str, Any], n: int | None) -> None:
             ) from None
     if n is not None and (asked := row.get(ROLLOUT_N)) is not None and asked != n:
         raise AgentLoopError(
-            f"the data's column {ROLLOUT_N} asks for {asked} answers to this prompt: only verl's own v1 trainers give "
-            f"each prompt a number of its own, here it is actor_rollout_ref.rollout.n={n}; leave the column out"
+            f"the data's column {ROLLOUT_N} asks for {asked} answers to this prompt: only verl's own v1 trainers "
+            f"allow this, and here each prompt has actor_rollout_ref.rollout.n={n} answers; leave the column out"
         )
 
 

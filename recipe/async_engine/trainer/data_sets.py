@@ -105,13 +105,13 @@ class _Maker:
         try:
             size = len(rows)
         except Exception as error:  # a user's class may raise anything
-            raise self._refused("a data set that tells its length", f"len() of it raises {told(error)}.") from error
+            raise self._refused("a data set with a length", f"len() of it raises {told(error)}.") from error
         if size < needed:
             raise self._too_few(size, needed)
         first = [rows[index] for index in range(min(FIRST, size))]
         if all(FAILURE in row for row in first):
-            advice = f"None of the first {len(first)} can be had: {first[0][FAILURE]}."
-            raise self._refused("data whose rows can be had", advice)
+            advice = f"None of the first {len(first)} can be read: {first[0][FAILURE]}."
+            raise self._refused("data whose rows can be read", advice)
         messages = [row["raw_prompt"] for row in first if FAILURE not in row and self._is_verls(row)]
         if messages and (fault := self._cannot_prompt(messages)) is not None:
             raise fault
@@ -125,9 +125,7 @@ class _Maker:
                 files, data, self._tokenizer, self._processor, is_train=self._is_train, max_samples=limit
             )
         except (Exception, SystemExit) as error:  # a user's class may raise anything
-            raise self._refused(
-                "data that verl's data set class can be made of", f"It raises {told(error)}."
-            ) from error
+            raise self._refused("data from which verl's data set can be made", f"It raises {told(error)}.") from error
         if isinstance(dataset, IterableDataset):
             allowed, advice = "a data set with __getitem__ and __len__", "An IterableDataset has no rows to go back to."
             raise self._refused(allowed, advice, "data.custom_cls.name")

@@ -135,7 +135,7 @@ class Probe:
             except Exception as error:
                 raise RehearsalFailed(f"{record.name} did not answer: {plain_cause(error)}") from error
             if len(part.token_ids) < missing and part.stop_reason not in ABORTED:
-                raise RehearsalFailed(f"{record.name} ended an answer early, with {part.stop_reason!r}")
+                raise RehearsalFailed(f"{record.name} ended an answer early, with the stop reason {part.stop_reason!r}")
             answer.tokens += part.token_ids
             answer.log_probs += part.log_probs or ()
             answer.requests += 1
