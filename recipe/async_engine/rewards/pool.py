@@ -41,7 +41,7 @@ from recipe.async_engine.core.plain import MOST, NotPlain, plain, told, traced
 
 
 class RewardFailed(RecipeError):
-    """The reward function raised an error, returned an invalid value, or timed out. A note has any traceback."""
+    """The reward function raised an error, returned an invalid value, or timed out. A note has the traceback, if any."""
 
 
 class RewardProcessDied(RewardFailed):
@@ -156,8 +156,8 @@ class ScoringPool:
         # Otherwise multiprocessing runs the main script, which is Ray's worker script, again in every child process.
         sys.modules["__main__"].__dict__.pop("__file__", None)
         os.environ[PRELOAD] = json.dumps([path, name])
-        # On a laptop the default executable is a fork of a process that has imported the whole stack (`prefork`). Such
-        # a fork is too large for the memory limit, and would not import this module again to preload the function.
+        # In a local run the default executable is a fork of a process that has imported the whole stack (`prefork`).
+        # Such a fork is too large for the memory limit, and would not import this module again to preload the function.
         multiprocessing.set_executable(sys.executable)
         # Imported here, because the scoring processes import this module and do not need Ray.
         from recipe.async_engine.actors.sockets import sockets_folder

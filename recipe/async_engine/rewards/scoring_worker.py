@@ -180,7 +180,7 @@ def _as_text(error: BaseException, words: str = "") -> BaseException:
 
 
 def _is_cancelled() -> bool:
-    """Return whether the current task was cancelled, and not a user's code raised CancelledError by itself."""
+    """Return whether the current task was cancelled, rather than that user code raised CancelledError itself."""
     with suppress(RuntimeError):  # this thread may have no event loop
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0

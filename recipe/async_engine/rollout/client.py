@@ -518,9 +518,7 @@ class ResumingClient(LLMServerClient):
         if version is None:
             raise GenerationError("a rollout server returned an answer without a weight version")
         if answered is not None and answered != version and part.stop_reason not in ABORTED:
-            raise GenerationError(
-                f"weights changed from version {version} to {answered} during an answer without interruption"
-            )
+            raise GenerationError(f"weights changed from version {version} to {answered} during one answer")
         return [(int(version), len(part.token_ids))]
 
     @staticmethod

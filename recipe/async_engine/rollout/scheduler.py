@@ -227,7 +227,7 @@ class RolloutScheduler:
             self._changed.made()
 
     def payloads_lost(self, group_ids: Iterable[int]) -> None:
-        """Give the leased batch back to the ledger, and generate the groups whose answers are lost again."""
+        """Give the leased batch back to the ledger, and restart those of its groups whose answers are lost."""
         with self._changed:
             self.ledger.return_batch()
             for group_id in group_ids:
@@ -379,7 +379,7 @@ class RolloutScheduler:
     async def _issue_forever(self) -> None:
         while True:
             while self._issue_some():
-                # Pause, so that other tasks run and other threads get the lock, which is not fair.
+                # Pause, so that other tasks run and waiting threads get the lock, which is not handed out fairly.
                 await asyncio.sleep(PAUSE_S)
             await self._wake.wait()
             self._wake.clear()

@@ -352,7 +352,7 @@ class TrajectoryWorker(AgentLoopWorker):
                 self._running[key].told.set_result(None)
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:
-        """Return the answers of each unfinished trajectory, including tokens of open requests; and the account."""
+        """Return each unfinished trajectory's answers, with the tokens of open requests, and the token account."""
         await self.llm_client.fetch(self._answers.flights(), timeout_s)
         return self._answers.export(), self._answers.account()
 
