@@ -9,7 +9,7 @@ Shown by tests/integration/test_trajectory_manager.py, test_validation.py and te
 
 A user's ``agent_loop_manager_class``, and the worker class from which that class makes actors, become base classes of
 this package's classes, so their overrides apply wherever this package calls verl's method. A class that overrides a
-method which this package never calls is refused before any process starts. Shown by
+method of verl's which is never called here is refused before any process starts. Shown by
 tests/integration/test_users_manager.py.
 
 The values that rewards report in addition to the score become columns of the batch, one for each name that any row
