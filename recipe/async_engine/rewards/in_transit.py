@@ -49,7 +49,6 @@ class InTransit:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether the value is a tensor that NumPy can represent."""
     plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
     return plain and value.dtype in ARRAY_TYPES
 

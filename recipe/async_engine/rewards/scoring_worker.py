@@ -124,7 +124,6 @@ def _has_sandbox(reward: Any) -> bool:
 
 
 def _pool(training: Any, custom: Any) -> ScoringPool:
-    """Create the pool for the configured reward function, or for verl's own rules."""
     path, name = (custom.path, custom.name) if custom.path else DEFAULT_RULES
     gib = training.reward_memory_gib
     return ScoringPool(

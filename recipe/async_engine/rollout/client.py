@@ -453,7 +453,6 @@ class ResumingClient(LLMServerClient):
             _flight.set(None)
 
     async def _fetch_forever(self, every_s: float) -> None:
-        """Ask the servers for the tokens so far every ``every_s`` seconds while requests are open."""
         while self._flights:
             await asyncio.sleep(every_s)
             await self._fetch(self._flights)

@@ -130,10 +130,8 @@ class TrajectoryRun:
     """One trajectory, over all of its attempts.
 
     Attributes:
-        of: the group of the trajectory.
         n: number of the trajectory in its group, from 0.
         record: the trajectory's answers in the checkpoint that the run resumed from, until the first attempt ends.
-        errors: the errors of the failed attempts.
         scored: the facts about the attempt that succeeded, if any.
         payload: an object reference of that attempt's padded trajectory.
         key: the name of the newest attempt, by which its worker knows it.
@@ -218,7 +216,6 @@ class GroupRun:
 
     @property
     def keys(self) -> set[str]:
-        """The keys of the attempts that have not ended."""
         return {each.key for each in self.trajectories if each.under_way}
 
     @property
@@ -249,12 +246,10 @@ class GroupRun:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of sampled tokens in the complete trajectories."""
         return sum(scored.sampled_tokens for scored in self.complete)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether the group has several complete answers and all of them have the same filter metric."""
         return len(self.complete) > 1 and len({scored.filter_metric for scored in self.complete}) == 1
 
     @property

@@ -127,7 +127,6 @@ class TrajectoryRecorder:
         sampled: a future that is done when the last token is sampled.
         told: a future that is done when the trajectory's cancellation was requested.
         over: set when the trajectory has ended, even if its agent loop continues.
-        task: the task that runs the agent loop.
     """
 
     segments: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)

@@ -107,7 +107,6 @@ def shown(value: Any) -> str:
 
 
 def _listed(name: str, values: Any) -> list[Any]:
-    """Return the values of a list, an array or a tensor as a list."""
     if isinstance(values, np.ndarray | torch.Tensor):
         values = values.tolist()
     if not isinstance(values, list | tuple):

@@ -178,8 +178,6 @@ class PromptSource:
     """Iterates over a stateful data loader (batch size 1) for ``epochs`` epochs.
 
     Args:
-        dataloader: the data loader.
-        epochs: the number of epochs.
         epoch_prompts: number of prompts that are returned in each epoch. None returns all of them.
     """
 

@@ -93,7 +93,6 @@ class RolloutScheduler:
             ledger: the state of every group.
             source: the prompts.
             pool: the worker pool, which runs the trajectories.
-            settings: the settings that do not change during a run.
             timeline: receives the events of trajectories and groups.
             rescore: whether log-prob servers score each waiting group by the newest version.
             group_ended: a function that is called with None for each complete group, and with an error for each failed
@@ -426,7 +425,6 @@ class RolloutScheduler:
         return run
 
     def _begin(self, each: TrajectoryRun) -> None:
-        """Make the next attempt at a trajectory that has a slot."""
         try:
             if (failed := failure_of(each.of.row)) is not None:
                 raise failed
@@ -486,13 +484,11 @@ class RolloutScheduler:
         return not any(not (run.is_complete or run.given_up) for group, run in self._runs.items() if group < last)
 
     def _abandon(self, run: GroupRun, end: Callable[[int, str], Group], reason: str) -> None:
-        """End an incomplete group and cancel its running attempts."""
         run.given_up = True
         self._thread.spawn(self._pool.cancel(run.keys))
         self._change(lambda: self._end(run, end, reason))
 
     def _complete(self, run: GroupRun) -> None:
-        """Handle a group whose answers have all arrived with their rewards."""
         self._books.completed(run.complete)
         kept = not (self._settings.filter_groups and run.is_uniform)
         self._filter.ended(run.group.id, kept)
@@ -561,7 +557,6 @@ class RolloutScheduler:
             self._change(lambda: setattr(self.manager, "slots", count))
 
     def _take_in(self, each: TrajectoryRun) -> None:
-        """Count a complete trajectory, which has its reward."""
         scored = each.scored
         assert scored is not None
         self._use_slots(self._slots.ended(scored.asked_s, scored.tool_s))
@@ -678,7 +673,6 @@ class RolloutScheduler:
         return self._settings.filter_groups and self.ledger.count(GroupState.RUNNING) > 0
 
     def _over(self) -> bool:
-        """Return whether no further batch can form."""
         return not self.ledger.batch_possible(self._prompts.left)
 
     def _diagnosis(self, timeout_s: float) -> str:

@@ -429,7 +429,6 @@ class TrajectoryWorker(AgentLoopWorker):
         return await self._run_row("single_turn_agent", trajectory, MADE_UP, recorder, trace=False)
 
     async def _finished(self, output: AgentLoopOutput, row: dict[str, Any], recorder: TrajectoryRecorder) -> Any:
-        """Return the padded trajectory with versions, reward and log-probs."""
         alignment = align(recorder.segments, output.response_ids, output.response_mask)
         output.extra_fields[VERSION_RUNS] = alignment.runs
         output.extra_fields["exact_versions"] = alignment.exact

@@ -84,9 +84,7 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     """Run an agent loop with the columns of a data row as its arguments, and return the loop's result.
 
     Args:
-        agent_loop: the loop.
         sampling_params: the sampling parameters of the loop's requests.
-        row: the row of the data.
         v1: arguments that verl's v1 trainers pass. The loop gets those that its signature accepts.
     """
     for name in ARGUMENTS & row.keys():

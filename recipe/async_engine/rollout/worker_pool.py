@@ -165,7 +165,6 @@ class WorkerPool(WorkerSet):
         """Run the attempt that was assigned to a worker, and write its result into ``run``.
 
         Args:
-            run: the trajectory.
             sampled: a function that is called when the last token is sampled, if the reward takes longer.
 
         Raises:

@@ -247,7 +247,6 @@ def negative_likelihood(model_output: Any, data: TensorDict, dp_group: Any = Non
 
 
 def _tensors(copy: Any) -> list[torch.Tensor]:
-    """Return all tensors of a copy, whose structure depends on verl's training engine."""
     return [leaf for leaf in tree_leaves(copy) if isinstance(leaf, torch.Tensor)]
 
 
@@ -256,7 +255,6 @@ class PublishedWeights:
 
     Args:
         workers: the group of training workers.
-        plan: the plan of the run.
         saves: whether the run writes checkpoints.
     """
 

@@ -58,7 +58,6 @@ def note_answers(batch: DataProto, special: Collection[int], alarms: Alarms) -> 
     Args:
         batch: a batch with ``responses`` and ``response_mask``, which is 1 for sampled tokens, both (rows, R).
         special: the special tokens. An answer is empty if all its sampled tokens are special.
-        alarms: the alarms of the run.
     """
     sampled = batch.batch["response_mask"].bool()
     # A batch may have millions of tokens, so only short answers are checked.

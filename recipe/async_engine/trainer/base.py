@@ -245,7 +245,6 @@ class AsyncPPOTrainer(SavedRun):
             self.scheduler.want_no_more()
 
     def _step(self) -> dict[str, Any] | None:
-        """Train the next batch and return the step's metrics, or None if no further batch can form."""
         self.metrics, self.timing_raw = {}, {}
         if self.saving.is_over:
             self.saving.finish()
@@ -306,11 +305,9 @@ class AsyncPPOTrainer(SavedRun):
         return None
 
     def _next_groups(self) -> list[GroupRun] | None:
-        """Lease the next batch's groups, or return None if no further batch can form."""
         return self.running.take_batch(self.timeouts.batch_wait)
 
     def _end_without_batch(self) -> None:
-        """End the run, because no further batch can form."""
         self.profiling.end(self.global_steps + 1, is_last=True)
         if self.stopped_by is None:
             self.is_last_step = True
@@ -342,11 +339,9 @@ class AsyncPPOTrainer(SavedRun):
         """
 
     def _publish_again(self) -> None:
-        """Publish the weights of the ledger's version when the run begins."""
         self.publishing.again(self.is_within_version)
 
     def _rehearse(self) -> dict[str, float]:
-        """Rehearse the transfer of weights, if this is configured, and return the rehearsal's metrics."""
         if not rehearses(self.config, self.plan.settings.async_training):
             return {}
         self.rehearsal = self.rehearsal_class.of(self)

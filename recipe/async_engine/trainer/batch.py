@@ -34,7 +34,6 @@ def assemble(
     """Put the trajectories of ``groups`` into one batch.
 
     Args:
-        groups: the leased groups.
         outputs: the fetched trajectories of each group.
         postprocess: verl's function that joins padded trajectories (``AgentLoopWorker._postprocess``).
         order: the number of the trajectory in each row of the batch. None keeps the order of the groups.

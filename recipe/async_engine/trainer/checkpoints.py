@@ -191,7 +191,6 @@ def retain(root: str | Path, step: int, count: int | None) -> None:
 
 
 def _folders(root: str | Path) -> dict[int, Path]:
-    """Return verl's folders of checkpoints, by step."""
     matches = {folder: FOLDER.fullmatch(folder.name) for folder in Path(root).glob("global_step_*")}
     return {int(match[1]): folder for folder, match in matches.items() if match}
 
@@ -235,7 +234,6 @@ class RunState:
 
     Args:
         config: the whole configuration. verl's own retention of checkpoints is switched off in it, in place.
-        plan: the plan of the run.
         made_with: the values that decide whether a later run can resume from the checkpoints (`trainer.made_with`).
         lacking: a function that returns which contents that this run would load a folder lacks (`record.contents`).
     """
@@ -322,7 +320,6 @@ class RunState:
         return None if folder is None else str(folder)
 
     def _named(self) -> Path:
-        """Return the checkpoint that ``trainer.resume_from_path`` names."""
         folder = Path(self._trainer.resume_from_path)
         require_ours(folder)
         why = problem(folder) or self._read(folder)

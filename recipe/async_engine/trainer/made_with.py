@@ -103,7 +103,6 @@ def _sizes(path: Any) -> str | None:
 
 
 def _lora(model: Mapping[str, Any]) -> str:
-    """Return a description of the trained adapters and their base model."""
     nested = model.get("lora") or {}
     rank = model.get("lora_rank") or nested.get("rank") or 0
     if not rank:

@@ -36,7 +36,6 @@ class Answer:
     """An answer that a replica sampled.
 
     Attributes:
-        replica: the name of the replica.
         prompt: the tokens of the prompt.
         tokens: the sampled tokens.
         log_probs: the log-prob of each sampled token, in nats.

@@ -34,7 +34,6 @@ class PublishStage:
     """Publishes versions. The trainer's thread calls the methods, and passes the metrics and timing of its step.
 
     Args:
-        plan: the plan of the run.
         scheduler: the scheduler, whose ledger counts the versions.
         publisher: sends weights to the replicas and log-prob servers.
         published: the trainer's copy of the weights that were published last.

@@ -50,7 +50,6 @@ class RecordStage:
 
     Args:
         config: the whole configuration.
-        plan: the plan of the run.
         timeline: the trainer's timeline.
         replicas: a function that returns the present rollout and log-prob servers, which are asked for their activity.
         agents: a function that returns the agent-loop workers, which are asked too.
@@ -134,7 +133,6 @@ def _devices(config: Any, plan: RunPlan) -> Devices:
 
 
 def _advised(config: Any, plan: RunPlan) -> dict[str, Any]:
-    """Return the settings of the run on which the time report may give advice."""
     training = plan.settings.async_training
     return {
         "max_staleness": plan.max_staleness,

@@ -317,7 +317,6 @@ class Recording:
             self._fill(device, Class.LOST, self._now)
 
     def _fill(self, device: _Device, what: Class, until: float) -> None:
-        """Record ``what`` for the device, from the end of its recorded time to ``until``."""
         if until > device.known_until:
             self._told.append(Event(device.name, what, device.known_until, until))
             device.known_until = until

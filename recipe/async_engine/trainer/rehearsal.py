@@ -54,7 +54,6 @@ class Rehearsal:
     Attributes:
         publisher: the publisher of the run, after its first publication.
         workers: verl's group of the trainer's `ActorWorker` s.
-        ranks: the number of workers.
         version: the published version.
         probe: gets answers from the replicas.
         rollout: verl's rollout section of the configuration.
@@ -184,7 +183,6 @@ class Rehearsal:
         return f"beside {passes} passes of every trainer rank"
 
     def _bring(self) -> None:
-        """Have the replicas stage the version and swap it in."""
         staged, weights = self.publisher.stage(self.version), self.publisher.weights
         if weights.staging != "none":
             self._see_all_have(staged)

@@ -176,7 +176,6 @@ class SavedRun(TrainingStep):
             self.save_once()
 
     def _save_if_instance_expires(self) -> None:
-        """Save the run and wait for the checkpoint, if this instance expires soon and the run writes checkpoints."""
         if self.config.trainer.save_freq > 0 and instance_expires(self.config, self.max_steps_duration):
             self.save_once()
             self.saving.finish()
@@ -191,7 +190,6 @@ class SavedRun(TrainingStep):
                 self._save_checkpoint()
 
     def _save_checkpoint(self) -> None:
-        """Save the present state: verl's files now, the other files while training continues."""
         snapshot = {**self.running.snapshot(self.timeouts.checkpoint), "validation": dict(self.validation)}
         snapshot["alarms"] = self.alarms.counts
         self.saving.save(self.global_steps, snapshot, self._save_training_side)
@@ -222,7 +220,6 @@ class SavedRun(TrainingStep):
         return snapshot["groups"]
 
     def _start_from(self) -> None:
-        """Load the weights of another run's checkpoint, if ``async_training.start_from`` names one."""
         named = self.plan.settings.async_training.start_from
         if named is None:
             return

@@ -196,7 +196,6 @@ class Startup:
             agents.tell("use_reference", handles, servers.timeout, timeout_s=timeout_s)
 
     def _server_launcher(self) -> Callable[..., list[ModelEngineReplica]]:
-        """Return a function that starts log-prob servers as `launch` does."""
         return partial(
             launch,
             self.config,
@@ -215,7 +214,6 @@ class Startup:
         self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
 
     def _start_rollout(self) -> RolloutSide:
-        """Start the rollout servers, which have no weights yet, the agent-loop workers and the reward workers."""
         side = start_agents(self.config, self.reservations)
         timeout_s = self.timeouts.startup
         side_by_side({"the rollout servers": side.replicas.launch, **side.workers(timeout_s)}, timeout_s)
@@ -251,7 +249,6 @@ class Startup:
         return dtypes
 
     def _replace_lost(self, rollout: RolloutSide) -> None:
-        """Have the publisher replace lost replicas, up to `max_replica_restarts` times."""
         budget = self.plan.settings.async_training.max_replica_restarts
         replacements = Replacements(budget, self.timeouts.startup, clear_replica)
         self.publisher.replace_lost(replacements, rollout.replicas.start_another)

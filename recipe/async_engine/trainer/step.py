@@ -63,7 +63,6 @@ class TrainingStep(Startup):
         return self.scheduler
 
     def _train(self, groups: list[GroupRun]) -> DataProto:
-        """Train one leased batch."""
         batch = self._assemble(groups)
         self.record.ages(batch, self.ledger.version)
         self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
@@ -102,7 +101,6 @@ class TrainingStep(Startup):
         return batch
 
     def _update(self, batch: DataProto) -> DataProto:
-        """Update critic and policy with a batch that has all its columns."""
         batch = self.stages.update_actor(self.stages.update_critic(batch))
         rename_loss_metrics(self.metrics)
         return batch

@@ -244,7 +244,6 @@ def _listed(names: str | Sequence[str] | None) -> list[str]:
 
 
 def _said(account: Mapping[str, Any], error: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the values that trackers get at a run's end, by name."""
     alarms = account.get("alarms") or {}
     validation = account.get("validation") or {}
     said = {

@@ -50,7 +50,6 @@ class ProximalLogProbs:
 
     Args:
         config: the whole configuration.
-        plan: the plan of the run.
         by_published_weights: the trainer's forward pass with the weights that were published last. It returns a batch
             with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
     """
