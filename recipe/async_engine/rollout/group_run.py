@@ -159,7 +159,7 @@ class TrajectoryRun:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the next attempt runs alone in a worker, because this trajectory may have caused disturbances."""
+        """Whether the next attempt runs alone in a worker, because it may have caused the earlier disturbances."""
         return self.disturbances >= DEATHS_FOR_NOTHING
 
     def may_try_again(self, max_retries: int) -> bool:

@@ -58,7 +58,7 @@ class Stages(Protocol):
         """Take the rewards from the batch, where the agent-loop workers have put them."""
 
     def old_log_probs(self, batch: DataProto) -> tuple[DataProto, float]:
-        """Compute log-probs by the present weights.
+        """Compute log-probs with the current weights.
 
         Returns:
             A batch with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
