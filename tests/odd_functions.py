@@ -104,7 +104,7 @@ RETURNED: dict[str, tuple[dict[str, Any], str | None]] = {
     "a large token": ({"response_ids": [10, 2**70]}, "response_ids"),
     "an unknown token in the prompt": ({"prompt_ids": [1, 10**6]}, "prompt_ids .* 1000000"),
     "no prompt": ({"prompt_ids": None}, "prompt_ids"),
-    "a long prompt": ({"prompt_ids": [1] * 500}, "prompt of 500 tokens, where data.max_prompt_length="),
+    "a long prompt": ({"prompt_ids": [1] * 500}, "prompt of 500 tokens is longer than data.max_prompt_length="),
     "a long answer": (
         {"response_ids": [10] * 500, "response_mask": [1] * 500, "response_logprobs": [-1.0] * 500},
         "response of 500 tokens",
@@ -155,8 +155,14 @@ RETURNED: dict[str, tuple[dict[str, Any], str | None]] = {
     "a field in itself": ({"extra_fields": {"mine": _in_itself()}}, "extra_fields.'mine'. .* contains itself"),
     "a deep field": ({"extra_fields": {"mine": _nested(5_000)}}, "extra_fields.'mine'"),
     "a field of many paths": ({"extra_fields": {"mine": _doubling()}}, None),
-    "a huge field": ({"extra_fields": {"mine": b"x" * (2 << 20)}}, "extra_fields.'mine'. of its AgentLoopOutput has"),
-    "a huge array": ({"extra_fields": {"mine": np.zeros(1 << 20)}}, "extra_fields.'mine'. of its AgentLoopOutput has"),
+    "a huge field": (
+        {"extra_fields": {"mine": b"x" * (2 << 20)}},
+        "extra_fields.'mine'. of the agent loop's .* has",
+    ),
+    "a huge array": (
+        {"extra_fields": {"mine": np.zeros(1 << 20)}},
+        "extra_fields.'mine'. of the agent loop's .* has",
+    ),
     "verl's names": ({"extra_fields": {"uid": "mine", "advantages": 7, "prompts": [1], "data_source": 3}}, None),
     "this package's names": ({"extra_fields": {"version_runs": 7, "proximal_scores": 1, "exact_versions": 0}}, None),
     "a report in a list": ({"extra_fields": {"reward_extra_info": [1]}}, "reward_extra_info"),

@@ -367,8 +367,8 @@ async def gives_up_an_answer(loop: OddLoop, sampling_params: dict[str, Any], sam
 
 BEHAVING: dict[str, tuple[Any, str | None]] = {
     "leaves tasks": (leaves_tasks, None),
-    "cancels itself": (cancels_itself, "cancelled, and nobody here had asked"),
-    "says that it was cancelled": (says_cancelled, "cancelled, and nobody here had asked"),
+    "cancels itself": (cancels_itself, "the agent loop was cancelled .*, but not by this package"),
+    "says that it was cancelled": (says_cancelled, "the agent loop was cancelled .*, but not by this package"),
     "closes the event loop": (closes_the_loop, "Cannot close a running event loop"),
     "runs an event loop": (runs_a_loop, "asyncio.run.. cannot be called"),
     "waits in the event loop": (waits_in_the_loop, "[Tt]his event loop is already running"),

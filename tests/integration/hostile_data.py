@@ -324,21 +324,21 @@ class GivesATensor(Good):
 
 
 class WithoutPrompt(Good):
-    words = "there is no raw_prompt among its fields (prompt, data_source)"
+    words = "the row has no field raw_prompt for agent loops, only prompt, data_source"
 
     def spoilt(self, index: int) -> Any:
         return {"prompt": "sort 1", "data_source": "s"}
 
 
 class NumbersForNames(Good):
-    words = "fields must have names, and one is 7"
+    words = "the names of a row's fields must be strings, and one is 7"
 
     def spoilt(self, index: int) -> Any:
         return {**good(index), 7: "x"}
 
 
 class NamedSamplingParams(Good):
-    words = "agent loops have an argument of the name of its field sampling_params"
+    words = "the row's field sampling_params has the name of an argument of agent loops"
 
     def spoilt(self, index: int) -> Any:
         return {**good(index), "sampling_params": {"temperature": 0.1}}

@@ -249,7 +249,7 @@ def test_files_that_do_not_share_a_column_give_the_default_for_it(model: Path, t
 def test_extra_info_as_text_ends_the_start_with_verls_words(model: Path, tmp_path: Path) -> None:
     content = [{**row, "extra_info": "{}"} for row in rows([message("sort 1")] * ROWS)]
     said = refusal(composed(model, write(tmp_path / "a.jsonl", content)))
-    assert "data whose rows can be had" in said and "'str' object has no attribute 'get'" in said
+    assert "data whose rows can be read" in said and "'str' object has no attribute 'get'" in said
 
 
 def test_a_damaged_tokenizer_is_named(model: Path, tmp_path: Path) -> None:

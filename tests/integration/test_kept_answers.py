@@ -167,7 +167,7 @@ async def test_a_restored_trajectory_asks_only_for_what_is_missing(resume: bool)
 
 async def test_an_answer_of_one_version_goes_on_from_a_checkpoint_under_that_version_only() -> None:
     client = client_of(ScriptedServer(part([14], 1)), resume=False)
-    with pytest.raises(GenerationError, match="was cut under version 0 and could go on under version 1 only"):
+    with pytest.raises(GenerationError, match="under version 0 and could continue only under version 1"):
         await answer(client, AnswerBook().begin("0-0-0", await record_of_one_version()), two_turns)
 
 
@@ -176,7 +176,7 @@ async def test_an_answer_that_a_sync_cut_is_refused_from_a_record_too_where_answ
     client = client_of(ScriptedServer(part([10], 0, "aborted"), part([11], 0)))
     await answer(client, book.begin("0-0-0"))
     record = book.export()["0-0-0"]
-    with pytest.raises(GenerationError, match="was cut after 1 tokens"):
+    with pytest.raises(GenerationError, match="was interrupted after 1 tokens"):
         await answer(client_of(ScriptedServer(), resume=False), AnswerBook().begin("0-0-0", record))
 
 

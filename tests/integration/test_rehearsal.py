@@ -169,7 +169,7 @@ def test_transfer_that_reaches_one_of_two_replicas_has_not_arrived(monkeypatch: 
     stage = Stage(monkeypatch, (), (BROKEN,))
     stage.rehearsal.run()
     assert stage.rehearsal.result.fallbacks == [INLINE]
-    assert "replica 1 did not get them" in stage.rehearsal.result.checks[1].said
+    assert "replica 1 did not get the weights" in stage.rehearsal.result.checks[1].said
     assert stage.fakes.routed == ["server-0", "server-1"]
 
 
@@ -226,7 +226,7 @@ def test_replica_that_gives_no_token_is_named_with_the_deadline(monkeypatch: pyt
 
 def test_replica_that_dies_on_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, (), ("die",))
-    with pytest.raises(RehearsalFailed, match="lost on the way: replica 1"):
+    with pytest.raises(RehearsalFailed, match="replicas were lost: replica 1"):
         stage.rehearsal.run()
 
 

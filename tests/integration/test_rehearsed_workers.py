@@ -59,7 +59,7 @@ async def test_worker_that_was_changed_says_so_when_a_trajectory_fails(
                 torch.set_default_dtype(torch.float16)
             else:
                 sys.setrecursionlimit(300)
-            with pytest.raises(WorkerSpoilt, match=r"(calculator|not callable).*no trajectory can run there any more"):
+            with pytest.raises(WorkerSpoilt, match=r"(calculator|not callable).*no trajectory can run in this worker"):
                 await worker.run_trajectory("1-0-0", {"raw_prompt": [], "agent_name": "RaisingLoop"}, 4, 0, 7)
     finally:
         torch.set_default_dtype(dtype)

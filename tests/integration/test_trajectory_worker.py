@@ -471,9 +471,9 @@ async def test_answer_that_its_loop_rewrote_counts_as_sampled_by_the_oldest_vers
         ({"response_logprobs": None}, "2 tokens and no log-probs"),
         (
             {"response_ids": [3] * 9, "response_mask": [1] * 9, "response_logprobs": [-0.5] * 9},
-            r"response of 9 tokens, where data\.max_response_length=8",
+            r"response of 9 tokens is longer than data\.max_response_length=8",
         ),
-        ({"prompt_ids": [1] * 5}, r"prompt of 5 tokens, where data\.max_prompt_length=4"),
+        ({"prompt_ids": [1] * 5}, r"prompt of 5 tokens is longer than data\.max_prompt_length=4"),
     ],
 )
 async def test_answer_that_no_batch_can_hold_is_named(make_worker: Any, output: dict[str, Any], words: str) -> None:

@@ -74,7 +74,7 @@ def test_manager_that_could_not_take_part_is_refused_by_name(name: str, said: st
 
 
 def test_worker_of_a_users_manager_that_works_on_whole_batches_is_refused_by_name() -> None:
-    with pytest.raises(RolloutFailed, match=r"Worker.* it has a generate_sequences of its own"):
+    with pytest.raises(RolloutFailed, match=r"Worker.* the class has a generate_sequences of its own"):
         manager_class("user_manager.BatchWorkerManager")(CONFIG, None)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport of an answer to its reward worker as arrays, at a quarter of the cost of verl's own transport.
+"""Sends an answer to its reward worker as NumPy arrays, at a quarter of the cost of verl's own transport.
 
-Contract: what arrives equals what was sent, and is writable. Shown by tests/integration/test_reward_dispatch.py.
+Contract: the batch that arrives equals the batch that was sent, and is writable. Shown by
+tests/integration/test_reward_dispatch.py.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ ARRAY_TYPES = frozenset(
 
 
 class InTransit:
-    """A DataProto that is pickled as its arrays and unpickled as a DataProto again.
+    """A DataProto that is pickled as NumPy arrays and unpickled as a DataProto again.
 
-    verl's own transport, a consolidated TensorDict through ``torch.save``, costs several times as much as the rest of a
-    reward call. It is only used for what arrays cannot represent: subclasses, batches without tensors, nested or sparse
-    tensors, bfloat16.
+    verl pickles a DataProto as a consolidated TensorDict with ``torch.save``, which costs several times as much as the
+    rest of a reward call. This is only used where arrays cannot represent the data: for subclasses, batches without
+    tensors, nested or sparse tensors, and bfloat16.
     """
 
     def __init__(self, data: DataProto) -> None:
@@ -48,7 +49,6 @@ class InTransit:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether numpy can represent this value."""
     plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
     return plain and value.dtype in ARRAY_TYPES
 
@@ -58,6 +58,6 @@ def _unchanged(data: Any) -> Any:
 
 
 def _rebuilt(arrays: dict[str, np.ndarray], rows: int, non_tensors: dict[str, Any], meta: dict[str, Any]) -> DataProto:
-    # Copy, because Ray's memory is read-only and a reward manager may write to the batch.
+    # Copy the arrays, because Ray's memory is read-only and a reward manager may write to the batch.
     tensors = {name: torch.tensor(value) for name, value in arrays.items()}
     return DataProto(batch=TensorDict(tensors, batch_size=rows), non_tensor_batch=non_tensors, meta_info=meta)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous reward functions in separate processes, each call with a time limit.
+"""Runs synchronous reward functions in separate processes, with a time limit for each call.
 
 Contract. `ScoringPool.score` returns the function's result as plain values, or raises `RewardFailed` with the text of
-the function's error. A call fails with an explanation if it does not return in time, or if its process dies (out of
-memory, a crash in native code) or writes anything but an answer; the process is then killed with everything that it has
-started, and replaced. Each process has its own socket: no call is affected by another call's process, and the event
-loop never blocks on one.
+the function's error. A call also fails if it does not return in time, if its process dies (out of memory, a crash in
+native code), or if the process writes anything but an answer to its socket. The process is then killed together with
+its child processes, and replaced. Each process has its own socket, so one call's process cannot disturb another call,
+and the event loop never blocks on a process.
 
-The processes are forks of one that has already loaded the function (`PRELOAD`), if it can be loaded there. This module
-imports nothing of verl, torch or vLLM, so that a process is quickly replaced. A process leads its own session, so
-everything that it has started is killed with it; its output is discarded, because endless output would fill a disk.
-Only text and plain values (`core.plain`) of what the function returns or raises leave the process, as one line of JSON
-per call. Shown by tests/integration/test_reward_pool.py and test_odd_rewards.py.
+The processes are forks of a process that has already loaded the function (`PRELOAD`), if loading succeeded. This module
+does not import verl, torch or vLLM, so that a new process starts quickly. Each process leads its own session, so that
+its child processes can be killed with it. Its output is discarded, because endless output would fill a disk. A process
+only sends text and plain values (`core.plain`), as one line of JSON per call. Shown by
+tests/integration/test_reward_pool.py and test_odd_rewards.py.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from recipe.async_engine.core.plain import MOST, NotPlain, plain, told, traced
 
 
 class RewardFailed(RecipeError):
-    """There is no reward: the function raised, returned something invalid, or timed out; a note has the traceback."""
+    """The reward function raised an error, returned an invalid value, or timed out. A note has any traceback."""
 
 
 class RewardProcessDied(RewardFailed):
@@ -49,20 +49,23 @@ class RewardProcessDied(RewardFailed):
 
 
 COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
-"""Statistics of a pool: calls in progress, outcomes of the others, and total seconds including the wait for a
-process.
+"""Statistics of a pool: number of calls in progress, numbers of finished calls by outcome, and total seconds of the
+finished calls, including the wait for a process.
 """
 LINE_BYTES = 16 * MOST
-"""Longest line of an answer: JSON needs at most 12 bytes for a character and 25 for a float."""
+"""Limit in bytes on the line of an answer. JSON needs at most 12 bytes for a character and 25 for a float."""
 NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
 ATTEMPTS = 4
-"""Attempts to start a process."""
+"""Number of attempts to start a process."""
 SPOILT = 2
-"""After this many failed calls in a row a process is replaced, since its state may be broken."""
+"""Number of failed calls in a row after which a process is replaced, because its state may be broken."""
 
 
 class _Process:
-    """A scoring process and its socket, on one event loop. ``failures``: number of consecutive failed calls."""
+    """A scoring process and its socket, used by one event loop.
+
+    ``failures`` is the number of failed calls in a row.
+    """
 
     def __init__(self, process: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.failures = 0
@@ -74,7 +77,7 @@ class _Process:
     def _notice(self) -> None:
         self._loop.remove_reader(self._process.sentinel)
         self._ended.set()
-        # A child of the process may hold the socket open.
+        # End the reading of the socket after a while, because a child of the process may keep the socket open.
         self._loop.call_later(REWARD_PROCESS_S, self._reader.feed_eof)
 
     @property
@@ -82,7 +85,11 @@ class _Process:
         return not self._ended.is_set() and not self._reader.at_eof()
 
     async def line(self, call: bytes | None = None) -> dict[str, Any]:
-        """Send a call, if given, and return the answer or the greeting; raise RewardProcessDied if there is none."""
+        """Send a call, if one is given, and return the next line from the process as a dict.
+
+        Raises:
+            RewardProcessDied: the process sent no valid line.
+        """
         if call is not None:
             self._writer.write(len(call).to_bytes(HEADER, "big") + call)
         try:
@@ -96,36 +103,37 @@ class _Process:
                     await self._ended.wait()
             raise RewardProcessDied(self._why()) from None
         except (LookupError, TypeError, ValueError, asyncio.LimitOverrunError):
-            why = "was ended: something else than its answer was written to the socket for that"
+            why = "the function's process was killed, because it wrote something else than an answer to its socket"
             raise RewardProcessDied(why) from None
-        raise RewardProcessDied(f"ended, {NO_MEMORY}: {said}")
+        raise RewardProcessDied(f"the function's process ended, {NO_MEMORY}: {said}")
 
     def _why(self) -> str:
         status = self._process.exitcode
         if status is None:
-            return "was ended: it closed the socket that it answers by"
+            return "the function's process was killed, because it closed the socket for its answers"
         if status == OUT_OF_MEMORY:
-            return f"ended, {NO_MEMORY}"
-        return f"ended, exit status {status}: {NO_MEMORY}, or a crash in native code"
+            return f"the function's process ended, {NO_MEMORY}"
+        return f"the function's process ended, exit status {status}: {NO_MEMORY}, or a crash in native code"
 
     def end(self) -> None:
-        """Kill the process and everything that it has started; it leads a session of its own."""
+        """Kill the process and its children, which are in the session that it leads."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
+        with contextlib.suppress(RuntimeError):  # the event loop may be closed already
             self._loop.remove_reader(self._process.sentinel)
             self._writer.transport.abort()
 
 
 class ScoringPool:
-    """Processes that call one reward function, all on one event loop.
+    """A pool of processes that call one reward function. Only one event loop may use the pool.
 
     Args:
-        path, name: file of the function, or ``pkg://module``, and its name.
-        settings: further keyword arguments of every call; they override the call's own, as in verl.
+        path: the function's Python file, or ``pkg://module``.
+        name: the function's name.
+        settings: keyword arguments that are added to every call, and override the call's own, as in verl.
         processes: number of calls that run at the same time.
-        timeout_s: limit for one call, including its wait for a process; the caller has given up by then.
+        timeout_s: seconds for one call, including its wait for a process.
         memory_bytes: limit on the address space of each process; None for no limit.
     """
 
@@ -145,11 +153,11 @@ class ScoringPool:
         self._places = asyncio.Semaphore(processes)
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
-        # Otherwise multiprocessing runs the main script again in every child; under Ray, that is Ray's worker.
+        # Otherwise multiprocessing runs the main script, which is Ray's worker script, again in every child process.
         sys.modules["__main__"].__dict__.pop("__file__", None)
         os.environ[PRELOAD] = json.dumps([path, name])
-        # In a local run the default executable would fork the whole stack (`prefork`), which is too large for the
-        # memory limit and has passed the import that preloads the function.
+        # In a local run the default executable is a fork of a process that has imported the whole stack (`prefork`).
+        # Such a fork is too large for the memory limit, and would not import this module again to preload the function.
         multiprocessing.set_executable(sys.executable)
         # Imported here, because the scoring processes import this module and do not need Ray.
         from recipe.async_engine.actors.sockets import sockets_folder
@@ -164,14 +172,15 @@ class ScoringPool:
         atexit.register(self.close)
 
     async def start(self) -> None:
-        """Start all processes, so that no call waits for one; raise RewardFailed if the function cannot be loaded."""
+        """Start all processes before the first call; raise RewardFailed if the function cannot be loaded."""
         self._idle += await asyncio.gather(*(self._start() for _ in range(self._count - len(self._idle))))
 
     async def score(self, **arguments: Any) -> Any:
         """Return the reward function's result for verl's arguments, as plain values.
 
         Raises:
-            RewardFailed: there is no result; RewardProcessDied if the function's process ended without an answer.
+            RewardProcessDied: the function's process ended without an answer.
+            RewardFailed: the function failed in another way.
         """
         began = time.monotonic()
         self.stats["pending"] += 1
@@ -182,11 +191,11 @@ class ScoringPool:
             self.stats["timed_out"] += 1
             raise RewardFailed(
                 f"the reward function {self._what} gave nothing within {self._timeout_s:g} s "
-                "(async_training.timeouts.reward): its process was ended, or none was free"
+                "(async_training.timeouts.reward): its process was killed, or no process was free"
             ) from None
         except RewardProcessDied as error:
             self.stats["died"] += 1
-            raise RewardProcessDied(f"the process of the reward function {self._what} {error}") from None
+            raise RewardProcessDied(f"the reward function {self._what} failed: {error}") from None
         except Exception:
             self.stats["failed"] += 1
             raise
@@ -222,13 +231,16 @@ class ScoringPool:
         return _result(answer)
 
     async def _free(self) -> _Process:
-        """Return an idle process, preferably one that last succeeded and has been idle longest, or start one."""
+        """Return an idle process, or a new one if none is idle.
+
+        The process that has been idle for longest comes first, but one whose last call failed comes last.
+        """
         self._idle.sort(key=lambda process: process.failures)
         while self._idle:
             process = self._idle.pop(0)
             if process.is_alive:
                 return process
-            # It died after its last call, because of what the call left behind or a signal.
+            # The process died after its last call, because of a signal or of something that the call left behind.
             process.end()
         return await self._start()
 
@@ -249,10 +261,10 @@ class ScoringPool:
 
 
 def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.socket]:
-    """Start a scoring process; return it and this end of its socket."""
+    """Start a scoring process, and return the process and the reward worker's end of its socket."""
     for left in reversed(range(ATTEMPTS)):
-        # Each attempt has a socket pair of its own: the process of a failed attempt may exist after all, and would
-        # answer too.
+        # Each attempt has its own socket pair, because a failed attempt may still have created a process, which would
+        # send answers too.
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -260,7 +272,7 @@ def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.sock
                 process.start()
                 break
             except (OSError, EOFError):
-                # The fork server, which a reward function can kill, is replaced by multiprocessing when it has died.
+                # A reward function may have killed the fork server. multiprocessing then replaces it.
                 ours.close()
                 if not left:
                     raise
@@ -279,7 +291,7 @@ def _pickled(arguments: dict[str, Any]) -> bytes:
     try:
         return pickle.dumps(arguments)
     except Exception as error:  # a user's data set, agent loop or tool may have put anything there
-        raise RewardFailed(f"what the reward function is called with cannot be pickled: {told(error)}") from error
+        raise RewardFailed(f"the arguments of the reward function cannot be pickled: {told(error)}") from error
 
 
 def _result(answer: dict[str, Any]) -> Any:
@@ -291,24 +303,23 @@ def _result(answer: dict[str, Any]) -> Any:
     raise raised
 
 
-# The rest of this module runs inside the scoring processes.
+# All code below runs inside the scoring processes.
 
 PRELOAD = "RECIPE_REWARD_FUNCTION"
-"""Environment variable with the function's [module path, name] as JSON, which is loaded when this module is
-imported.
+"""Environment variable with the path and name of the reward function as JSON. Importing this module loads the function.
 """
 
 HEADER = 8
-"""Size of the header before a call's pickled arguments, which holds their length in bytes."""
+"""Bytes of the header before a call's pickled arguments. The header is their length in bytes, big-endian."""
 RESULT, RAISED, FULL = "result", "raised", "full"
-"""Keys of an answer: the function's result; the text of an error, with its traceback in `TRACE`; the text of a
-MemoryError, which ends the process.
+"""Keys of an answer. `RESULT` has the function's result. `RAISED` has the text of an error, whose traceback is in
+`TRACE`. `FULL` has the text of a MemoryError, after which the process ends.
 """
 TRACE = "trace"
 OUT_OF_MEMORY = 112
-"""Exit status of a process that had too little memory left to report it."""
+"""Exit status of a process that ran out of memory. The process may have been unable to report this otherwise."""
 
-# Keep the originals, since a reward function may replace them in their modules.
+# Keep references to the original functions, because a reward function may replace them in their modules.
 _exit, _getpid, _setitimer, _sendall = os._exit, os.getpid, signal.setitimer, socket.socket.sendall
 _dumps, _loads = json.dumps, pickle.loads
 
@@ -316,7 +327,7 @@ _loaded: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def load(path: str, name: str) -> Callable[..., Any]:
-    """Load a function from a Python file, or from a module named ``pkg://...``, once per process."""
+    """Return the function ``name`` of a Python file or of a module ``pkg://...``, which is loaded once per process."""
     if (path, name) not in _loaded:
         if path.startswith("pkg://"):
             module = importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
@@ -333,14 +344,14 @@ def load(path: str, name: str) -> Callable[..., Any]:
 def serve(
     channel: socket.socket, alive: Any, path: str, name: str, settings: dict[str, Any], memory_bytes: int | None
 ) -> None:
-    """Turn this process into a scoring process: greet with a result of None, then answer each call with a line.
+    """Run a scoring process: send a first line with the result None, then answer each call with a line of JSON.
 
     Args:
-        channel: socket to the reward worker; a call is `HEADER` bytes followed by pickled keyword arguments.
+        channel: socket to the reward worker. A call is `HEADER` bytes followed by pickled keyword arguments.
         alive: the reading end of a pipe whose writing end closes when the reward worker ends.
         path, name: location of the reward function, as for `load`.
-        settings: further arguments of each call, which override the call's own.
-        memory_bytes: limit on the address space.
+        settings: keyword arguments that are added to each call, and override the call's own.
+        memory_bytes: limit on the address space of the process.
     """
     with contextlib.suppress(PermissionError):
         os.setsid()
@@ -358,8 +369,9 @@ def serve(
 
 
 def end_with(pipe: int) -> None:
-    """Arrange for SIGKILL, which ends this process in any state, when the last writing end of the pipe closes."""
-    # Opened again, because the signal's recipient is a property of the open file, which other processes share.
+    """Have the kernel kill this process, whatever it is doing, when the last writing end of the pipe closes."""
+    # Open the pipe again, because the recipient of the signal is a property of the open file, and other processes share
+    # the inherited one.
     own = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
@@ -370,15 +382,15 @@ def end_with(pipe: int) -> None:
 
 
 def checked(result: Any) -> Any:
-    """Return a reward function's result as plain values, if verl accepts it.
+    """Return a reward function's result as plain values.
 
     Raises:
-        NotPlain: verl does not accept it; the message names the place in the value.
+        NotPlain: verl does not accept the result. The message says which element of the result is wrong.
     """
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()
-        raise NotPlain("the reward function gave a coroutine: one that awaits has to be an `async def` itself")
+        raise NotPlain("the reward function returned a coroutine: to await, it has to be an `async def` itself")
     given = plain(result, "what the reward function gave")
     if not isinstance(given, dict):
         return number_of(result, given)
@@ -389,25 +401,25 @@ def checked(result: Any) -> Any:
 
 
 def number_of(value: Any, given: Any) -> Any:
-    """Return a score as the plain value ``given``; as in verl, an array or tensor of one number becomes the number."""
+    """Return the score ``value`` in its plain form ``given``. As in verl, an array of one number becomes the number."""
     while hasattr(value, "tolist") and isinstance(given, list) and len(given) == 1:
         given = given[0]
     return given
 
 
 def _answer(channel: socket.socket, call: Callable[[], Any]) -> None:
-    """Send the call's result or error; a fork of this process that returns from the call ends here."""
+    """Make a call and send its result or error. A forked child that returns from the call exits here."""
     own, answer = _getpid(), {}
     try:
         answer[RESULT] = call()
     except MemoryError as error:
-        # The memory may stay in use, for example after a leak, so the process ends and the next call gets a new one.
+        # End the process, because the memory may stay in use, for example after a leak. The next call gets a new one.
         _tell_and_end(channel, own, error.with_traceback(None))
     except BaseException as error:  # any error of a user's function fails only its call
         answer = {RAISED: told(error), TRACE: traced(error)}
     if _getpid() != own:
         _exit(0)
-    # A timer that the call left behind would interrupt a later one.
+    # Stop any timer that the call left running, because it would interrupt a later call.
     _setitimer(signal.ITIMER_REAL, 0)
     _sendall(channel, _dumps(answer).encode() + b"\n")
 
@@ -421,6 +433,6 @@ def _tell_and_end(channel: socket.socket, own: int, error: MemoryError) -> None:
 
 
 if PRELOAD in os.environ:
-    # The scoring process loads it again and raises the error where it is reported.
+    # An error is ignored here, because each scoring process loads the function again and reports the error.
     with contextlib.suppress(BaseException):
         load(*json.loads(os.environ[PRELOAD]))

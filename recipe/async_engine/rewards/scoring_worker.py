@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's reward workers, with synchronous reward functions in a process pool.
 
-Contract: every reward manager of verl works as in verl; only calls of a synchronous function go to the pool of
-`reward_processes` processes per reward worker. Asynchronous functions and reward models are left to verl. Any failure
-of the function or the manager fails the call with text (`RewardFailed`), and results leave the worker as plain values,
-so no user's class has to be unpickled elsewhere. Such errors bypass managers of verl that would turn a failed call into
-a score of 0. Ray restarts a worker that died, up to `max_replica_restarts` times each; `least_busy_worker` chooses the
-worker for an answer. Shown by tests/integration/test_reward_pool.py, test_odd_rewards.py and test_reward_dispatch.py.
+Contract: every reward manager of verl works as in verl, except that a synchronous reward function is called in a pool
+of `reward_processes` processes, which each reward worker has. verl itself runs asynchronous functions and reward
+models. If the function or the manager fails, the call raises `RewardFailed` with the error as text, and results are
+plain values, so that other processes need not unpickle users' classes. Errors bypass those managers of verl that would
+turn a failed call into a score of 0. Ray restarts each dead worker up to `max_replica_restarts` times.
+`least_busy_worker` chooses the worker for an answer. Shown by tests/integration/test_reward_pool.py,
+test_odd_rewards.py and test_reward_dispatch.py.
 """
 
 import asyncio
@@ -37,17 +38,20 @@ from recipe.async_engine.rewards.in_transit import InTransit
 from recipe.async_engine.rewards.pool import COUNTS, RewardFailed, RewardProcessDied, ScoringPool, checked, number_of
 
 HELD = ("compute_score", "compute_score_batch", "compute_score_disrm")
-"""Methods of a reward worker whose calls stay open for long."""
-# Location of verl's own rules, which depend on the row's data source.
+"""A reward worker's methods whose calls stay open for long."""
+# Location of verl's default reward function, which chooses a rule by the row's data source.
 DEFAULT_RULES = "pkg://verl.utils.reward_score", "default_compute_score"
 
 
 TOLD = (RewardFailed, RewardProcessDied, NotPlain)
-"""Errors that are text already."""
+"""Errors that consist of text only, so they are raised unchanged."""
 
 
 class _PastManager(BaseException):
-    """Carries a failed call's error to `ScoringWorker.compute_score`, past any ``except Exception`` on the way."""
+    """Carries the error of a failed call to `ScoringWorker.compute_score`.
+
+    As a BaseException it passes the manager's ``except Exception`` clauses.
+    """
 
 
 class ScoringWorker(RewardLoopWorker):
@@ -57,8 +61,8 @@ class ScoringWorker(RewardLoopWorker):
         training, reward = self.config.async_training, self.config.reward
         manager = reward.reward_manager
         if manager.source == "register" and manager.name == "remote" and training.reward_processes > 0:
-            # The pool replaces verl's `remote` manager, which is `naive` with the function in actors that are never
-            # restarted.
+            # verl's `remote` manager is its `naive` manager with the function in actors that are never restarted. The
+            # pool replaces these actors.
             with open_dict(self.config):
                 manager.name = "naive"
         try:
@@ -69,7 +73,7 @@ class ScoringWorker(RewardLoopWorker):
         self._call_reward()
 
     def _call_reward(self) -> None:
-        """Redirect the manager's calls of the reward function to the pool, or wrap them so that errors become text."""
+        """Make the reward manager call the function in the pool, or else in a wrapper that turns errors into text."""
         training, reward, manager = self.config.async_training, self.config.reward, self.reward_manager
         if not hasattr(manager, "is_async_reward_score"):
             return
@@ -79,7 +83,8 @@ class ScoringWorker(RewardLoopWorker):
             self.pool = _pool(training, reward.custom_reward_function)
             call = self.pool.score
         elif not type(manager).__module__.startswith("verl."):
-            # A user's own manager calls the function in this process and may depend on its results and exceptions.
+            # A user's own manager calls the function in this process, because it may depend on the function's results
+            # and exceptions.
             return
         else:
             call = partial(_checked_call, manager.compute_score, manager.is_async_reward_score)
@@ -91,12 +96,12 @@ class ScoringWorker(RewardLoopWorker):
         manager.is_async_reward_score = True
 
     async def be_ready(self) -> None:
-        """Return once no call has to wait for a process to start; raise RewardFailed if one cannot start."""
+        """Return when all processes of the pool have started; raise RewardFailed if one cannot start."""
         if self.pool is not None:
             await self.pool.start()
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
-        """Score like verl, with plain values; raise RewardFailed, or another error of `pool`, if there is no reward."""
+        """Return verl's result for an answer as plain values; raise RewardFailed, or another of `TOLD`, on failure."""
         try:
             return _plain_answer(await super().compute_score(data))
         except _PastManager as failed:
@@ -105,7 +110,7 @@ class ScoringWorker(RewardLoopWorker):
             raise _as_text(error) from None
 
     async def describe(self) -> list[str]:
-        """Return lines of text with the pool's counts, and where the coroutines wait."""
+        """Return lines of text with the pool's counts and the positions at which coroutines wait."""
         return [str(self.pool.stats if self.pool is not None else "no pool"), *(f"tasks: {line}" for line in waits())]
 
     async def pool_stats(self) -> tuple[int, dict[str, float]]:
@@ -114,12 +119,11 @@ class ScoringWorker(RewardLoopWorker):
 
 
 def _has_sandbox(reward: Any) -> bool:
-    """Return whether verl's sandbox service is used; its semaphore is shared only by the threads of one process."""
+    """Return whether verl's sandbox service is used, whose semaphore only works within one process."""
     return bool((reward.get("sandbox_fusion") or {}).get("url"))
 
 
 def _pool(training: Any, custom: Any) -> ScoringPool:
-    """Create the pool for the configured reward function, or for verl's own rules."""
     path, name = (custom.path, custom.name) if custom.path else DEFAULT_RULES
     gib = training.reward_memory_gib
     return ScoringPool(
@@ -133,7 +137,10 @@ def _pool(training: Any, custom: Any) -> ScoringPool:
 
 
 async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments: Any) -> Any:
-    """Call a function, in a thread unless it is async, and raise only exceptions that tasks and futures can hold."""
+    """Call a function, in a thread unless it is async, and raise its errors as text.
+
+    A task or future cannot hold every exception that a function may raise, for example StopIteration.
+    """
 
     def call() -> Any:
         try:
@@ -162,7 +169,7 @@ async def _bypassing_manager(call: Callable[..., Awaitable[Any]], timeout_s: flo
 
 
 def _as_text(error: BaseException, words: str = "") -> BaseException:
-    """Return the error to raise in place of this one, whose class other processes may not have."""
+    """Return an error that has ``error`` as text, because other processes may lack the class of ``error``."""
     if type(error) in TOLD or (issubclass(type(error), asyncio.CancelledError) and _is_cancelled()):
         return error
     failed = RewardFailed(f"{words}{told(error)}")
@@ -172,8 +179,8 @@ def _as_text(error: BaseException, words: str = "") -> BaseException:
 
 
 def _is_cancelled() -> bool:
-    """Return whether the current task was cancelled, as opposed to user code raising CancelledError itself."""
-    with suppress(RuntimeError):  # no event loop in this thread
+    """Return whether the current task was cancelled, rather than that user code raised CancelledError itself."""
+    with suppress(RuntimeError):  # this thread may have no event loop
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
     return False
@@ -183,17 +190,17 @@ def _plain_answer(answer: Any) -> dict[str, Any]:
     """Return a reward manager's result in plain values, in the form that verl's agent loops expect.
 
     Raises:
-        NotPlain: the result has another form; the message names the place in it.
+        NotPlain: the result has no such form. The message says which element of the result is wrong.
     """
     if not isinstance(answer, dict) or "reward_score" not in answer:
-        raise NotPlain(f"the reward manager gave {type(answer).__name__} without reward_score")
+        raise NotPlain(f"the reward manager returned a {type(answer).__name__} without reward_score")
     given = plain(answer, "what the reward manager gave")
     # verl's agent loops expect reward_extra_info, which its code for reward models does not provide.
     return {"reward_extra_info": {}, **given, "reward_score": number_of(answer["reward_score"], given["reward_score"])}
 
 
 class ScoringManager(RewardLoopManager):
-    """verl's manager over :class:`ScoringWorker` actors; a reward model runs on the rollout's engine class."""
+    """verl's manager with :class:`ScoringWorker` actors. A reward model runs in this package's engine class."""
 
     def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
         if config.reward.reward_model.enable:
@@ -203,29 +210,29 @@ class ScoringManager(RewardLoopManager):
         super().__init__(config)
 
     def _init_reward_loop_workers(self) -> None:
-        # This overrides the class that verl's constructor has just set.
+        # Replace the worker class that verl's constructor has just set.
         restarts = int(self.config.async_training.max_replica_restarts)
         self.reward_loop_workers_class = Restartable(ScoringWorker, restarts, HELD)
         super()._init_reward_loop_workers()
         self._asked: list[Any] = []
-        # Keyed by worker and process id, including processes that have died.
+        # The counts by worker and process id, including processes that have died.
         self._counts: dict[tuple[int, int], dict[str, float]] = {}
 
     def until_ready(self, timeout_s: float) -> None:
-        """Return once every worker and its processes have started; raise any error that occurred there."""
+        """Return when every worker and its processes have started; raise the error of one that could not start."""
         ray.get([worker.be_ready.remote() for worker in self.reward_loop_workers], timeout=timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """Return the pools' counts as of the previous call, so that nothing waits for a busy worker.
+        """Return the pools' counts at the previous call of this method, so that no busy worker is waited for.
 
-        ``worker_restarts``: number of times that a worker was found in a new process.
+        ``worker_restarts`` is the number of restarts of workers that were noticed.
         """
         if not self._asked or not ray.wait(self._asked, num_returns=len(self._asked), timeout=0)[1]:
             for worker, answer in enumerate(self._asked):
                 try:
                     process, counts = ray.get(answer, timeout=1)
                 except RayActorError:
-                    continue  # dead or being restarted; its open calls report that
+                    continue  # the worker is dead or being restarted, and its open calls report this
                 for (other, _), past in self._counts.items():
                     past["pending"] *= other != worker
                 self._counts[worker, process] = counts
@@ -236,18 +243,19 @@ class ScoringManager(RewardLoopManager):
 
 
 def least_busy_worker(actors: Sequence[Any]) -> Any:
-    """Stand in for a handle of verl's reward workers, sending each call to the worker with the fewest calls from here.
+    """Return an object that replaces the handle of a reward worker, and sends each call to the least busy worker.
 
-    verl chooses a worker at random. A caller gets any error of its call. A further attempt avoids a worker that died or
-    does not answer, if there is another one (`actors/worker_set.py`), and a worker whose calls fail is not preferred
-    for being idle. When a call is given up, its worker is asked for a sign of life. If no worker is available, a call
-    waits for one; the caller has the deadline. To be used on one event loop.
+    verl chooses a worker at random instead. The least busy worker is the one with the fewest open calls from this
+    object. A caller gets any error of its call. A retry avoids a worker that died or does not respond, if there is
+    another one (`actors/worker_set.py`), and a worker whose calls fail quickly is not preferred for being idle. When a
+    caller gives up a call, the worker is checked for a sign of life. If no worker is available, a call waits for one
+    until the caller gives up. Only one event loop may use the object.
     """
     workers = WorkerSet("reward", actors, REWARD_WORKER_S * random.uniform(1.0, 1.5))
     last: list[WorkerDied] = []
 
     async def score(data: Any) -> dict[str, Any]:
-        """Call verl's ``compute_score``; raise WorkerDied if the worker died, RewardFailed if all have."""
+        """Call verl's ``compute_score``; raise WorkerDied if the worker died, or RewardFailed if all workers have."""
         while (name := workers.choose()) in workers.silent:
             await workers.any_answer()
         try:
@@ -258,7 +266,7 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
                 return answer
         except WorkerDied as error:
             last[:] = [error]
-            # The call may have waited in vain for the last worker.
+            # If this was the last worker, raise the error below, which says that every worker has died.
             if not workers.lost:
                 raise
         except Exception:
@@ -266,11 +274,9 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
                 workers.note(name, failed=True)
             raise
         except asyncio.CancelledError:
-            # The call is usually past its deadline.
+            # The caller usually cancels a call because of its deadline, so check whether the worker still responds.
             workers.doubt(name)
             raise
-        raise RewardFailed(
-            f"every reward worker has died; the last one: {last[0] if last else 'before its first call'}"
-        )
+        raise RewardFailed(f"every reward worker has died; the last error of a call: {last[0] if last else 'none'}")
 
     return as_handle("compute_score", score)

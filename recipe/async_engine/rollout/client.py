@@ -3,27 +3,29 @@
 
 Contract:
 
-* ``generate`` returns a complete answer. If a weight sync aborts it, the tokens so far are kept and the client asks for
-  the rest at once. The server holds the resumed request until it may run, so nothing sleeps or polls.
-* The sampling parameters of a request apply to the whole answer, however often it is cut (``core/cuts.py``).
-* With ``async_training.weights.at_swap=keep`` a sync holds requests in their engine, and the server says which version
-  sampled which tokens.
-* With ``async_training.partial_rollout=False`` no answer is ever cut, because the scheduler drains before a sync. If
-  one is cut all the same, ``generate`` raises instead of returning it as complete. After its server's death, or from a
-  checkpoint, an answer continues under the same version only.
-* With ``rollout.scheduling_policy=priority`` a full engine takes the requests of the oldest groups first, so answers
-  that a sync has cut continue before younger ones begin.
-* Every answer of a server, whole or cut, is kept. A request whose answer a checkpoint holds reaches no server
-  (``kept_answers``). :meth:`ResumingClient.fetch` gets the tokens so far of requests under way.
-* If generation happens in turns, requests wait here between two turns (:class:`TurnGate`).
-* The version of a request is the one at its submission. An answer that claims another version is an error.
-* A server whose process or engine died is taken out of routing. The answer continues on another server from the tokens
-  that are known: its earlier parts and, with ``async_training.partial_tokens_interval``, the last fetched tokens.
-* A request that its engine failed is sent again, to another server if there is one, with the tokens of the earlier
-  parts. The tokens of the failed request are not used. Several failures in a row are an error.
-* Servers have ``async_training.timeouts.generation`` to return the next token of an answer, however many of them are
-  asked. If a server returns nothing, the client asks again at growing intervals. A request that nobody waits for any
-  more is dropped at its server.
+* ``generate`` returns a complete answer. If a weight sync interrupts an answer, the client keeps the tokens so far and
+  requests the rest at once. The server holds the new request until its engine may run again, so the client does not
+  poll.
+* The sampling parameters of a request apply to the whole answer, however often it is interrupted (``core/cuts.py``).
+* With ``async_training.weights.at_swap=keep`` the engine holds its requests during a sync, and the server says which
+  version sampled which tokens.
+* With ``async_training.partial_rollout=False`` the scheduler waits before a sync until no answer is being generated. If
+  an answer is interrupted nevertheless, ``generate`` raises an error. An answer that continues after its server's
+  death, or from a checkpoint, continues only under the same version.
+* With ``rollout.scheduling_policy=priority`` a full engine takes the requests of the oldest groups first, so
+  interrupted answers continue before younger ones begin.
+* The client keeps every server's answer, complete or interrupted. If a checkpoint has the answer to a request, no
+  server is asked (``kept_answers``). :meth:`ResumingClient.fetch` gets the tokens so far of open requests.
+* If generation and training take turns, requests wait here while training has its turn (:class:`TurnGate`).
+* The version of a request is the server's version when the request is submitted. If the server reports another version
+  for a complete answer, the client raises an error.
+* A server whose process or engine died is taken out of routing. Its answers continue on other servers from the tokens
+  that are known: the earlier parts and, with ``async_training.partial_tokens_interval``, the tokens fetched last.
+* A request that fails in its engine is sent again, to another server if possible, with the tokens of the earlier
+  parts. The tokens of the failed request are not used. `MOST_FAILURES` failures in a row are an error.
+* All servers together have ``async_training.timeouts.generation`` seconds to return the next token of an answer. If a
+  server returns no token, the client asks again at growing intervals. If the caller of ``generate`` gives up, the
+  client has the server drop the request.
 
 Shown by tests/integration/test_client.py (servers faked below the actor seam) and tests/e2e/test_fully_async.py.
 """
@@ -65,25 +67,25 @@ from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder, current
 
 logger = logging.getLogger(__name__)
 
-# verl's names for what a request may have beside tokens.
+# verl's arguments for the inputs of a request that are not tokens.
 MODALITIES = ("image_data", "video_data", "audio_data")
 ASK_AGAIN_S = 0.02
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 MOST_FAILURES = 3
-"""An engine may fail a request so often in a row. Without this limit a request that always fails would be repeated
-until the deadline.
+"""Number of failures in a row after which a request is not sent again. Without this limit, a request that always fails
+would be repeated until the deadline.
 """
 
 
 @dataclass
 class Patience:
-    """How long servers may still take to return the next token of one request.
+    """How long servers may still take to return the next token of one answer.
 
     Attributes:
         left_s: seconds left. Only time inside `spent` counts.
-        refusals: requests without a token since the last token.
-        failures: the requests among them that the engine failed.
-        failed_at: the server of the last failure.
+        refusals: number of requests since the last token, all of which returned no token.
+        failures: number of these requests that failed in their engine.
+        failed_at: id of the server where the last failure occurred.
     """
 
     left_s: float
@@ -101,22 +103,22 @@ class Patience:
             self.left_s -= time.monotonic() - began
 
     async def refused(self) -> None:
-        """Count a request without a token, and pause before the next one unless it was the first."""
+        """Count a request that returned no token. From the second such request on, pause before the next one."""
         self.refusals += 1
         if self.refusals > 1:
             with self.spent():
                 await asyncio.sleep(min(LONGEST_PAUSE_S, SHORTEST_PAUSE_S * 2.0 ** min(self.refusals - 2, 30)))
 
 
-# verl's methods get only the arguments of a request, so the rest travels in a context variable.
+# verl's methods pass on only a request's own arguments, so a context variable carries the request's `Flight`.
 _flight: ContextVar[Flight | None] = ContextVar("recipe_flight", default=None)
 
 
 class TurnGate:
-    """Holds requests between generation turns, on an event. It is open until it is told to hold.
+    """Holds requests between generation turns. The gate is open until `hold` is called.
 
-    An agent loop that is in a tool when its turn ends goes on, and waits at its next request. Requests of a validation
-    are never held.
+    An agent loop that runs a tool when a turn ends continues until its next request, which waits here. Requests of a
+    validation are never held.
 
     Args:
         timeout_s: how long a request may be held.
@@ -135,17 +137,17 @@ class TurnGate:
 
     @property
     def held_s(self) -> float:
-        """Seconds in which requests were held. They count towards no deadline."""
+        """Seconds for which the gate has been closed. A trajectory's deadline does not count them."""
         return self._held_s + (0.0 if self._held_since is None else time.monotonic() - self._held_since)
 
     def hold(self) -> None:
-        """Hold all requests from now on, because the turn is over."""
+        """Hold all requests from now on, because the generation turn is over."""
         if self._held_since is None:
             self._held_since = time.monotonic()
         self._open.clear()
 
     def go_on(self) -> None:
-        """Let requests pass again, because a turn begins."""
+        """Let requests pass again, because a generation turn begins."""
         self._held_s, self._held_since = self.held_s, None
         self._open.set()
 
@@ -162,7 +164,7 @@ class TurnGate:
 
 
 class ResumingClient(LLMServerClient):
-    """verl's client with resumption, versions, deadlines and fail-over, as the module's contract says.
+    """verl's client, extended by resumption, versions, deadlines and fail-over as the module's contract describes.
 
     Attributes:
         gate: holds requests between generation turns.
@@ -174,7 +176,8 @@ class ResumingClient(LLMServerClient):
         self._resume = bool(async_training.partial_rollout)
         self._timeout_s = float(async_training.timeouts.generation)
         interval = async_training.partial_tokens_interval
-        # The choices of a mixture of experts' router come with complete parts only.
+        # A server returns the expert choices of a mixture-of-experts router only with a request's answer, and not with
+        # the tokens that are fetched while the request is open.
         self._keeps_parts = not config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False)
         self._fetch_every_s = float(interval) if interval is not None and self._keeps_parts else None
         rollout = config.actor_rollout_ref.rollout
@@ -195,13 +198,15 @@ class ResumingClient(LLMServerClient):
         try:
             server_id, server = await self._routed(asyncio.shield(answer))
         except asyncio.CancelledError:
-            # The load balancer has counted a request that no server will get.
+            # The load balancer may have chosen a server and counted a request that will never be sent, so undo that.
             answer.add_done_callback(lambda routed: self._give_back(routed, request_id))
             raise
         except Exception as error:
             answer.cancel()
             if "No available servers" in str(error):
-                raise GenerationError("no rollout server is in routing: each one died or failed to load") from error
+                raise GenerationError(
+                    "no rollout server is in routing: each one has died or failed to load weights"
+                ) from error
             raise
         if flight is not None:
             flight.server_id, flight.server = server_id, server
@@ -212,7 +217,9 @@ class ResumingClient(LLMServerClient):
             self._release_server(routed.result()[0], request_id)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        """Release a server as verl does, or with the next request if the load balancer accepts that."""
+        """Release a server as verl does, or report the release together with the next request if the load balancer
+        accepts that.
+        """
         if ENDED not in (self._lb_require_acquire_fields or ()):
             super()._release_server(server_id, request_id)
             return
@@ -233,7 +240,7 @@ class ResumingClient(LLMServerClient):
         """Return the load balancer's answer.
 
         Raises:
-            GenerationError: the load balancer died, or did not answer in time.
+            GenerationError: the load balancer died, or did not answer within `ROUTING_S` seconds.
         """
         try:
             async with asyncio.timeout(ROUTING_S):
@@ -256,22 +263,23 @@ class ResumingClient(LLMServerClient):
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """Generate a complete answer to ``prompt_ids``, as the module's contract says.
+        """Generate a complete answer to ``prompt_ids``, as the module's contract describes.
 
         Args:
-            request_id: routes all turns of one conversation to one server.
-            sampling_params: passed to the engine. ``max_tokens`` bounds the whole answer, resumed parts included.
+            request_id: identifies a conversation. All its turns are sent to one server.
+            sampling_params: the engine's sampling parameters. ``max_tokens`` limits the whole answer, including resumed
+                parts.
 
         Returns:
             TokenOutput with the tokens of all parts. Its ``extra_fields`` have ``min_global_steps`` and
-                ``max_global_steps``, the oldest and the newest version among the tokens.
+                ``max_global_steps``, the oldest and the newest version that sampled tokens of the answer.
 
         Raises:
-            GenerationError: no server answered in time, an answer was cut although resuming is off, or these parameters
-                are not supported.
+            GenerationError: no server answered in time, an answer was interrupted although resuming is off, or the
+                sampling parameters are not supported.
         """
         if (why := refused(sampling_params)) is not None:
-            raise GenerationError(f"an answer was asked for with {why}")
+            raise GenerationError(f"a rollout request has unsupported sampling parameters: {why}")
         prompt_ids = normalize_token_ids(prompt_ids)
         sampling_params = dict(sampling_params)
         budget = self._budget(len(prompt_ids), sampling_params)
@@ -280,7 +288,7 @@ class ResumingClient(LLMServerClient):
         recorder = current_recorder() or TrajectoryRecorder(work=Work.VALIDATION)
         if any(kwargs.get(data) for data in MODALITIES):
             recorder.mark_multimodal()
-        if self._by_age and not kwargs.get("priority"):  # verl's agent loops give 0
+        if self._by_age and not kwargs.get("priority"):  # verl's agent loops pass the priority 0
             kwargs["priority"] = recorder.order
         patience = Patience(self._timeout_s)
         recorder.tools.asks()
@@ -317,18 +325,25 @@ class ResumingClient(LLMServerClient):
     def _note_cut(
         self, request_id: str, recorder: TrajectoryRecorder, cut_by: str | None, prompt_length: int, merged: TokenOutput
     ) -> None:
-        """Note that the answer so far is sent to an engine again; raise GenerationError if it may not be cut."""
+        """Count an interruption and the tokens to send again; raise GenerationError if the answer may not be resumed.
+
+        ``cut_by`` says what interrupted the answer; None is a weight sync.
+        """
         tokens = len(merged.token_ids)
         if not self._resume and cut_by is None:
             raise GenerationError(
-                f"the answer to request {request_id} was cut after {tokens} tokens although "
-                "async_training.partial_rollout=False; a cut answer is never trained as a complete one"
+                f"the answer to request {request_id} was interrupted after {tokens} tokens although "
+                "async_training.partial_rollout=False; an interrupted answer is never trained as a complete one"
             )
         recorder.interruptions += cut_by != CHECKPOINT
         recorder.reprefilled_tokens += prompt_length + tokens
 
     def _record(self, recorder: TrajectoryRecorder, context: list[int], part: TokenOutput) -> list[int]:
-        """Record a part of an answer that followed ``context``, and return the versions that sampled it, in order."""
+        """Record one part of an answer, which follows the tokens ``context``.
+
+        Returns:
+            The versions that sampled the part, in order.
+        """
         versions, sampled = [], 0
         for version, count in self._runs(part):
             versions.append(version)
@@ -341,14 +356,12 @@ class ResumingClient(LLMServerClient):
     def _check_one_version(self, request_id: str, versions: list[int]) -> None:
         if not self._resume and len(set(versions)) > 1:
             raise GenerationError(
-                f"the answer to request {request_id} was cut under version {versions[0]} and could go on under "
-                f"version {versions[-1]} only, although async_training.partial_rollout=False"
+                f"the answer to request {request_id} was interrupted under version {versions[0]} and could continue "
+                f"only under version {versions[-1]}, although async_training.partial_rollout=False"
             )
 
     def _budget(self, prompt_length: int, sampling_params: dict[str, Any]) -> int:
-        """Return the limit of the whole answer's tokens, by default the one that the server would compute for its
-        first part.
-        """
+        """Return the token limit of the whole answer: the caller's, or else the server's own default for the prompt."""
         for key in ("max_tokens", "max_new_tokens"):
             if key in sampling_params:
                 return int(sampling_params.pop(key))
@@ -357,10 +370,10 @@ class ResumingClient(LLMServerClient):
     async def _request(
         self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
     ) -> TokenOutput | None:
-        """Return the answer to this request from the trajectory's record, or else from a server."""
+        """Return the answer to a request, from the answers in the checkpoint if they have it, or else from a server."""
         asked = kwargs["prompt_ids"]
         if recorder.over.is_set():
-            raise GenerationError("the trajectory has ended: its agent loop may ask for nothing more")
+            raise GenerationError("the trajectory has ended, so its agent loop can send no further requests")
         answer = recorder.again(asked)
         if answer is None:
             if not recorder.validates:
@@ -368,7 +381,8 @@ class ResumingClient(LLMServerClient):
             began = time.monotonic()
             answer = await self._ask_server(request_id, recorder, patience, **kwargs)
             recorder.asked_s += time.monotonic() - began
-            # Nothing is awaited after the request has left ``flights``, so a record has its tokens exactly once.
+            # Nothing is awaited between the request's removal from ``flights`` and this line, so a checkpoint has its
+            # tokens exactly once.
             if answer is not None:
                 recorder.keep(asked, answer)
         return answer
@@ -376,8 +390,10 @@ class ResumingClient(LLMServerClient):
     async def _ask_server(
         self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
     ) -> TokenOutput | None:
-        """Send one request to one server; return None if it gave no token because it died, left routing or failed the
-        request.
+        """Send one request to one server.
+
+        Returns:
+            The answer, or None if there is no token, because the server died, left routing or failed the request.
         """
         with self._under_way(recorder, kwargs["prompt_ids"], patience.failed_at) as flight, patience.spent():
             try:
@@ -392,8 +408,8 @@ class ResumingClient(LLMServerClient):
                     "async_training.timeouts.generation if answers may take longer"
                 ) from None
             except (RequestFailed, ActorUnavailableError) as error:
-                # A server that cannot be reached stays in routing: its death is not known, and an agent loop may have
-                # left this process unable to open connections.
+                # A server that cannot be reached stays in routing, because it may be alive: an agent loop may have left
+                # this process unable to open connections.
                 patience.failures, patience.failed_at = patience.failures + 1, flight.server_id
                 if patience.failures == MOST_FAILURES:
                     raise
@@ -418,7 +434,7 @@ class ResumingClient(LLMServerClient):
 
     @contextmanager
     def _under_way(self, recorder: TrajectoryRecorder, asked: list[int], avoided: str | None) -> Iterator[Flight]:
-        """Register a request as under way inside the ``with`` block, where its tokens are fetched at intervals."""
+        """Register an open request inside the ``with`` block, so that its tokens so far are fetched at intervals."""
         flight = Flight(asked, avoided=avoided)
         _flight.set(flight)
         self._flights.add(flight)
@@ -437,16 +453,16 @@ class ResumingClient(LLMServerClient):
             _flight.set(None)
 
     async def _fetch_forever(self, every_s: float) -> None:
-        """Ask the servers for the tokens so far, at intervals, as long as requests are under way."""
         while self._flights:
             await asyncio.sleep(every_s)
             await self._fetch(self._flights)
 
     async def fetch(self, flights: Iterable[Flight], timeout_s: float) -> None:
-        """Wait until the state of each of these requests at its server is known: its tokens so far, or its end.
+        """Fetch the tokens so far of the given open requests from their servers.
 
-        A server that does not know a request, or has completed it, is asked again, because the request is on its way to
-        or from the server. After ``timeout_s`` seconds the remaining requests are left out.
+        If a server does not know a request, the request or its answer is still in transit, so the server is asked again
+        until it knows the request or the answer has arrived. After ``timeout_s`` seconds the remaining requests are
+        left out.
         """
         left, deadline = set(flights), time.monotonic() + timeout_s
         for flight in left:
@@ -474,7 +490,7 @@ class ResumingClient(LLMServerClient):
             async with asyncio.timeout(FETCH_S):
                 sampled = await flights[0].server.sampled_since.remote(known)
         except (RayError, TimeoutError) as error:
-            # The requests themselves end with the server's death or with their own deadlines.
+            # This error is only logged: if the server is dead or stuck, its requests fail by themselves.
             logger.warning("rollout server %s did not say what it has sampled: %s", flights[0].server_id, error)
             for flight in flights:
                 flight.told = True
@@ -488,20 +504,20 @@ class ResumingClient(LLMServerClient):
 
     @staticmethod
     def _runs(part: TokenOutput) -> list[tuple[int, int]]:
-        """Return (version, token count) of each run of versions that sampled the part's tokens."""
+        """Return (version, token count) for each run of consecutive tokens that one version sampled."""
         runs = part.extra_fields.get(VERSION_RUNS)
         if runs:
             if sum(count for _, count in runs) != len(part.token_ids):
                 raise GenerationError(
-                    f"a rollout server answered {len(part.token_ids)} tokens with the versions {runs}"
+                    f"a rollout server returned {len(part.token_ids)} tokens, but other counts by version: {runs}"
                 )
             return [(int(version), count) for version, count in runs]
         submitted, answered = part.extra_fields.get("submitted_version"), part.extra_fields.get("global_steps")
         version = submitted if submitted is not None else answered
         if version is None:
-            raise GenerationError("a rollout server answered without a weight version")
+            raise GenerationError("a rollout server returned an answer without a weight version")
         if answered is not None and answered != version and part.stop_reason not in ABORTED:
-            raise GenerationError(f"weights changed from version {version} to {answered} under an uninterrupted answer")
+            raise GenerationError(f"weights changed from version {version} to {answered} during one answer")
         return [(int(version), len(part.token_ids))]
 
     @staticmethod

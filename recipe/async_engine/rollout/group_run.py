@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's settings, its objects for live groups and trajectories, and the errors that it handles.
 
-On the scheduler's side a trajectory is one object, `TrajectoryRun`, from the issue of its group to its end, over all
-its attempts. The scheduler decides when an attempt is made, and the pool of workers makes it and writes the result
-here. The answers of a validation use the same objects.
+The scheduler has one object, `TrajectoryRun`, for each trajectory, from the issue of its group to the end of its last
+attempt. The scheduler decides when to make an attempt. The worker pool makes the attempt and writes the result into the
+object. A validation uses the same objects.
 """
 
 from __future__ import annotations
@@ -22,34 +22,36 @@ from recipe.async_engine.rollout.loop_output import RewardError
 
 
 class RolloutFailed(RecipeError):
-    """Generation cannot continue, or gave no batch in time. The cause is chained."""
+    """Generation cannot continue, or no batch was ready in time. A causing error is chained."""
 
 
 class AgentLoopError(RecipeError):
-    """An agent loop raised an error. A note has its traceback, which Ray would cut short."""
+    """An agent loop raised an error. A note has the whole traceback, because Ray shortens long messages."""
 
 
 class TrajectoryFailed(RecipeError):
-    """One attempt at a trajectory failed. A note has the traceback."""
+    """One attempt at a trajectory failed. If an agent loop raised, a note has the traceback."""
 
 
 class TrajectoryDisturbed(TrajectoryFailed):
-    """An attempt ended for a reason that another trajectory of the same worker may have caused.
+    """An attempt failed, possibly because of another trajectory in the same worker.
 
-    The worker died, or the attempt was cancelled in the worker although nobody had asked for that.
+    Either the worker died, or code in the worker cancelled the attempt without a request from the scheduler.
     """
 
 
 class TrajectoryCancelled(RecipeError):
-    """An attempt was ended on request."""
+    """The scheduler had an attempt cancelled."""
 
 
 DEATHS_FOR_NOTHING = 2
-"""How often a trajectory may lose its worker before it gets one of its own, because another trajectory may be the
-cause.
+"""Number of disturbed attempts after which a trajectory runs alone in a worker. Another trajectory may have caused
+these disturbances.
 """
 DEATHS_ALONE = 2
-"""How often it may lose a worker of its own. An earlier trajectory may have left the cause of the first loss."""
+"""Number of further disturbed attempts, alone in a worker, after which a trajectory fails. An earlier trajectory may
+have damaged the first of these workers.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,18 @@ class SchedulerSettings:
     """The settings of the scheduler, which do not change during a run.
 
     Attributes:
-        group_size: trajectories in a group (``rollout.n``).
-        slots: trajectories that may be at the engines at once, over all replicas.
-        max_retries: attempts at one trajectory beyond the first.
-        max_consecutive_failures: groups that may fail in a row before the run ends.
-        slots_with_tools: trajectories that may be under way if some of them are in tools. None: the same as ``slots``.
-        filter_groups: whether complete groups are left out if all their answers have the same `filter_metric`, because
-            their advantages are zero. New prompts replace them.
-        filter_limit: groups that may be left out for one batch before the run ends. 0: any number.
-        on_non_finite: how a group with a non-finite number is counted.
-        prompt_timeout_s: the data loader's deadline for one prompt.
-        turns: whether generation happens in turns, each of which ends with its batch. Otherwise it is a stream.
+        group_size: number of trajectories in a group (``rollout.n``).
+        slots: number of trajectories that may be at the engines at once, over all replicas.
+        max_retries: number of attempts at one trajectory beyond the first.
+        max_consecutive_failures: number of groups in a row whose failure ends the run.
+        slots_with_tools: number of trajectories that may be running while some of them use tools. None means ``slots``.
+        filter_groups: whether a complete group is dropped if all its answers have the same `filter_metric`, so that
+            their advantages are zero. A group of a new prompt replaces it.
+        filter_limit: number of groups that may be dropped for one batch before the run ends; 0 for no limit.
+        on_non_finite: whether a group with a number that is NaN, infinite or missing counts as failed or as dropped.
+        prompt_timeout_s: seconds within which the data loader has to return a prompt.
+        turns: whether generation happens in turns, each of which ends when its batch is taken. Otherwise generation is
+            a continuous stream.
     """
 
     group_size: int
@@ -87,21 +90,22 @@ class TrajectoryScored:
     """The facts about a finished trajectory that the scheduler needs.
 
     Attributes:
-        score: the reward. None if the trainer computes it, with a reward model on its own accelerators.
-        oldest_version, newest_version: of the response's sampled tokens.
-        exact_versions: False if the agent loop rewrote its answer, or left out parts so that two readings fit. Each
-            uncertain token then counts as sampled by the oldest version that is possible.
-        interruptions: weight syncs that cut this trajectory.
-        reprefilled_tokens: tokens that were sent to an engine again because of these interruptions.
-        response_tokens: the length of the response, tool tokens included.
-        cut_tokens: tokens that were sampled before an interruption, in the answer that it cut.
-        recovered_tokens: tokens that were fetched from a server before it died.
-        restored_tokens: tokens of answers that came from a checkpoint.
+        score: the reward, or None if the trainer computes the reward, with a reward model on its own accelerators.
+        oldest_version, newest_version: the oldest and the newest version that sampled tokens of the response.
+        exact_versions: False if the agent loop changed the sampled tokens, or dropped some of them, so that the version
+            of some tokens is ambiguous. Each such token counts as sampled by the oldest possible version.
+        interruptions: number of interruptions, by weight syncs or deaths of servers, after which an answer was resumed.
+        reprefilled_tokens: number of tokens that were sent to an engine again because of these interruptions.
+        response_tokens: length of the response in tokens, including the tokens that tools added.
+        cut_tokens: number of tokens that were sampled before an interruption of their answer.
+        recovered_tokens: number of tokens that were fetched from a server before it died.
+        restored_tokens: number of tokens in answers that came from a checkpoint.
         filter_metric: the value by which groups are filtered (``algorithm.filter_groups``). None without a filter.
-        sampled_tokens: tokens of the response that a policy sampled.
-        received_tokens: tokens that servers answered in this process, whether or not the agent loop used them.
+        sampled_tokens: number of tokens of the response that the policy sampled.
+        received_tokens: number of tokens that servers returned to this process, including those that the agent loop
+            did not use.
         tool_s: seconds in tools.
-        asked_s: seconds in which the trajectory waited for servers.
+        asked_s: seconds for which the trajectory waited for servers.
     """
 
     score: float | None
@@ -126,16 +130,15 @@ class TrajectoryRun:
     """One trajectory, over all of its attempts.
 
     Attributes:
-        of: the group of the trajectory.
-        n: its number in the group.
-        record: what a checkpoint holds of it, until its first attempt ends.
-        errors: the errors of its failed attempts.
-        scored, payload: the result of the attempt that succeeded, the payload as an object reference.
-        key: the name of the newest attempt at its worker.
+        n: number of the trajectory in its group, from 0.
+        record: the trajectory's answers in the checkpoint that the run resumed from, until the first attempt ends.
+        scored: the facts about the attempt that succeeded, if any.
+        payload: an object reference of that attempt's padded trajectory.
+        key: the name of the newest attempt, by which its worker knows it.
         worker_id: the worker of the newest attempt.
         under_way: whether the newest attempt has not ended yet.
-        submitted: whether the worker has the newest attempt.
-        cancelled: whether the newest attempt is to end before the worker has it.
+        submitted: whether the newest attempt was sent to its worker.
+        cancelled: whether the newest attempt was cancelled before it was sent to its worker.
     """
 
     of: GroupRun
@@ -156,15 +159,15 @@ class TrajectoryRun:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the next attempt gets a worker of its own, because workers died under earlier attempts."""
+        """Whether the next attempt runs alone in a worker, because it may have caused the earlier disturbances."""
         return self.disturbances >= DEATHS_FOR_NOTHING
 
     def may_try_again(self, max_retries: int) -> bool:
-        """Return whether the trajectory has another attempt.
+        """Return whether another attempt may be made.
 
-        It may fail ``max_retries`` times by itself. Attempts that another trajectory of its worker may have disturbed
-        do not count. But if the disturbances continue while it has a worker of its own, it is taken to cause them
-        itself.
+        A trajectory is retried up to ``max_retries`` times. Disturbed attempts do not count, because another trajectory
+        may be the cause. If disturbances continue while the trajectory runs alone in a worker, it is taken to be the
+        cause, and fails.
         """
         if self.errors and isinstance(self.errors[-1], TrajectoryCancelled | RewardError):
             return False
@@ -172,18 +175,18 @@ class TrajectoryRun:
         return self.disturbances < DEATHS_FOR_NOTHING + DEATHS_ALONE and own <= max_retries
 
     def kept(self, told: dict[str, TrajectoryRecord | None]) -> TrajectoryRecord | None:
-        """Return what a checkpoint keeps of the trajectory.
+        """Return the answers that a checkpoint keeps of an unfinished trajectory, or None for a finished one.
 
         Args:
-            told: what the workers said of their attempts, by key. A trajectory that no worker mentions keeps its own
-                record.
+            told: the answers that the workers reported, by key of the attempt. If no worker reported on the newest
+                attempt, the result is `record`.
         """
         if self.payload is not None:
             return None
         return told[self.key] if self.under_way and self.key in told else self.record
 
     def begin_anew(self) -> None:
-        """Forget the result, because the payload is lost."""
+        """Forget the result and the errors, because the payload is lost."""
         self.scored = self.payload = None
         self.errors.clear()
 
@@ -193,9 +196,9 @@ class GroupRun:
 
     Attributes:
         fetched: the payloads themselves, once the trainer has fetched them.
-        scores: object references of the scores by the newest version, if log-prob servers score groups that wait.
-        issued_at, ready_at: times of the monotonic clock.
-        given_up: whether the group failed or was left out, so that none of its trajectories is tried again.
+        scores: object references of log-probs by the newest version, if log-prob servers score waiting groups.
+        issued_at, ready_at: times of `time.monotonic` at which the group was issued and became ready.
+        given_up: whether the group failed or was dropped, so that none of its trajectories is retried.
     """
 
     def __init__(self, group: Group, row: dict[str, Any], size: int) -> None:
@@ -208,12 +211,11 @@ class GroupRun:
 
     @property
     def payloads(self) -> list[Any]:
-        """The payload of each trajectory, None for one that is not complete."""
+        """Object references of the trajectories' payloads, with None for each trajectory that is not complete."""
         return [each.payload for each in self.trajectories]
 
     @property
     def keys(self) -> set[str]:
-        """The keys of the attempts under way."""
         return {each.key for each in self.trajectories if each.under_way}
 
     @property
@@ -222,7 +224,7 @@ class GroupRun:
 
     @property
     def states(self) -> list[TrajectoryState]:
-        """The states of the trajectories while no attempt is under way."""
+        """The states of the trajectories of a group of which no attempt is running."""
         pending, sampled = TrajectoryState.PENDING, TrajectoryState.SAMPLED
         return [pending if each.payload is None else sampled for each in self.trajectories]
 
@@ -239,17 +241,15 @@ class GroupRun:
 
     @property
     def cut_tokens(self) -> int:
-        """Tokens of cut answers in the complete trajectories."""
+        """Number of tokens in the complete trajectories that were sampled before an interruption."""
         return sum(scored.cut_tokens for scored in self.complete)
 
     @property
     def sampled_tokens(self) -> int:
-        """Sampled tokens in the complete trajectories."""
         return sum(scored.sampled_tokens for scored in self.complete)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether there are several complete answers and all have the same filter metric."""
         return len(self.complete) > 1 and len({scored.filter_metric for scored in self.complete}) == 1
 
     @property
@@ -258,9 +258,9 @@ class GroupRun:
 
 
 def group_events(run: GroupRun, group: Group, version: int, reason: str | None = None) -> Iterator[Event]:
-    """Return the events of a group that was trained at ``version``, or was filtered or failed for a ``reason``, now.
+    """Return the events of a group that was just trained at ``version``, filtered or failed.
 
-    docs/run-record.md has the meaning of the events.
+    ``reason`` says why the group was filtered or failed. docs/run-record.md explains the events.
     """
     now = time.monotonic()
     what = "trained" if group.state is GroupState.TAKEN else group.state.value
@@ -273,8 +273,8 @@ def group_events(run: GroupRun, group: Group, version: int, reason: str | None =
 def attempt_events(run: GroupRun, n: int, began: float, sampled: float | None) -> Iterator[Event]:
     """Return the events of an attempt at trajectory ``n`` that began at ``began`` and ends now.
 
-    ``sampled`` is the time of its last token, or None if it did not get so far. docs/run-record.md has the meaning of
-    the events.
+    ``sampled`` is the time of the last token, or None if the attempt ended before. docs/run-record.md explains the
+    events.
     """
     now, trajectory = time.monotonic(), run.trajectories[n]
     scored = trajectory.scored

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trajectory at its agent-loop worker: what it has been answered, how it ends, and what a checkpoint keeps of it.
+"""The state of a trajectory in its agent-loop worker: the servers' answers, its end, and its part of a checkpoint.
 
 Contract:
 
-* verl's agent loops know nothing of versions, so the client that they call records every answered request in the
-  trajectory's `TrajectoryRecorder`, in order. The client finds the recorder through a context variable, which asyncio
-  passes on to the tasks that an agent loop starts.
-* Every answer of a server, whole or cut, is kept with a digest of the tokens that it answered. A checkpoint holds the
-  answers of each unfinished trajectory. The tokens so far of a request under way are among them, as a cut answer.
-* A trajectory that begins with such a record runs its agent loop from the start. Its requests are answered from the
-  record as long as they ask for the same tokens, so no token is sampled twice. If a tool answers differently the second
-  time, the rest of the record is not used, and its tokens count as lost.
+* verl's agent loops know nothing of versions, so the client that they call records every answer in the trajectory's
+  `TrajectoryRecorder`, in order. The client finds the recorder through a context variable, which asyncio passes on to
+  the tasks that an agent loop starts.
+* Every answer of a server, complete or interrupted, is kept with a digest of the request's tokens. A checkpoint holds
+  the answers of each unfinished trajectory. If a request is open, its tokens so far are kept as an interrupted answer.
+* A trajectory that is restored from a checkpoint runs its agent loop from the start. While its requests have the same
+  tokens as in the earlier process, they get the kept answers, so no token is sampled twice. If a tool returns something
+  else the second time, the remaining kept answers are not used, and their tokens count as lost.
 
 Only one event loop calls this module. Shown by tests/integration/test_kept_answers.py and test_client.py.
 """
@@ -33,14 +33,14 @@ from recipe.async_engine.record.activity import ToolTime, Work
 
 @dataclass(frozen=True)
 class KeptAnswer:
-    """One answer of a server, whole or cut, and the digest of the tokens that it answered."""
+    """One answer of a server, complete or interrupted, and the digest of its request's tokens (``asked``)."""
 
     asked: bytes
     answer: Any
 
     @property
     def cut_tokens(self) -> int:
-        """The number of tokens of a cut answer; 0 for a whole one."""
+        """Number of tokens of an interrupted answer; 0 for a complete one."""
         return len(self.answer.token_ids) if self.answer.stop_reason in ABORTED else 0
 
 
@@ -49,9 +49,9 @@ class TrajectoryRecord:
     """The answers of an unfinished trajectory, as a checkpoint holds them.
 
     Attributes:
-        answers: a pickled list of `KeptAnswer`. It comes from this run, which is trusted like its code.
-        cut_tokens: tokens of the cut answers in the list.
-        under_way_tokens: the part of ``cut_tokens`` whose requests continued after the record was made.
+        answers: a pickled list of `KeptAnswer`. It is trusted like the code, because it is unpickled.
+        cut_tokens: number of tokens in the interrupted answers of the list.
+        under_way_tokens: number of those tokens that belong to requests which were still open.
     """
 
     answers: bytes
@@ -61,20 +61,21 @@ class TrajectoryRecord:
 
 @dataclass
 class TokenAccount:
-    """What became of the tokens that servers answered, since a worker or the run began.
+    """Counts of the tokens that servers returned, by what became of them, since a worker or the run began.
 
-    For cut answers ``cut = trained + lost + cached``, where the cached tokens are those that a checkpoint holds.
+    For interrupted answers ``cut = trained + lost + cached``, where ``cached`` counts the tokens that a checkpoint
+    holds.
 
     Attributes:
-        cut: tokens of answers that were cut.
-        lost: tokens of cut answers whose trajectories failed or were given up, or whose tool answered differently after
-            a restart.
-        in_tools: trajectories that were interrupted while none of their requests was under way.
-        held: tokens of cut answers that belong to the worker's unfinished trajectories at this moment.
-        trained: tokens of cut answers that were trained.
-        received: all tokens that the ended trajectories were answered with.
-        dropped: the received tokens of trajectories that ended without a payload.
-        unfinished: the received tokens of trajectories that had not ended when the run did.
+        cut: number of tokens in interrupted answers.
+        lost: number of these tokens that will not be trained, because their trajectory failed or was cancelled, or a
+            tool returned something else after a restart.
+        in_tools: number of trajectories that were interrupted while they had no open request.
+        held: number of tokens in interrupted answers of the worker's unfinished trajectories.
+        trained: number of tokens in interrupted answers that were trained.
+        received: number of all tokens that servers returned to trajectories which have ended.
+        dropped: number of received tokens whose trajectories ended without a payload.
+        unfinished: number of received tokens whose trajectories had not ended when the run did.
     """
 
     cut: int = 0
@@ -90,42 +91,42 @@ class TokenAccount:
         return TokenAccount(*[one + another for one, another in zip(astuple(self), astuple(other), strict=True)])
 
     def held_as_lost(self) -> TokenAccount:
-        """Return the account of a worker that has died: the tokens that it held are lost."""
+        """Return the account of a worker that has died, with its held tokens counted as lost."""
         return replace(self, lost=self.lost + self.held, held=0)
 
 
 def digest(token_ids: Sequence[int]) -> bytes:
-    """Return a digest by which two equal token sequences are recognised."""
+    """Return a digest of 16 bytes that identifies a token sequence."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
 @dataclass
 class TrajectoryRecorder:
-    """The answered requests of one trajectory, and the state of its agent loop.
+    """The servers' answers to one trajectory, and the state of its agent loop.
 
     Attributes:
-        segments: (version, token ids) of every answer with tokens, in the order of the answers.
-        interruptions: how often a weight sync or a server's death cut an answer that was then resumed.
-        cut_tokens: tokens of the cut parts. All of them are in ``segments``.
-        reprefilled_tokens: prompt and kept tokens that a resumed request sent to an engine again.
-        recovered_tokens: tokens that were fetched from a server before it died.
+        segments: (version, token ids) for each run of tokens that one version sampled, in the order of sampling.
+        interruptions: number of times that a weight sync or a server's death interrupted an answer which was resumed.
+        cut_tokens: number of tokens in the interrupted parts of answers. All these tokens are also in ``segments``.
+        reprefilled_tokens: number of prompt and answer tokens that resumed requests sent to an engine again.
+        recovered_tokens: number of tokens that were fetched from a server before it died.
         account: the token account of the worker.
         kept: the answers so far, in order.
-        replay: answers of an earlier process that are to be given again.
-        flights: the trajectory's requests under way at servers.
-        restored_tokens: tokens of the answers that were given again.
-        received_tokens: tokens that servers answered, cut parts included.
-        scorer: has log-prob servers score the answers. None if there are no such servers, or if they cannot score this
+        replay: answers from the checkpoint that have not been used yet.
+        flights: the trajectory's open requests at servers.
+        restored_tokens: number of tokens in answers from the checkpoint that were used.
+        received_tokens: number of tokens that servers returned, including interrupted parts.
+        scorer: has log-prob servers score the answers. None without such servers, or if they cannot score this
             trajectory.
-        text_only: whether only tokens went to an engine. Log-prob servers cannot score images.
+        text_only: whether all inputs of the engine are tokens. Log-prob servers cannot score images.
         work: the purpose of the trajectory's requests.
-        order: the number of its group in the order of issue. Engines that schedule by priority take older groups first.
-        tools: measures how long the trajectory was in tools.
-        asked_s: seconds in which the trajectory waited for servers.
-        sampled: done when the last token is sampled.
-        told: done when somebody asked for the trajectory's end.
-        over: set when the trajectory has ended, even if its agent loop goes on.
-        task: the task that runs the agent loop.
+        order: the number of the group in the order of issue, by which engines that schedule by priority take older
+            groups first.
+        tools: measures the time in tools.
+        asked_s: seconds for which the trajectory waited for servers.
+        sampled: a future that is done when the last token is sampled.
+        told: a future that is done when the trajectory's cancellation was requested.
+        over: set when the trajectory has ended, even if its agent loop continues.
     """
 
     segments: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -152,22 +153,22 @@ class TrajectoryRecorder:
 
     @property
     def validates(self) -> bool:
-        """Whether the trajectory belongs to a validation, so that nothing of it is trained."""
+        """Whether the trajectory belongs to a validation, so that it is not trained."""
         return self.work is Work.VALIDATION
 
     def mark_multimodal(self) -> None:
-        """Note that a request has more than tokens, so that log-prob servers cannot score this trajectory."""
+        """Note that a request has images, video or audio, which log-prob servers cannot score."""
         self.text_only = False
         self.drop_scores()
 
     def drop_scores(self) -> None:
-        """Cancel the scoring of this trajectory, because nobody waits for it."""
+        """Cancel the scoring of this trajectory by log-prob servers, because the scores are not needed."""
         if self.scorer is not None:
             self.scorer.cancel()
         self.scorer = None
 
     def record(self, version: int, token_ids: list[int], context: list[int]) -> None:
-        """Note that ``version`` sampled ``token_ids`` after ``context``."""
+        """Record that ``version`` sampled ``token_ids`` after the tokens ``context``."""
         if not token_ids:
             return
         self.segments.append((version, tuple(token_ids)))
@@ -175,10 +176,7 @@ class TrajectoryRecorder:
             self.scorer.add(version, context, token_ids)
 
     def again(self, asked: Sequence[int]) -> Any | None:
-        """Return the kept answer to this request, or None if the record of an earlier process has none.
-
-        If several answers match, the first one is returned.
-        """
+        """Return the first unused answer from the checkpoint to a request for the tokens ``asked``, or None."""
         if not self.replay:
             return None
         wanted = digest(asked)
@@ -191,18 +189,18 @@ class TrajectoryRecorder:
         return found.answer
 
     def keep(self, asked: Sequence[int], answer: Any) -> None:
-        """Keep an answer, which nobody may change from now on."""
+        """Keep an answer to the tokens ``asked``. The answer may not be changed afterwards."""
         self.kept.append(KeptAnswer(digest(asked), answer))
         self.account.cut += self.kept[-1].cut_tokens
         self.received_tokens += len(answer.token_ids)
 
     @property
     def answers(self) -> list[KeptAnswer]:
-        """All answers of the trajectory, including those that have not been given again yet."""
+        """All answers of the trajectory, including those from the checkpoint that have not been used yet."""
         return [*self.kept, *self.replay]
 
     def export(self) -> TrajectoryRecord | None:
-        """Return what a checkpoint keeps of this trajectory, or None if that is nothing."""
+        """Return the answers that a checkpoint keeps of this trajectory, or None if it has no answers."""
         cut = [(flight.asked, flight.cut_answer(CHECKPOINT)) for flight in self.flights]
         under_way = [KeptAnswer(digest(asked), answer) for asked, answer in cut if answer is not None]
         answers = [*self.answers, *under_way]
@@ -219,19 +217,19 @@ _current: ContextVar[TrajectoryRecorder | None] = ContextVar("recipe_trajectory_
 
 
 def current_recorder() -> TrajectoryRecorder | None:
-    """Return the recorder of the trajectory that this task belongs to, or None outside of a trajectory."""
+    """Return the recorder of the trajectory that the current task belongs to, or None outside of a trajectory."""
     return _current.get()
 
 
 def start_recording(recorder: TrajectoryRecorder | None = None) -> TrajectoryRecorder:
-    """Begin a trajectory in this context, with the given recorder or a new one, and return the recorder."""
+    """Make the given recorder, or a new one, the recorder of the current context, and return it."""
     recorder = recorder or TrajectoryRecorder()
     _current.set(recorder)
     return recorder
 
 
 class AnswerBook:
-    """The recorders of one worker's unfinished training trajectories, and the worker's token account."""
+    """The recorders of a worker's unfinished training trajectories, and the worker's token account."""
 
     def __init__(self) -> None:
         self._account = TokenAccount()
@@ -239,11 +237,11 @@ class AnswerBook:
         self._under_way: dict[str, TrajectoryRecorder] = {}
 
     def begin(self, key: str, record: TrajectoryRecord | None = None, **fields: Any) -> TrajectoryRecorder:
-        """Begin a trajectory and return its recorder.
+        """Create the recorder of a new attempt at a trajectory.
 
         Args:
             key: the name of the attempt.
-            record: what `export` returned for the trajectory in an earlier process.
+            record: the trajectory's answers in a checkpoint, as `export` returned them.
             fields: further fields of the recorder.
         """
         replay = [] if record is None else pickle.loads(record.answers)
@@ -251,7 +249,7 @@ class AnswerBook:
         return recorder
 
     def end(self, key: str, complete: bool) -> None:
-        """Count the tokens of a trajectory that has ended; ``complete`` says whether it has a payload."""
+        """Count the tokens of a trajectory that has ended. ``complete`` says whether the trajectory has a payload."""
         recorder = self._under_way.pop(key)
         unused = recorder.replay if complete else recorder.answers
         self._account.lost += sum(kept.cut_tokens for kept in unused)
@@ -266,18 +264,18 @@ class AnswerBook:
         self._is_closed = True
 
     def interrupted_in_tools(self, trajectories: int) -> None:
-        """Count trajectories that were interrupted while none of their requests was under way."""
+        """Count trajectories that were interrupted while they had no open request."""
         self._account.in_tools += trajectories
 
     def flights(self) -> list[Flight]:
-        """Return the requests under way of all these trajectories."""
+        """Return the open requests of all unfinished trajectories."""
         return [flight for recorder in self._under_way.values() for flight in recorder.flights]
 
     def account(self) -> TokenAccount:
-        """Return the account of this moment."""
+        """Return the present token account."""
         held = sum(kept.cut_tokens for recorder in self._under_way.values() for kept in recorder.answers)
         return replace(self._account, held=held)
 
     def export(self) -> dict[str, TrajectoryRecord | None]:
-        """Return what a checkpoint keeps of each unfinished trajectory, by key, with None for nothing."""
+        """Return the answers that a checkpoint keeps, by key of each unfinished trajectory; None if there are none."""
         return {key: recorder.export() for key, recorder in self._under_way.items()}

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns what an agent loop returned into plain values that the rest of the package may rely on.
+"""Checks what an agent loop returned, and turns it into plain Python values.
 
 Contract: whatever a user's loop returns, the result is an ``AgentLoopOutput`` with lists of Python numbers and with
-fields that any process can read, or an error that names the field. Arrays and tensors are accepted as lists. Any other
+fields that any process can read, or an error that names the field. Arrays and tensors are converted to lists. Any other
 value in ``extra_fields`` is accepted if it can be pickled. A field with the name of one of verl's columns is renamed.
 
-An answer that cannot be trained fails here too, so that it never reaches a batch, where it would end the run or be
-trained unnoticed. An answer without a sampled token, or longer than the settings allow, or with another number of
-log-probs than tokens comes from a faulty engine or agent loop, so another attempt may help.
-``async_training.on_non_finite`` decides about a log-prob or reward that is NaN, infinite or missing. An answer of
-special tokens only is a valid answer: the policy sampled it, and the reward judges it.
+An answer that cannot be trained is refused here, because in a batch it would end the run or be trained unnoticed.
+An answer without a sampled token, an answer that is longer than the settings allow, and an answer whose number of
+log-probs differs from its number of tokens come from a faulty engine or agent loop, so another attempt may help.
+``async_training.on_non_finite`` decides what follows if a log-prob or reward is NaN, infinite or missing. An answer
+that has only special tokens is valid: the policy sampled it, and the reward judges it.
 
 Shown by tests/integration/test_users_loops.py, test_trajectory_worker.py and tests/e2e/test_non_finite.py.
 """
@@ -36,14 +36,14 @@ LEAVES = frozenset({NoneType, bool, int, float, complex, str, bytes})
 LISTS = frozenset({list, tuple, set, frozenset})
 SIZED = frozenset({str, bytes, dict, np.ndarray, torch.Tensor, *LISTS})
 DEEPEST = 100
-"""The deepest nesting of lists and dicts in a field. Code that recurses into deeper ones overflows the stack."""
+"""Limit on the nesting of lists and dicts in a field. Recursion into a deeper field could overflow the stack."""
 LARGEST = 256 << 20
-"""The most bytes of text and arrays in a field. A batch has thousands of answers."""
+"""Limit on the bytes of each text, array or container in a field. A batch has thousands of answers."""
 INT32 = 2**31
 
 
 def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutput:
-    """Return what the loop returned as plain values, without changing the loop's own object.
+    """Return an agent loop's result as plain values, without changing the loop's own object.
 
     Args:
         returned: the return value of the agent loop.
@@ -51,14 +51,16 @@ def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutpu
         vocabulary: the number of tokens that the model knows.
 
     Raises:
-        UnusableAnswer: it cannot be trained. The message names the field.
-        NonFinite: as `check_answer` raises it.
+        UnusableAnswer: the answer cannot be trained. The message names the field.
+        NonFinite: a log-prob is NaN, infinite or missing (`check_answer`).
     """
     output = _the_one(returned)
     log_probs, routed = output.response_logprobs, output.routed_experts
     replayed = getattr(rollout, "enable_rollout_routing_replay", False)
     if replayed and routed is None:
-        raise UnusableAnswer("its AgentLoopOutput has no routed_experts, which enable_rollout_routing_replay needs")
+        raise UnusableAnswer(
+            "the agent loop's AgentLoopOutput has no routed_experts, which enable_rollout_routing_replay needs"
+        )
     plain = AgentLoopOutput.model_construct(
         prompt_ids=_whole_numbers("prompt_ids", output.prompt_ids, vocabulary),
         response_ids=_whole_numbers("response_ids", output.response_ids, vocabulary),
@@ -77,9 +79,9 @@ def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutpu
     for name, value in (_mapping("extra_fields", output.extra_fields) or {}).items():
         if not isinstance(name, str):
             raise UnusableAnswer(
-                f"extra_fields of its AgentLoopOutput has the name {shown(name)}, which is not a string"
+                f"extra_fields of the agent loop's AgentLoopOutput has the name {shown(name)}, which is not a string"
             )
-        carried = check_carried(f"extra_fields[{name!r}] of its AgentLoopOutput", value)
+        carried = check_carried(f"extra_fields[{name!r}] of the agent loop's AgentLoopOutput", value)
         plain.extra_fields[f"{OTHER_NAME}{name}" if name in TAKEN else name] = carried
     check_report(plain.extra_fields.get(REPORTED))
     return plain
@@ -92,24 +94,23 @@ def _the_one(returned: Any) -> AgentLoopOutput:
         return returned
     what = f"a list of {len(returned)}" if isinstance(returned, list) else f"a {type(returned).__name__}"
     raise UnusableAnswer(
-        f"its agent loop returned {what}: it has to return one AgentLoopOutput, or a list with just one. Several "
+        f"the agent loop returned {what}, but has to return one AgentLoopOutput or a list with just one. Several "
         "trajectories of one answer are for verl's own v1 trainers"
     )
 
 
 def shown(value: Any) -> str:
-    """Return a value as text for a message, short and without calling any method of its class."""
+    """Return a short text for a value in a message, without calling a method of a user's class."""
     if type(value) in LEAVES:
         return f"{value!r:.100}"
     return f"a {type(value).__name__}"
 
 
 def _listed(name: str, values: Any) -> list[Any]:
-    """Return the values of a list, an array or a tensor as a list."""
     if isinstance(values, np.ndarray | torch.Tensor):
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(values)}, not a list")
+        raise UnusableAnswer(f"{name} of the agent loop's AgentLoopOutput is {shown(values)}, not a list")
     return list(values)
 
 
@@ -119,17 +120,19 @@ def _whole_numbers(name: str, values: Any, below: int) -> list[int]:
         for place, value in enumerate(numbers):
             try:
                 numbers[place] = operator.index(value)
-            except Exception:  # whatever a user's class raises
-                what = f"{name} of its AgentLoopOutput has {shown(value)} at {place}, and no whole number"
+            except Exception:  # a user's class may raise anything
+                what = f"{name} of the agent loop's AgentLoopOutput has {shown(value)} at {place}: no whole number"
                 raise UnusableAnswer(what) from None
     if numbers and not 0 <= min(numbers) <= max(numbers) < below:
         worst = min(numbers) if min(numbers) < 0 else max(numbers)
-        raise UnusableAnswer(f"{name} of its AgentLoopOutput has {shown(worst)}, which is not from 0 to {below - 1}")
+        raise UnusableAnswer(
+            f"{name} of the agent loop's AgentLoopOutput has {shown(worst)}, which is not from 0 to {below - 1}"
+        )
     return numbers
 
 
 def _numbers(values: Any) -> list[Any]:
-    """Return log-probs as floats, with None for what is no number, which `check_answer` reports."""
+    """Return log-probs as floats, and None for each value that is not a number. `check_answer` reports None."""
     numbers = _listed("response_logprobs", values)
     if not {float}.issuperset(map(type, numbers)):
         numbers = [_number(value) for value in numbers]
@@ -139,14 +142,16 @@ def _numbers(values: Any) -> list[Any]:
 def _number(value: Any) -> float | None:
     try:
         return None if isinstance(value, str | bytes) else float(value)
-    except Exception:  # whatever a user's class raises
+    except Exception:  # a user's class may raise anything
         return None
 
 
 def _reward(value: Any) -> float | None:
     number = _number(value)
     if value is not None and number is None:
-        raise UnusableAnswer(f"reward_score of its AgentLoopOutput is {shown(value)}, and no number")
+        raise UnusableAnswer(
+            f"reward_score of the agent loop's AgentLoopOutput is {shown(value)}, which is not a number"
+        )
     return number
 
 
@@ -154,7 +159,7 @@ def _mapping(name: str, value: Any) -> dict[Any, Any] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(value)}, not a dict")
+        raise UnusableAnswer(f"{name} of the agent loop's AgentLoopOutput is {shown(value)}, not a dict")
     return dict(value)
 
 
@@ -162,11 +167,11 @@ def _metrics(value: Any) -> AgentLoopMetrics:
     try:
         return AgentLoopMetrics.model_validate(vars(value) if isinstance(value, AgentLoopMetrics) else value)
     except ValidationError as error:
-        raise UnusableAnswer(f"metrics of its AgentLoopOutput: {told(error)}") from None
+        raise UnusableAnswer(f"metrics of the agent loop's AgentLoopOutput: {told(error)}") from None
 
 
 def check_report(report: Any) -> None:
-    """Raise `UnusableAnswer` if a reward must not report this beside its score."""
+    """Raise `UnusableAnswer` if a batch cannot carry the values that a reward reported with its score."""
     if not isinstance(report, dict | NoneType):
         raise UnusableAnswer(f"{REPORTED} is {shown(report)}, not a dict")
     for name, value in (report or {}).items():
@@ -174,10 +179,10 @@ def check_report(report: Any) -> None:
 
 
 def check_carried(what: str, value: Any) -> Any:
-    """Return the value if any process can read it.
+    """Return the value, on the CPU if it is a tensor, if any process can read it.
 
     Raises:
-        UnusableAnswer: it cannot be read elsewhere. The message begins with ``what``.
+        UnusableAnswer: another process could not read the value. The message begins with ``what``.
     """
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -186,7 +191,7 @@ def check_carried(what: str, value: Any) -> Any:
             pickle.loads(cloudpickle.dumps(value))
     except UnusableAnswer:
         raise
-    except BaseException as error:  # whatever a user's class raises
+    except BaseException as error:  # a user's class may raise anything
         raise UnusableAnswer(f"{what} cannot be sent to another process: {told(error)}") from None
     return value
 
@@ -195,14 +200,14 @@ def _is_plain(what: str, value: Any, above: set[int], seen: set[int]) -> bool:
     """Return whether the value consists of Python's own types and of arrays.
 
     Args:
-        what: begins the message of an error.
-        value: the value to look at.
-        above: the ids of the values that contain it.
-        seen: the ids of the values that were looked at before.
+        what: the beginning of an error's message.
+        value: the value to check.
+        above: the ids of the containers around the value.
+        seen: the ids of the containers that have been checked.
     """
     kind = type(value)
     if kind in SIZED and (size := _size(value)) > LARGEST:
-        raise UnusableAnswer(f"{what} has {size} bytes, and may have {LARGEST}")
+        raise UnusableAnswer(f"{what} has {size} bytes, but may have at most {LARGEST}")
     if kind in LEAVES or isinstance(value, np.generic) or (id(value) in seen and id(value) not in above):
         return True
     if kind is torch.Tensor or (kind is np.ndarray and not value.dtype.hasobject):
@@ -219,7 +224,7 @@ def _is_plain(what: str, value: Any, above: set[int], seen: set[int]) -> bool:
     if {bool, int, float, NoneType}.issuperset(map(type, inside)):
         return True
     above = above | {id(value)}
-    # Check every item, so that the bounds hold for all of them.
+    # The list makes `all` check every item, so that the limits on size and depth hold for each of them.
     return all([_is_plain(what, each, above, seen) for each in inside])
 
 
@@ -245,11 +250,11 @@ class NonFinite(RecipeError):
 
 
 class NonFiniteReward(NonFinite, RewardError):
-    """The reward function gave a number that is not finite. It is not called again, because it would give the same."""
+    """The reward is not a finite number. The function is not called again, because it would return the same."""
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a batch can hold the value. Tensors of rewards and log-probs are float32."""
+    """Return whether the value is a finite number in float32, the dtype of rewards and log-probs in a batch."""
     if isinstance(value, str | bytes):
         return False
     try:
@@ -259,11 +264,11 @@ def is_number(value: Any) -> bool:
 
 
 def check_answer(output: Any, prompt_length: int, response_length: int, log_probs: bool) -> None:
-    """Raise `UnusableAnswer` or `NonFinite` unless an agent loop's output, not padded yet, can be trained.
+    """Raise `UnusableAnswer` or `NonFinite` if an agent loop's output cannot be trained.
 
     Args:
-        output: the output of the agent loop.
-        prompt_length, response_length: the tokens for which a batch has room (``data.max_prompt_length`` and
+        output: the output of the agent loop, before padding.
+        prompt_length, response_length: limits in tokens (``data.max_prompt_length`` and
             ``data.max_response_length``).
         log_probs: whether the engine was asked for log-probs.
     """
@@ -280,14 +285,14 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
         ("response", tokens, response_length),
     ):
         if length > room:
-            raise UnusableAnswer(f"a {what} of {length} tokens, where data.max_{what}_length={room}")
+            raise UnusableAnswer(f"a {what} of {length} tokens is longer than data.max_{what}_length={room}")
     if log_probs and not _are_numbers(output.response_logprobs):
         first = next(place for place, value in enumerate(output.response_logprobs) if not is_number(value))
         raise NonFinite(f"the log-prob of token {first} of {tokens} is {output.response_logprobs[first]}")
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    """Return whether `is_number` holds for all values, of which an answer may have tens of thousands."""
+    """Return whether `is_number` holds for all values, by one NumPy call, since an answer may have many thousands."""
     try:
         return bool((np.abs(np.asarray(values, dtype=np.float64)) <= FLOAT32_MAX).all())
     except (TypeError, ValueError, OverflowError):
@@ -295,7 +300,7 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 
 def check_reward(reward: Any, fields: Mapping[str, Any], trained: Iterable[str]) -> None:
-    """Raise `NonFiniteReward` unless the reward, and the trained fields of its result, are finite numbers."""
+    """Raise `NonFiniteReward` if the reward, or a field of its result that is trained on, is not a finite number."""
     for name, value in (("reward", reward), *((name, fields.get(name)) for name in trained)):
         if not is_number(value):
-            raise NonFiniteReward(f"the reward function gave {name}={value!r}, which is no finite number")
+            raise NonFiniteReward(f"the reward function gave {name}={value!r}, which is not a finite number")

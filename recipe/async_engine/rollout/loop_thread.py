@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event loop on a thread of its own, and a lock on which other threads wait for a condition."""
+"""`LoopThread`, an event loop on its own thread, and `Changes`, a lock with which threads wait for conditions."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ class LoopThread:
 
     Args:
         name: the name of the thread.
-        on_error: called with the error of a task that failed.
+        on_error: a function that is called with the error of each task that fails.
     """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
@@ -28,12 +28,12 @@ class LoopThread:
         return self._thread.is_alive()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start the loop with this task."""
+        """Start the thread, with ``work`` as the loop's first task."""
         self.spawn(work)
         self._thread.start()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start another task. Only the loop's own thread may call this."""
+        """Start another task. After :meth:`start`, only the loop's own thread may call this."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
@@ -65,11 +65,11 @@ class LoopThread:
 
 
 class Changes:
-    """A lock, and threads that wait under it until a condition holds.
+    """A lock with which threads wait until a condition on the guarded state holds.
 
-    Whoever changes what the lock guards calls :meth:`made` before releasing it. A thread in :meth:`wait_until` is woken
-    only by a change that makes its condition true. The object is a context manager that holds the lock, and one thread
-    may enter it several times. Shown by tests/integration/test_changes.py.
+    A thread that changes the guarded state calls :meth:`made` before it releases the lock. A thread in
+    :meth:`wait_until` wakes up only when its condition has become true. The object is a context manager that holds the
+    lock, and one thread may enter it several times. Shown by tests/integration/test_changes.py.
     """
 
     def __init__(self) -> None:
@@ -83,20 +83,20 @@ class Changes:
         self._lock.release()
 
     def made(self) -> None:
-        """Wake the threads whose conditions hold now. The caller holds the lock."""
+        """Wake the waiting threads whose conditions hold now. The caller must hold the lock."""
         for waiter, holds in self._waiting.items():
             if holds():
                 waiter.notify_all()
 
     def wait_until(self, holds: Callable[[], bool], deadline: float) -> bool:
-        """Release the lock until ``holds`` returns true.
+        """Wait, with the lock released, until ``holds`` returns true. The caller must hold the lock.
 
         Args:
-            holds: the condition, which is called under the lock and must be cheap.
+            holds: the condition, a cheap function that is called while the lock is held.
             deadline: a time of the clock `time.monotonic`.
 
         Returns:
-            Whether the condition holds; False at the deadline.
+            True if the condition holds, or False if the deadline has passed.
         """
         waiter = threading.Condition(self._lock)
         self._waiting[waiter] = holds

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives prompts in the order of verl's data loader, one at a time, with a position that a checkpoint can hold.
+"""Reads prompts from verl's data loader, one at a time and in its order, at a position that a checkpoint can store.
 
-Contract: every prompt has an identity (epoch, data set index) that is the same after a restart. A prompt that was taken
-before ``state`` was read is not given again after ``restore``, except for those that were put back. The data loader is
-the user's code, which may take any time or fail. Therefore a :class:`PromptFeed` calls it on another thread than the
-event loop's, with a deadline.
+Contract: every prompt has an identity (epoch, data set index) that is the same after a restart. After ``restore``, the
+prompts that were taken before ``state`` was called are not returned again, unless they were put back. The data loader
+runs users' code, which may fail or take any time, so :class:`PromptFeed` calls it with a deadline, and never on the
+event loop's thread.
 
 Shown by tests/integration/test_prompts.py.
 """
@@ -32,24 +32,24 @@ logger = logging.getLogger(__name__)
 
 
 class DataFailed(RecipeError):
-    """The training data gave no prompt, because its loader raised or did not answer in time."""
+    """The training data's loader raised an error, or did not return in time."""
 
 
 class PromptFailed(RecipeError):
-    """The data set gave no usable row for one prompt."""
+    """The data set has no usable row for one prompt."""
 
 
 class IndexedDataset(Dataset):
-    """A data set with verl's interface, in which a faulty row costs only its own prompt.
+    """A wrapper of verl's data set in which a faulty row costs only its own prompt.
 
-    If a row cannot be read, or cannot be sent to another process, the row has the field `FAILURE` with the reason
-    instead. A null field gets its default, as if the field were missing, because joined files have nulls for columns
-    that one of them lacks. Every other attribute is the wrapped data set's.
+    A row that cannot be read, or cannot be sent to another process, is replaced by a row whose field `FAILURE` has the
+    reason. A null field gets its default, as a missing field does, because a data set of several files has nulls in
+    the columns that a file lacks. All other attributes are those of the wrapped data set.
 
     Args:
         dataset: the data set to wrap.
-        defaults: the value of a null field, by the field's name.
-        is_indexed: whether the rows carry their index.
+        defaults: the default of each field, by name.
+        is_indexed: whether each row gets its index in the field `DATASET_INDEX`.
     """
 
     def __init__(self, dataset: Any, defaults: Mapping[str, Any] | None = None, is_indexed: bool = True) -> None:
@@ -70,7 +70,7 @@ class IndexedDataset(Dataset):
         return row
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return several rows, as torch's loader asks for a batch."""
+        """Return several rows. torch's loader calls this for a batch."""
         return [self[index] for index in indices]
 
     def __getattr__(self, name: str) -> Any:
@@ -85,24 +85,25 @@ class IndexedDataset(Dataset):
             raise TypeError(f"a row must be a mapping of fields, and is {type(found).__name__}")
         row = {name: self._defaults.get(name) if value is None else value for name, value in found.items()}
         if wrong := [name for name in row if not isinstance(name, str)]:
-            raise TypeError(f"fields must have names, and one is {wrong[0]!r}")
+            raise TypeError(f"the names of a row's fields must be strings, and one is {wrong[0]!r}")
         if taken := ARGUMENTS & row.keys():
-            raise ValueError(f"agent loops have an argument of the name of its field {min(taken)}: rename it")
+            raise ValueError(f"the row's field {min(taken)} has the name of an argument of agent loops: rename it")
         if "raw_prompt" not in row:
-            raise KeyError(f"there is no raw_prompt among its fields ({', '.join(row)}), which agent loops are given")
-        # The row is sent to other processes and written into checkpoints.
+            raise KeyError(f"the row has no field raw_prompt for agent loops, only {', '.join(row)}")
+        # Check that the row can be pickled, because it is sent to other processes and written into checkpoints.
         cloudpickle.loads(cloudpickle.dumps({k: v for k, v in row.items() if not isinstance(v, torch.Tensor)}))
         return row
 
 
 def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return verl's batch of these rows: stacked tensors if all rows have one of the same shape, otherwise objects.
+    """Return a batch of rows in verl's form.
 
-    Unlike verl's function, it accepts rows with different fields. A row that lacks a field gets the default, or None.
-    Failed rows are left out unless all rows have failed.
+    A field becomes a stacked tensor if all rows have tensors of one shape, and otherwise an array of objects. Unlike
+    in verl's function, rows may have different fields: a missing field gets its default, or None. Rows with `FAILURE`
+    are left out unless all rows have it.
     """
     lost = [row[FAILURE] for row in rows if FAILURE in row]
-    if lost and DATASET_INDEX not in rows[0]:  # the scheduler reports lost training prompts
+    if lost and DATASET_INDEX not in rows[0]:  # only validation data: the scheduler reports lost prompts of training
         logger.error("%d of %d rows of the data are left out, the first: %s", len(lost), len(rows), lost[0])
     rows = [row for row in rows if FAILURE not in row] or rows
     batch: dict[str, Any] = {}
@@ -113,7 +114,7 @@ def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict
         else:
             batch[name] = np.fromiter(values, dtype=object, count=len(values))
     if not any(isinstance(column, torch.Tensor) for column in batch.values()):
-        # verl's batches have at least one tensor.
+        # verl's batches need at least one tensor.
         batch["dummy_tensor"] = torch.zeros((len(rows), 1), dtype=torch.uint8)
     return batch
 
@@ -140,9 +141,10 @@ class UsableBatches:
 
 
 class LoaderInUse:
-    """Stands for the data loader in verl's trainer, because only the feed's thread may call the real one.
+    """Replaces the data loader in verl's trainer, because only the prompt feed's thread may call the real one.
 
-    Otherwise verl's checkpoint would read the loader's position on the trainer's thread while a prompt is taken.
+    Otherwise verl's checkpoint would read the loader's position on the trainer's thread while another thread takes a
+    prompt.
     """
 
     def __init__(self, length: int) -> None:
@@ -160,12 +162,12 @@ class LoaderInUse:
 
 
 def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:
-    """Return why a prompt cannot be answered, or None if its row is usable."""
+    """Return the error of a row that is not usable, or None if the row is usable."""
     return PromptFailed(str(row[FAILURE][0])) if FAILURE in row else None
 
 
 def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
-    """Return the fields of one data row as an agent loop takes them, without tensors and with the group's uid."""
+    """Return the fields that an agent loop gets of a data row: all except tensors, and the uid of the group."""
     sample = {key: value[0] for key, value in row.items() if isinstance(value, np.ndarray)}
     sample.pop(DATASET_INDEX, None)
     sample["uid"] = group.prompt.uid
@@ -176,9 +178,7 @@ class PromptSource:
     """Iterates over a stateful data loader (batch size 1) for ``epochs`` epochs.
 
     Args:
-        dataloader: the data loader.
-        epochs: the number of epochs.
-        epoch_prompts: how many prompts of each epoch are given. None gives all of them.
+        epoch_prompts: number of prompts that are returned in each epoch. None returns all of them.
     """
 
     def __init__(self, dataloader: Any, epochs: int, epoch_prompts: int | None = None) -> None:
@@ -189,7 +189,7 @@ class PromptSource:
         self._taken_in_epoch = 0
         self._iterator: Iterator[dict[str, Any]] | None = None
         self._restored: dict[str, Any] | None = None
-        """The data loader's state from a checkpoint, until the first prompt is taken after it."""
+        """The data loader's state from a checkpoint, until a prompt is taken after `restore`."""
         self._put_back: deque[Prompt] = deque()
 
     @property
@@ -201,7 +201,7 @@ class PromptSource:
         return max(0, (self._epochs - self._epoch) * self._epoch_prompts - self._taken_in_epoch)
 
     def put_back(self, prompts: Iterable[Prompt]) -> None:
-        """Give the prompts that were taken last once more, in their order."""
+        """Put back the prompts that were taken last, so that they are returned again in the same order."""
         self._put_back.extendleft(reversed(list(prompts)))
 
     def take(self) -> Prompt | None:
@@ -216,7 +216,8 @@ class PromptSource:
             if row is not None and self._taken_in_epoch < self._epoch_prompts:
                 self._taken_in_epoch += 1
                 return Prompt(self._epoch, int(row[DATASET_INDEX][0]), row)
-            # Read the iterator to its end, because a sampler draws the next order from where this one ended.
+            # Read the iterator to its end, because the sampler's random state at the end of an epoch decides the order
+            # of the next epoch.
             for _ in self._iterator:
                 pass
             self._iterator = None
@@ -225,7 +226,7 @@ class PromptSource:
         return None
 
     def state(self) -> dict[str, Any]:
-        """Return what :meth:`restore` needs to continue after the last prompt taken."""
+        """Return the position, with which :meth:`restore` continues after the last prompt that was taken."""
         return {
             "epoch": self._epoch,
             "taken_in_epoch": self._taken_in_epoch,
@@ -238,7 +239,7 @@ class PromptSource:
         self._epoch = state["epoch"]
         self._taken_in_epoch = state["taken_in_epoch"]
         put_back = state["put_back"]
-        # Checkpoints of earlier versions have one prompt, or None.
+        # Checkpoints of earlier versions of this package have a single prompt or None here, instead of a list.
         self._put_back = deque(put_back if isinstance(put_back, list) else filter(None, [put_back]))
         self._iterator, self._restored = None, state["dataloader"]
         if self._restored is not None:
@@ -246,19 +247,19 @@ class PromptSource:
 
 
 class PromptFeed:
-    """Hands a source's prompts to one event loop, which never waits for the data loader.
+    """A buffer of prompts for an event loop, which must not block on the data loader.
 
-    Some prompts are taken before they are needed: :meth:`pop` returns one of them, and :meth:`take` takes another one
-    from the source. An error of the loader is raised when these prompts are used up.
+    :meth:`take` adds a prompt from the source to the buffer, and :meth:`pop` removes one. After an error of the loader
+    the buffered prompts are still returned, and then the error is raised.
 
     Args:
-        source: the source of prompts. From now on only this feed calls it, on threads, one call after the other. A call
-            that hangs is abandoned.
-        timeout_s: the data loader's deadline for one prompt, and for its position.
-        policy: chooses among the prompts that were taken before they are needed.
+        source: the source of prompts. Only this feed may use it, in one call at a time on another thread. A call that
+            hangs is abandoned.
+        timeout_s: the data loader's deadline for a prompt or for its position.
+        policy: the admission policy, which chooses among the buffered prompts.
 
     Attributes:
-        left: the number of prompts that :meth:`pop` will still return.
+        left: number of prompts that :meth:`pop` will still return.
     """
 
     def __init__(self, source: PromptSource, timeout_s: float, policy: AdmissionPolicy | None = None) -> None:
@@ -269,17 +270,17 @@ class PromptFeed:
         self._ahead: deque[Prompt] = deque()
         self._late: DataFailed | None = None
         self._failed: DataFailed | None = None
-        # One call at a time, so that a position belongs to one moment.
+        # The lock keeps a prompt from being taken while the position is read.
         self._lock = asyncio.Lock()
 
     @property
     def is_short(self) -> bool:
-        """Whether another prompt should be taken from the source."""
+        """Whether the buffer should get another prompt from the source."""
         there = len(self._ahead)
         return there < (max(1, self._policy.at_hand) if self._failed is None else 1) and there < self.left
 
     def pop(self) -> Prompt | None:
-        """Return the prompt that the policy chooses among those at hand, or None if it chooses none."""
+        """Remove and return the buffered prompt that the admission policy chooses, or None if it chooses no prompt."""
         place = chosen_prompt(self._policy, tuple(self._ahead)) if self._ahead else None
         if place is None:
             return None
@@ -289,10 +290,10 @@ class PromptFeed:
         return prompt
 
     async def take(self) -> None:
-        """Take another prompt from the source, if one is wanted and the source has one.
+        """Add a prompt from the source to the buffer if `is_short` and the source has a prompt.
 
         Raises:
-            DataFailed: the data loader raised or gave no prompt in time, and no prompt is at hand.
+            DataFailed: the data loader raised or returned no prompt in time, and the buffer is empty.
         """
         async with self._lock:
             if not self.is_short:
@@ -313,10 +314,12 @@ class PromptFeed:
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[dict[str, Any]]:
-        """Return the source's state after the prompts that :meth:`pop` has returned, and take no prompt meanwhile.
+        """Yield the source's state just after the prompts that :meth:`pop` has returned.
+
+        No prompt is taken from the source inside the ``async with`` block.
 
         Raises:
-            DataFailed: the data loader raised, or did not tell its position in time.
+            DataFailed: the data loader raised, or did not return its position in time.
         """
         async with self._lock:
             self._source.put_back(self._ahead)
@@ -325,14 +328,14 @@ class PromptFeed:
 
     async def _do(self, work: Callable[[], Any], what: str) -> Any:
         if self._late is not None:
-            raise self._late  # its thread hangs in the loader
+            raise self._late  # an earlier call's thread hangs in the loader
 
         @asynchronous.thread(name="prompt-feed", daemon=True)
         def attempt() -> Any:
             try:
                 return work()
             except BaseException as error:  # a data set may raise anything
-                # If a worker process died while it sent tensors, torch only raises one of these errors.
+                # torch raises one of these errors if a loader's worker process died while it sent tensors.
                 died = " (a worker process of it has died)" if isinstance(error, EOFError | ConnectionError) else ""
                 raise DataFailed(f"the training data's loader {what}{died}: {told(error)}") from error
 

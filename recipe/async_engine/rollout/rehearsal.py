@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests whether a worker's process can still run a trajectory, whatever users' code has changed in it.
+"""Tests whether an agent-loop worker's process can still run a trajectory after users' code has run in it.
 
-Contract: a rehearsal asks no server and no reward, and calls no user's code. Its result is the same each time in an
-unchanged process. It checks what the process does, and not which objects were replaced, because libraries replace many
-things without harm. Shown by tests/integration/test_rehearsed_workers.py.
+Contract: a rehearsal runs a made-up trajectory. It calls no server, no reward and no user's code, and gives the same
+result each time if the process is intact. It tests the behaviour of the process instead of looking for replaced
+objects, because libraries replace many objects without harm. Shown by tests/integration/test_rehearsed_workers.py.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 MADE_UP = {"raw_prompt": [{"role": "user", "content": "1 + 1"}]}
 DEEP = 400
-"""The depth of nested calls. Python allows 1,000."""
+"""Depth of the nested calls that a rehearsal makes. Python's default limit is 1,000."""
 SOCKETS = 4
 WHY = "look for what an agent loop or tool changes in its process"
 
 
 class MadeUpAnswers(TrajectoryRecorder):
-    """Answers every request itself, so that no server is asked."""
+    """A recorder that answers every request with a fixed answer, so that no server is asked."""
 
     def again(self, asked: Sequence[int]) -> TokenOutput:
         """Return a complete answer of three tokens."""
@@ -52,11 +52,11 @@ class MadeUpAnswers(TrajectoryRecorder):
 
 
 class Rehearsal:
-    """Runs a made-up trajectory at the start, and again whenever a real one has failed.
+    """Runs a made-up trajectory before the first real one, again after each failure, and compares the results.
 
     Args:
-        run: runs one of verl's own agent loops for the row `MADE_UP` with `MadeUpAnswers`, and returns verl's padded
-            trajectory.
+        run: a function that runs one of verl's own agent loops for the row `MADE_UP` with `MadeUpAnswers`, and returns
+            verl's padded trajectory.
     """
 
     def __init__(self, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -64,9 +64,7 @@ class Rehearsal:
         self._first: asyncio.Task[Any] | None = None
 
     async def begin(self) -> None:
-        """Rehearse before the first trajectory. If that fails, as with an unusual model, nothing is rehearsed later
-        either.
-        """
+        """Make the first rehearsal. If it fails, for example with an unusual model, later rehearsals are skipped."""
         if self._first is None:
             self._first = asyncio.create_task(self._attempt())
         if not self._first.done() and not (await asyncio.wait({self._first}, timeout=REHEARSED_S))[0]:
@@ -75,20 +73,20 @@ class Rehearsal:
             logger.debug("this worker cannot rehearse: %s", self._first)
 
     async def now(self) -> None:
-        """Rehearse before a trajectory that is itself under suspicion.
+        """Rehearse before the attempt of a trajectory that may have caused earlier failures.
 
         Raises:
-            WorkerSpoilt: the result is not the one of the start.
+            WorkerSpoilt: the rehearsal fails, or its result differs from the first rehearsal's.
         """
         if (what := await self._changed()) is not None:
-            raise WorkerSpoilt(f"no trajectory can run there any more ({what}): {WHY}")
+            raise WorkerSpoilt(f"no trajectory can run in this worker any more ({what}): {WHY}")
 
     @asynccontextmanager
     async def after_a_failure(self) -> AsyncIterator[None]:
-        """Rehearse if the code inside the ``with`` block fails, whether in an agent loop, in its reward or elsewhere.
+        """Rehearse if the code inside the ``with`` block raises an error.
 
         Raises:
-            WorkerSpoilt: the rehearsal fails too, or its result is not the one of the start.
+            WorkerSpoilt: the rehearsal fails too, or its result differs from the first rehearsal's.
         """
         try:
             yield
@@ -98,17 +96,17 @@ class Rehearsal:
             if (what := await self._changed()) is None:
                 raise
             said = error if isinstance(error, RecipeError) else told(error)
-            raise WorkerSpoilt(f"{said}, and no trajectory can run there any more ({what}): {WHY}") from error
+            raise WorkerSpoilt(f"{said}, and no trajectory can run in this worker any more ({what}): {WHY}") from error
 
     async def _changed(self) -> str | None:
-        """Return what is not as it was at the start, or None if nothing is or if that cannot be told."""
+        """Return how the rehearsal fails or differs from the first one, or None if it does not or cannot be made."""
         first = self._first
         if first is None or not first.done() or first.cancelled() or first.exception() is not None:
             return None
         try:
             async with asyncio.timeout(REHEARSED_S):
                 now = await self._attempt()
-        except TimeoutError:  # the process is busy; others watch whether it answers at all
+        except TimeoutError:  # the process is only busy; the worker pool notices a worker that does not answer
             return None
         except Exception as failure:
             return told(failure)

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout scheduler: issues prompt groups, spreads their trajectories, and hands complete batches to the trainer.
+"""The rollout scheduler issues prompt groups, assigns their trajectories to workers, and gives batches to the trainer.
 
-Contract: it decides nothing about staleness. It asks the ledger what may start and what may be trained, and obeys. It
-runs in one event loop on a thread of its own, beside the trainer's thread. Both reach the ledger under one lock, which
-is never held while waiting for anything else, the data loader included. Events drive everything: a prompt that came, a
-finished trajectory, a taken batch, a published version. The cost of an event does not depend on the number of live
-groups, and an event wakes the trainer's thread only if it makes the trainer's condition true.
+Contract: the scheduler decides nothing about staleness. It asks the ledger which groups may start and which may be
+trained. It runs in one event loop on its own thread. This thread and the trainer's thread use the ledger under one
+lock, and neither holds the lock while it waits for something else, such as the data loader. The scheduler acts on
+events: a prompt arrives, a trajectory finishes, a batch is taken, or a version is published. The cost of an event does
+not depend on the number of live groups. An event wakes the trainer's thread only if the trainer's condition becomes
+true.
 
-A trajectory frees its slot with its last sampled token, so rewards never hold a slot. A failed trajectory is retried on
-another worker, and the other trajectories of its group are kept. After its last retry the whole group counts as failed,
-and the run ends when ``max_consecutive_failures`` groups in a row have failed. Payloads stay object references until
-the trainer fetches its batch. A snapshot is taken while generation goes on. It holds what every unfinished trajectory
-has been answered, so that a resumed run samples no such token again.
+A trajectory frees its generation slot when its last token is sampled, so no slot waits for a reward. A failed
+trajectory is retried on another worker, and the other trajectories of its group are kept. If the last retry fails, the
+whole group fails, and the run ends when ``max_consecutive_failures`` groups in a row have failed. Payloads stay object
+references until the trainer fetches its batch. A snapshot for a checkpoint is taken while generation continues. It has
+the answers of every unfinished trajectory, so that a resumed run does not sample their tokens again.
 
 The admission policy chooses which prompt begins, which trajectory generates next and which batch is taken. If
-generation happens in turns, taking a batch closes the turn under the same lock, so nothing begins after it.
-Trajectories outlive the turn: they keep their slots and tokens, wait at their client, and continue in the next turn.
+generation and training alternate in turns, taking a batch ends the generation turn under the same lock, so that no
+trajectory begins afterwards. Trajectories that are still running keep their slots and tokens. Their next requests wait
+in the client (`TurnGate`) until the next turn.
 
 Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (workers faked below the actor seam),
 tests/e2e/test_fully_async.py and test_partial_rollout.py.
@@ -65,13 +67,15 @@ from recipe.async_engine.rollout.worker_pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 PORTION, PAUSE_S = 1_024, 0.001
-"""So many trajectories begin at once. Then the scheduler pauses, so that others get the lock."""
+"""`PORTION` is the number of trajectories that begin under one hold of the lock. Then the scheduler pauses for
+`PAUSE_S` seconds, so that other threads get the lock.
+"""
 TRAINED_FIRST = attrgetter("start", "id")
-"""The sort key that puts groups into the order of training."""
+"""Sort key of groups in the order of training: by start version, then by id."""
 
 
 class RolloutScheduler:
-    """The scheduler of the module's contract. The trainer's thread calls the public methods."""
+    """The scheduler, whose public methods the trainer's thread calls."""
 
     def __init__(
         self,
@@ -83,17 +87,16 @@ class RolloutScheduler:
         rescore: bool = False,
         group_ended: Callable[[BaseException | None], AlarmLimit | None] = lambda error: None,
     ) -> None:
-        """Make a scheduler, which does nothing before :meth:`start`.
+        """Create a scheduler, which does nothing before :meth:`start`.
 
         Args:
-            ledger: knows the state of every group.
-            source: gives the prompts.
-            pool: runs the trajectories.
-            settings: see `SchedulerSettings`.
-            timeline: is told what becomes of trajectories and groups.
+            ledger: the state of every group.
+            source: the prompts.
+            pool: the worker pool, which runs the trajectories.
+            timeline: receives the events of trajectories and groups.
             rescore: whether log-prob servers score each waiting group by the newest version.
-            group_ended: is called with None for each complete group, and with the error of each group that failed for
-                good. It returns the error with which the run is to end, if any.
+            group_ended: a function that is called with None for each complete group, and with an error for each failed
+                group. If the run should end, it returns the error to end with.
         """
         self.ledger = ledger
         self.manager = PromptManager(ledger, settings.group_size, settings.slots, stream=not settings.turns)
@@ -119,10 +122,10 @@ class RolloutScheduler:
         self._wake = asyncio.Event()
         self._thread = LoopThread("rollout-scheduler", self.fail)
 
-    # Called by the trainer's thread.
+    # The trainer's thread calls the following methods.
 
     def start(self) -> None:
-        """Start the thread. A stream begins to issue groups, restored ones first."""
+        """Start the thread. If generation is a stream, begin to generate, restored groups first."""
         with self._changed:
             self._score(self.ledger.in_state(GroupState.READY))
             if self.manager.stream:
@@ -137,11 +140,12 @@ class RolloutScheduler:
             self._thread.stop(timeout_s)
 
     def close_books(self, engine_tokens: Callable[[], dict[str, int] | None], timeout_s: float) -> TokenBooks:
-        """End every trajectory for good, and return what became of every token since this start of the run.
+        """Cancel every trajectory, and return counts of all tokens since the launch, by what became of them.
 
         Args:
-            engine_tokens: returns the present counts of all engines together, or None if one of them does not answer.
-            timeout_s: deadline of the workers.
+            engine_tokens: a function that returns the summed token counts of all engines, or None if an engine does not
+                answer.
+            timeout_s: deadline of the agent-loop workers, in seconds.
         """
         before = engine_tokens()
         workers = self._ask(self._end_trajectories(timeout_s / 2), timeout_s) if self._thread.is_alive else None
@@ -151,8 +155,9 @@ class RolloutScheduler:
             return self._books.close(live, None if workers is None else vars(workers), before, engines)
 
     def open_turn(self) -> None:
-        """Begin a generation turn, or let a drained stream continue. Interrupted trajectories continue before new ones
-        begin.
+        """Begin a generation turn, or let a drained stream continue.
+
+        Interrupted trajectories continue before new trajectories begin.
         """
         with self._changed:
             self.manager.open_turn()
@@ -163,13 +168,14 @@ class RolloutScheduler:
         self._poke()
 
     def take_batch(self, timeout_s: float) -> list[GroupRun] | None:
-        """Lease the next batch, oldest groups first, and end the turn.
+        """Wait for the next batch, lease its groups from the ledger, and end the generation turn.
 
         Returns:
-            The groups of the batch; None when no further batch can form, or when none is wanted.
+            The groups of the batch in the order of training, or None if no further batch can form or
+                :meth:`want_no_more` was called.
 
         Raises:
-            RolloutFailed: generation cannot continue, or no batch was ready in time. The message says what runs.
+            RolloutFailed: generation cannot continue, or no batch was ready in time. The message lists what is running.
         """
         with self._changed:
             try:
@@ -197,10 +203,10 @@ class RolloutScheduler:
         return None
 
     def _batch_is_decided(self) -> bool:
-        """Return whether a batch may be taken, or none will come. Any thread that changes something calls this."""
+        """Return whether a batch may be taken or no further batch will come. Any thread may call this."""
         try:
             return self._error is not None or self._ending or self.ledger.may_take() or self._over()
-        except RecipeError as error:  # raised by the admission policy
+        except RecipeError as error:  # the admission policy may raise this
             self._error = error
             return True
 
@@ -208,19 +214,19 @@ class RolloutScheduler:
         """Have every worker hold its trajectories' requests from now on.
 
         Returns:
-            A future that is done when every worker holds them. Its result is the token account of the turns before,
-                because answers that this turn cuts may still be on their way.
+            A future of the workers' token account, which is done when every worker holds its requests. Answers that
+                this end of the turn interrupts may still be in transit, and are only counted in the next turn.
         """
         return self._thread.submit(self._pool.hold(timeout_s))
 
     def want_no_more(self) -> None:
-        """Give None to whoever waits for a batch, now or later. Any thread may call this."""
+        """Make :meth:`take_batch` return None, now and later. Any thread may call this."""
         with self._changed:
             self._ending = True
             self._changed.made()
 
     def payloads_lost(self, group_ids: Iterable[int]) -> None:
-        """Return the leased batch, because answers of these groups are lost and have to be generated again."""
+        """Give the leased batch back to the ledger, and restart those of its groups whose answers are lost."""
         with self._changed:
             self.ledger.return_batch()
             for group_id in group_ids:
@@ -244,27 +250,27 @@ class RolloutScheduler:
         return staleness
 
     def version_sealed(self) -> int:
-        """Note that training continues from the next version, and return its number."""
+        """Count the trainer's weights as the next version, from which training continues, and return its number."""
         with self._changed:
             version = self.ledger.seal()
         self._poke()
         return version
 
     def version_announced(self) -> int:
-        """Note that every live replica has the sealed version, and return its number."""
+        """Record that every live replica has the sealed version, and return its number."""
         return self._ask(self._announced(), SCHEDULER_S)
 
     def pause_until_drained(self, timeout_s: float, fill: bool = False) -> None:
-        """Wait until no trajectory of a stream generates, and issue nothing afterwards until :meth:`open_turn`.
+        """Wait until no trajectory of a stream generates, and then start none until :meth:`open_turn`.
 
         Args:
-            timeout_s: deadline.
-            fill: whether groups are issued as long as the ledger admits them, so that the present version completes the
-                batch under way. If groups are filtered, their rewards are waited for too, because these decide whether
-                another group is needed. Otherwise nothing more is issued.
+            timeout_s: deadline in seconds.
+            fill: whether to start trajectories while the ledger admits groups, so that the present version completes
+                the current batch. If groups are filtered, their rewards are waited for too, because the rewards
+                decide whether another group is needed. Without ``fill`` no trajectory starts while waiting.
 
         Raises:
-            RolloutFailed: generation failed meanwhile, or trajectories still generate after ``timeout_s`` seconds.
+            RolloutFailed: generation failed, or trajectories still generate after ``timeout_s`` seconds.
         """
 
         def drained() -> bool:
@@ -289,20 +295,21 @@ class RolloutScheduler:
             self._account()
 
     def snapshot(self, timeout_s: float) -> dict[str, Any]:
-        """Return the ledger, the prompt position and the live groups as of one moment, with payloads as object
-        references.
+        """Return a consistent state of the ledger, the position in the data and the live groups, for a checkpoint.
 
-        The scheduler's own thread reads them while no prompt is taken. The workers are asked a moment before what
-        unfinished trajectories have been answered. Generation goes on meanwhile.
+        Payloads are object references. The workers are asked first for the answers of unfinished trajectories. Then
+        the scheduler's thread reads the state under the lock, while no prompt is taken. Generation continues during
+        the call.
         """
         return self._ask(self._snapshot(timeout_s / 2), timeout_s)
 
     def restore_groups(self, groups: dict[int, dict[str, Any]]) -> None:
-        """Adopt the live groups of a checkpoint. Call this before :meth:`start`.
+        """Adopt the live groups of a checkpoint. This has to be called before :meth:`start`.
 
         Args:
-            groups: by group id, ``row`` and three lists with one item for each trajectory, None where there is nothing:
-                ``scored``, ``payloads`` (object references) and ``kept`` (records of unfinished trajectories).
+            groups: a dict for each group id, with the prompt's ``row`` and three lists, which have an item or None for
+                each trajectory: ``scored``, ``payloads`` (object references) and ``kept`` (the answers of unfinished
+                trajectories).
         """
         for state in (GroupState.READY, GroupState.RUNNING):
             for group in self.ledger.in_state(state):
@@ -315,7 +322,7 @@ class RolloutScheduler:
                 if state is GroupState.RUNNING:
                     self.manager.adopt(group, run.states)
                     if run.is_complete:
-                        # Its last payload arrived while the checkpoint was taken.
+                        # The group's last payload arrived while the checkpoint was taken.
                         self._complete(run)
 
     def counts(self) -> LedgerCounts:
@@ -324,21 +331,22 @@ class RolloutScheduler:
             return self.ledger.counts()
 
     def metrics(self) -> dict[str, float]:
-        """Return what the rollout side does at this moment, and how idle it was since the timeline began."""
+        """Return metrics of the rollout: its present state, and its idle share since the timeline began."""
         with self._changed:
             did = self._books.metrics(self.ledger.counts(), self.manager.counts())
             return {"fully_async/rollouter/slots": self.manager.slots, **self._pool.metrics(), **did}
 
-    # Run in the event loop, unless the docstring says otherwise.
+    # The event loop runs the following methods, unless a docstring says otherwise.
 
     def describe(self) -> list[str]:
-        """Return lines that say what runs and where the coroutines wait. It takes no lock, since a stuck thread may
-        hold it.
+        """Return lines of text on the state and on where the coroutines wait.
+
+        This does not take the lock, because a stuck thread may hold it.
         """
         return [self._state(), *(f"tasks: {line}" for line in waits(self._thread.loop))]
 
     def fail(self, error: BaseException) -> None:
-        """Raise this error to whoever waits for a batch. Any thread may call this."""
+        """Make the present and later calls of :meth:`take_batch` raise this error. Any thread may call this."""
         with self._changed:
             self._error = self._error or error
             self._changed.made()
@@ -359,7 +367,7 @@ class RolloutScheduler:
             ) from None
 
     def _change(self, update: Callable[[], Any]) -> Any:
-        """Apply ``update`` under the lock, then wake this thread and those whose condition it made true."""
+        """Call ``update`` under the lock. Then wake the scheduler, and the threads whose conditions are now true."""
         with self._changed:
             result = update()
             self._account()
@@ -370,13 +378,13 @@ class RolloutScheduler:
     async def _issue_forever(self) -> None:
         while True:
             while self._issue_some():
-                # Let whoever waits for this loop or for the lock have a turn. The lock is not fair.
+                # Pause, so that other tasks run and waiting threads get the lock, which is not handed out fairly.
                 await asyncio.sleep(PAUSE_S)
             await self._wake.wait()
             self._wake.clear()
 
     def _issue_some(self) -> bool:
-        """Let about `PORTION` trajectories begin, and return whether there may be more."""
+        """Begin about `PORTION` trajectories, and return whether more may be able to begin."""
         with self._changed:
             picks = self.manager.picks(self._issue_next, PORTION)
             picked = [self._runs[trajectory.group_id].trajectories[trajectory.index] for trajectory in picks]
@@ -388,14 +396,14 @@ class RolloutScheduler:
         return len(picked) >= PORTION
 
     def _issue_next(self) -> bool:
-        """Issue a group for the next prompt if one is at hand, and return whether there was one."""
+        """Issue a group for the next prompt if a prompt is buffered, and return whether this was so."""
         prompt = self._next_prompt()
         if prompt is not None:
             self._register(self.manager.issue(prompt.reference), prompt.row)
         return prompt is not None
 
     def _next_prompt(self) -> Prompt | None:
-        """Return the next prompt if one is at hand, and have more taken from the data loader if few are left."""
+        """Return the next buffered prompt or None, and have the buffer refilled if it is short."""
         prompt = self._prompts.pop()
         if self._prompts.is_short and not self._taking:
             self._taking = True
@@ -417,7 +425,6 @@ class RolloutScheduler:
         return run
 
     def _begin(self, each: TrajectoryRun) -> None:
-        """Make the next attempt at a trajectory that has a slot."""
         try:
             if (failed := failure_of(each.of.row)) is not None:
                 raise failed
@@ -467,9 +474,9 @@ class RolloutScheduler:
             self.fail(failed)
 
     def _nothing_succeeds(self, last: int) -> bool:
-        """Return whether too many groups have failed in a row while none issued before the last of them still runs.
+        """Return whether too many groups have failed in a row, and no group issued before group ``last`` is running.
 
-        Without the second condition, groups that fail at once would end a run whose earlier groups need time to
+        Without the second condition, groups that fail immediately would end a run whose earlier groups may still
         succeed.
         """
         if self._failures_in_a_row < self._settings.max_consecutive_failures:
@@ -477,13 +484,11 @@ class RolloutScheduler:
         return not any(not (run.is_complete or run.given_up) for group, run in self._runs.items() if group < last)
 
     def _abandon(self, run: GroupRun, end: Callable[[int, str], Group], reason: str) -> None:
-        """End an incomplete group and everything of it that is under way."""
         run.given_up = True
         self._thread.spawn(self._pool.cancel(run.keys))
         self._change(lambda: self._end(run, end, reason))
 
     def _complete(self, run: GroupRun) -> None:
-        """Handle a group all of whose answers have arrived with their rewards."""
         self._books.completed(run.complete)
         kept = not (self._settings.filter_groups and run.is_uniform)
         self._filter.ended(run.group.id, kept)
@@ -509,12 +514,12 @@ class RolloutScheduler:
         self._filter.forget(run.group.id)
         del self._runs[run.group.id]
         self._tell_all(group_events(run, group, self.ledger.version, reason))
-        # The workers count the trajectories under way.
+        # Tokens of running trajectories are left out, because the workers count these.
         records = [each.record for each in run.trajectories if not each.under_way]
         self.tokens.lost += run.cut_tokens + sum(record.cut_tokens for record in records if record is not None)
 
     async def _follow(self, each: TrajectoryRun) -> None:
-        """Make an attempt and take in its result. Its slot is free as soon as its last token is sampled."""
+        """Run an attempt and handle its result. The generation slot is freed when the last token is sampled."""
         run, began = each.of, time.monotonic()
         sampled_at: float | None = None
         scoring = False
@@ -542,7 +547,7 @@ class RolloutScheduler:
             if scoring:
                 self._count_scoring(-1)
             self._tell_all(attempt_events(run, each.n, began, sampled_at))
-            # The worker has counted its tokens.
+            # The worker has counted the tokens of these answers, so the scheduler must not.
             each.record = None
             del self._ends[each.key]
             over.set_result(None)
@@ -552,14 +557,13 @@ class RolloutScheduler:
             self._change(lambda: setattr(self.manager, "slots", count))
 
     def _take_in(self, each: TrajectoryRun) -> None:
-        """Count a trajectory that is complete and has its reward."""
         scored = each.scored
         assert scored is not None
         self._use_slots(self._slots.ended(scored.asked_s, scored.tool_s))
         with self._changed:
             self._books.arrived(scored, not each.of.given_up)
             if each.of.given_up:
-                # It was complete before its worker heard that the group is not wanted.
+                # The trajectory was complete before its worker got the cancellation of the group.
                 self.tokens.lost += scored.cut_tokens
 
     def _count_scoring(self, change: int) -> None:
@@ -569,7 +573,7 @@ class RolloutScheduler:
 
     async def _snapshot(self, timeout_s: float) -> dict[str, Any]:
         told, over, account = await self._pool.export(timeout_s)
-        # Wait for payloads that the workers have sent already.
+        # Wait for payloads that the workers have already sent.
         last_words = [self._ends[key] for key in over if key in self._ends]
         if last_words:
             await asyncio.wait(last_words, timeout=HANDED_OVER_S)
@@ -594,7 +598,7 @@ class RolloutScheduler:
                 cached = complete + sum(record.cut_tokens for record in records)
                 return {
                     "ledger": self.ledger.snapshot(),
-                    # The loader may change the object that it returned.
+                    # Copy the position, because the data loader may change the object that it returned.
                     "source": copy.deepcopy(position),
                     "groups": groups,
                     "interrupted_tokens": {
@@ -611,7 +615,7 @@ class RolloutScheduler:
             self._books.end_version()
             ready = self.ledger.in_state(GroupState.READY) if self._rescore else ()
         self._wake.set()
-        # The trainer waits for this while it announces a version, and takes no batch meanwhile.
+        # The trainer takes no batch during this loop, because it waits for the announcement to end.
         for group in sorted(ready, key=TRAINED_FIRST):
             with self._changed:
                 self._score([group])
@@ -619,7 +623,10 @@ class RolloutScheduler:
         return version
 
     async def _end_trajectories(self, timeout_s: float) -> TokenAccount | None:
-        """Return the workers' accounts together, or None if a worker does not answer or has died before."""
+        """Cancel all trajectories, and return the sum of the workers' token accounts.
+
+        The result is None if a worker does not answer or has died, because its counts are not known.
+        """
         self._closing = True
         with self._changed:
             self.manager.drain()
@@ -634,7 +641,7 @@ class RolloutScheduler:
         keys = {key for run in self._runs.values() for key in run.keys}
         await asyncio.gather(self._pool.close(keys), self._thread.end_tasks(), return_exceptions=True)
 
-    # Called while the lock is held.
+    # The following methods are called while the lock is held.
 
     def _account(self) -> None:
         self._books.set(running=self.manager.generating)
@@ -660,13 +667,12 @@ class RolloutScheduler:
             raise RolloutFailed(f"the rollout ended with {type(self._error).__name__}: {self._error}") from self._error
 
     def _may_be_filled(self) -> bool:
-        """Return whether the batch under way lacks groups, or may still lose some to the filter."""
+        """Return whether the current batch lacks groups, or the filter may still drop some of its groups."""
         if self.manager.anything_waits() or (self.ledger.can_issue() and self._prompts.left):
             return True
         return self._settings.filter_groups and self.ledger.count(GroupState.RUNNING) > 0
 
     def _over(self) -> bool:
-        """Return whether no further batch can form."""
         return not self.ledger.batch_possible(self._prompts.left)
 
     def _diagnosis(self, timeout_s: float) -> str:

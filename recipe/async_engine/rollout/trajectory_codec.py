@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form of a finished trajectory on its way from its worker to the trainer.
 
-Contract: :func:`unpack` returns what :func:`pack` was given, without the parts that nobody reads or that the trainer
-has already. In between, the trajectory is one NumPy array of bytes. Ray hands over such an array as a view of the
-object store, and the trajectory's tensors are views of it, so the only copy of an answer in the trainer's process is
-the one in its batch. It is one array because the trainer fetches hundreds of trajectories a step, and Ray takes several
-times as long for an object with several arrays (benchmarks/bookkeeping.py).
+Contract: :func:`unpack` returns what :func:`pack` was given, without the fields that nobody reads or that the trainer
+has already. In transit, the trajectory is one NumPy array of bytes. Ray gives the trainer such an array as a view of
+the object store, and the trajectory's tensors are views of the array, so the trainer's process copies an answer only
+once, into its batch. The trainer fetches hundreds of trajectories a step, and Ray takes several times as long for an
+object with several arrays (benchmarks/bookkeeping.py).
 
 Shown by tests/integration/test_trajectory_worker.py.
 """
@@ -19,20 +19,20 @@ import torch
 from ray import cloudpickle
 
 ALIGNED = 64
-"""Arrays begin at multiples of so many bytes, as those in the object store do."""
+"""Alignment in bytes of each array in the packed trajectory, the same as in Ray's object store."""
 UNREAD = ("multi_modal_data", "mm_processor_output")
-"""Fields from which the inputs were computed, and which nobody reads afterwards."""
+"""Fields that are dropped, because only the model's inputs are computed from them."""
 RAW_PROMPT = "raw_prompt"
-"""The extra field that the trainer has with the prompt's row, once for all answers."""
+"""The extra field that is dropped, because the trainer has it in the prompt's row, once for all answers."""
 
-# `unpack` makes tensors of read-only memory on purpose, because they are only read.
+# `unpack` makes tensors of read-only memory on purpose. Nothing writes to these tensors.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def pack(output: Any) -> np.ndarray:
-    """Return verl's padded trajectory, a pydantic model, as uint8 (bytes,).
+    """Return verl's padded trajectory, a pydantic model, as a uint8 array of shape (bytes,).
 
-    Extra fields may hold anything that cloudpickle can pickle.
+    Extra fields may have any value that cloudpickle can pickle.
     """
     arrays = {name: _as_array(value) for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
     inputs = output.multi_modal_inputs
@@ -59,8 +59,8 @@ def pack(output: Any) -> np.ndarray:
 def unpack(packed: np.ndarray | bytes) -> Any:
     """Return the packed trajectory, with tensors that are views of ``packed``.
 
-    The array comes from a worker of the same Ray cluster. Checkpoints of earlier versions have bytes instead of an
-    array.
+    ``packed`` is trusted like the code, because it is unpickled. Checkpoints of earlier versions of this package have
+    bytes instead of an array.
     """
     output = pickle.loads(packed) if isinstance(packed, bytes) else _loaded(packed)
     tensors = {name: _as_tensor(value) for name, value in vars(output).items()}
@@ -88,7 +88,7 @@ def _up(size: int) -> int:
 
 
 def _as_array(value: Any) -> Any:
-    """Return a tensor as an array, unless NumPy lacks its type. Other values are returned as they are."""
+    """Return a tensor as an array, and any other value, or a tensor of a dtype that NumPy lacks, unchanged."""
     if not isinstance(value, torch.Tensor) or value.dtype is torch.bfloat16:
         return value
     return np.ascontiguousarray(value.numpy(force=True))

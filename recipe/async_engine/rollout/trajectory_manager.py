@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agent-loop workers of a run: verl's manager, with workers that Ray starts again when they die.
 
-Contract: whatever :meth:`TrajectoryManager.tell` told the workers, :meth:`TrajectoryManager.prepare` tells a restarted
-worker before it has work. Workers are restarted as often as they die. A prompt that kills its worker costs only its own
-group, and if every group fails, the failures in a row end the run. A validation has a deadline, and its answers are
-generated in the same way as those of training (`recipe.async_engine.rollout.validation`). Shown by
-tests/integration/test_trajectory_manager.py, test_validation.py and tests/e2e/test_replacement.py.
+Contract: :meth:`TrajectoryManager.prepare` repeats to a restarted worker all calls that :meth:`TrajectoryManager.tell`
+made to the workers, before the worker gets work. A worker is restarted whenever it dies, without a limit. A prompt that
+kills its workers only makes its own group fail. If too many groups fail in a row, the run ends. A validation has a
+deadline, and its answers are generated in the same way as those of training (`recipe.async_engine.rollout.validation`).
+Shown by tests/integration/test_trajectory_manager.py, test_validation.py and tests/e2e/test_replacement.py.
 
-A user's ``agent_loop_manager_class``, and the worker class from which it makes actors, become base classes of this
-package's classes. Therefore their overrides apply wherever this package calls verl's method. Overrides of methods that
-this package never calls are refused by name before any process is made. Shown by
+A user's ``agent_loop_manager_class``, and the worker class from which that class makes actors, become base classes of
+this package's classes, so their overrides apply wherever this package calls verl's method. A class that overrides a
+method of verl's which is never called here is refused before any process starts. Shown by
 tests/integration/test_users_manager.py.
 
-What rewards report beside their score becomes columns of a batch, one for each name that the reward of any answer
-reported. verl takes the names of the first row, and fails if another row lacks them. A name that verl, the data or an
-agent loop already uses is carried with `OTHER_NAME` before it.
+The values that rewards report in addition to the score become columns of the batch, one for each name that any row
+reports. verl instead uses the first row's names, and fails if another row lacks one of them. If verl, the data or an
+agent loop already uses a name, the column's name has the prefix `OTHER_NAME`.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from recipe.async_engine.rollout.worker_pool import TracedGroups, WorkerPool
 logger = logging.getLogger(__name__)
 
 HELD = ("run_trajectory", "finish_trajectory", "rescore")
-"""Methods of a worker whose calls stay open for long."""
+"""A worker's methods whose calls stay open for long."""
 CALLS_AT_ONCE = 15_000
-"""The most such calls of one worker at once. Ray's default of 1,000 would keep trajectories waiting."""
+"""Limit on the number of open calls of one worker. Ray's default of 1,000 would keep trajectories waiting."""
 AS_OFTEN_AS_IT_DIES = -1
 
 
 class TrajectoryManager(AgentLoopManager):
-    """The manager of the module's contract. verl's validation calls its ``generate_sequences``.
+    """verl's agent-loop manager with restartable workers. verl's validation calls ``generate_sequences``.
 
     Attributes:
-        validation_slots: answers of a validation that may be generated at once.
-        failed_validations: validations in which every answer failed.
+        validation_slots: number of validation answers that may be generated at once.
+        failed_validations: number of validations in which every answer failed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,8 +66,8 @@ class TrajectoryManager(AgentLoopManager):
             self.worker_class(), AS_OFTEN_AS_IT_DIES, HELD, max_concurrency=CALLS_AT_ONCE
         )
         self._told: dict[str, tuple[Any, ...]] = {}
-        # Two threads tell the workers: the trainer's, and the scheduler's in `prepare`. The last word has to be the
-        # same for all.
+        # The trainer's thread calls `tell` and the scheduler's thread calls `prepare`. The lock makes all workers get
+        # the same calls in the same order.
         self._telling = threading.Lock()
         self._deadline: float | None = None
         self.validation_slots = CALLS_AT_ONCE
@@ -78,11 +78,11 @@ class TrajectoryManager(AgentLoopManager):
         self._columns: tuple[Any, ...] | None = None
 
     def worker_class(self) -> type[TrajectoryWorker]:
-        """Return the class of the workers, which has a user's worker class as a base (`manager_class`)."""
+        """Return the class of the workers. `UsersManager` overrides this, to add the user's worker class as a base."""
         return TrajectoryWorker
 
     def tell(self, method: str, *arguments: Any, timeout_s: float) -> None:
-        """Call a method of every worker. If a worker is dead, :meth:`prepare` calls the method when it is restarted."""
+        """Call a method of every worker, now and, by :meth:`prepare`, after each restart of a worker."""
         with self._telling:
             self._told[method] = arguments
             answers = [getattr(worker, method).remote(*arguments) for worker in self.agent_loop_workers]
@@ -91,7 +91,7 @@ class TrajectoryManager(AgentLoopManager):
                 ray.get(answer, timeout=timeout_s)
 
     async def prepare(self, worker: Any) -> None:
-        """Tell a restarted worker what the others have been told, and that it may work."""
+        """Repeat all calls of :meth:`tell` to a restarted worker, and let the worker accept trajectories."""
         with self._telling:
             answers = [getattr(worker, method).remote(*arguments) for method, arguments in self._told.items()]
         await asyncio.gather(*answers)
@@ -99,10 +99,10 @@ class TrajectoryManager(AgentLoopManager):
 
     @contextmanager
     def validation(self, timeout_s: float) -> Iterator[None]:
-        """Give the ``generate_sequences`` calls inside the ``with`` block ``timeout_s`` seconds from now.
+        """Limit all ``generate_sequences`` calls inside the ``with`` block to ``timeout_s`` seconds together.
 
         Raises:
-            RolloutFailed: at the end of the block, if every answer failed and no earlier validation had an answer.
+            RolloutFailed: every answer of this validation failed, and no earlier validation had any answer.
         """
         self._deadline, self._columns = time.monotonic() + timeout_s, None
         self._asked, self._errors = 0, []
@@ -120,10 +120,10 @@ class TrajectoryManager(AgentLoopManager):
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Return the answers to a validation's batch, one row each.
+        """Return the answers to a batch of a validation, one in each row.
 
         Raises:
-            RolloutFailed: the time of :meth:`validation` is over.
+            RolloutFailed: the deadline of :meth:`validation` has passed.
         """
         settings = self.config.async_training
         samples = self.rollout_config.trace.get("max_samples_per_step_per_worker")
@@ -139,7 +139,7 @@ class TrajectoryManager(AgentLoopManager):
             if not limit.expired():
                 raise
             raise RolloutFailed(
-                "validation was not done within async_training.timeouts.batch_wait; raise it, or validate fewer "
+                "validation was not done within async_training.timeouts.batch_wait; raise this, or validate fewer "
                 "prompts (data.val_max_samples)"
             ) from error
         finally:
@@ -149,14 +149,14 @@ class TrajectoryManager(AgentLoopManager):
         lengths = self.rollout_config.prompt_length, self.rollout_config.response_length
         batch = joined(self, with_stand_ins(outputs, *lengths))
         spread_reports(batch, self._columns_of(batch), validation=True)
-        # These are times of each answer, which verl's validation does not report.
+        # The timings of the answers are dropped, because verl's validation does not use them.
         del batch.meta_info["metrics"]
         return batch
 
     def _columns_of(self, batch: DataProto) -> tuple[Any, ...]:
-        """Return the report columns, which are the same for all parts of a validation.
+        """Return the names that rewards report, which have to be the same for all batches of a validation.
 
-        verl collects each column in one list over all parts, so no column may begin later than the others.
+        verl collects each column in one list over all batches, so a column cannot begin in a later batch.
         """
         self._reported |= reported_names(batch)
         if self._columns is None:
@@ -184,16 +184,17 @@ UNASKED: dict[type, tuple[str, ...]] = {
 
 
 def manager_class(name: str | None) -> type[TrajectoryManager]:
-    """Return the manager class of a run, which has the user's class as a base if one is named.
+    """Return the manager class of a run. If ``name`` is given, the user's class of that name is a base class.
 
     Raises:
-        RolloutFailed: the user's class is no subclass of verl's, or overrides a method that would never be called.
+        RolloutFailed: the user's class cannot be loaded, is not a subclass of verl's, or overrides a method that would
+            never be called.
     """
     if not name:
         return TrajectoryManager
     try:
         users = load_class_from_fqn(name, "AgentLoopManager")
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module may raise anything
         raise RolloutFailed(f"{SETTING}={name} cannot be loaded: {error}") from error
     _check(name, users, AgentLoopManager)
     if users is AgentLoopManager:
@@ -201,7 +202,7 @@ def manager_class(name: str | None) -> type[TrajectoryManager]:
     named: str = name
 
     class UsersManager(TrajectoryManager, users):  # type: ignore[misc, valid-type]
-        """This package's manager over the user's."""
+        """This package's manager, with the user's manager class as a base."""
 
         def worker_class(self) -> type[TrajectoryWorker]:
             return worker_over(named, self.agent_loop_workers_class)
@@ -213,11 +214,12 @@ def worker_over(name: str, actor_class: Any) -> type[TrajectoryWorker]:
     """Return this package's worker class, with the worker class of a user's manager as a base.
 
     Args:
-        name: the user's manager, for messages.
-        actor_class: a class, or what ``ray.remote`` made of one.
+        name: the name of the user's manager class, for messages.
+        actor_class: the user's worker class, or the actor class that ``ray.remote`` made of it.
 
     Raises:
-        RolloutFailed: as `manager_class` raises it.
+        RolloutFailed: the user's worker class is not a subclass of verl's, or overrides a method that would never be
+            called.
     """
     metadata = getattr(actor_class, "__ray_metadata__", None)
     users = actor_class if metadata is None else metadata.modified_class.__ray_actor_class__
@@ -229,24 +231,24 @@ def worker_over(name: str, actor_class: Any) -> type[TrajectoryWorker]:
 
 def _check(name: str, users: Any, verls: type) -> None:
     if not (isinstance(users, type) and issubclass(users, verls)):
-        raise RolloutFailed(f"{SETTING}={name} {users!r}: it is no subclass of verl's {verls.__name__}")
+        raise RolloutFailed(f"{SETTING}={name} {users!r}: the class is no subclass of verl's {verls.__name__}")
     for method in UNASKED[verls]:
         if getattr(users, method) is not getattr(verls, method):
             raise RolloutFailed(
-                f"{SETTING}={name} {users.__qualname__}: it has a {method} of its own, which nothing calls here, where "
-                "answers are generated one by one. Put what it does into an agent loop (agent_loop_config_path), or "
+                f"{SETTING}={name} {users.__qualname__}: the class has a {method} of its own, which is never called: "
+                "answers are generated one by one. Move its code into an agent loop (agent_loop_config_path), or "
                 "into _agent_loop_postprocess or _compute_score of the workers"
             )
 
 
 SCORE = "reward"
-"""verl's name for the score itself in a validation."""
+"""The name under which verl's validation reports the score."""
 
 
 def joined(worker: Any, outputs: list[Any]) -> DataProto:
-    """Join trajectories as verl's ``AgentLoopWorker._postprocess`` does, with their reports in the column `REPORTED`.
+    """Join trajectories with verl's ``AgentLoopWorker._postprocess``, and put their rewards' reports into `REPORTED`.
 
-    ``worker`` stands for one of verl's workers. None of its state is used.
+    ``worker`` only serves as ``self`` of that method, which uses none of the worker's state.
     """
     reports = [output.extra_fields.pop(REPORTED, {}) for output in outputs]
     batch = AgentLoopWorker._postprocess(worker, outputs)
@@ -255,14 +257,14 @@ def joined(worker: Any, outputs: list[Any]) -> DataProto:
 
 
 def reported_names(batch: DataProto) -> dict[str, None]:
-    """Return the names that any reward of the batch reported, in the order of the rows."""
+    """Return the names of all values that rewards of the batch reported, in the order of the rows."""
     return dict.fromkeys(name for report in batch.non_tensor_batch[REPORTED] for name in report or ())
 
 
 def spread_reports(batch: DataProto, names: Iterable[Any], validation: bool = False) -> None:
-    """Give each of these names its column, as verl's trainers expect it.
+    """Add a column to the batch for each of these names, in the form that verl's trainers expect.
 
-    A row whose reward did not report the name has None, which verl's validation leaves out of its means.
+    A row whose reward did not report the name gets None, and verl's validation leaves None out of its means.
     """
     taken = {*batch.batch.keys(), *batch.non_tensor_batch, *TAKEN, *([SCORE] if validation else [])}
     columns = []

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent-loop workers that hand out one trajectory at a time.
+"""Agent-loop workers that run each trajectory in a call of its own.
 
-Contract: ``run_trajectory`` returns a ``TrajectoryScored``, which the scheduler reads, and the payload, which its
-caller keeps as an object reference and never unpacks. If the reward is not there at once, it returns (None, None) as
-soon as the last token is sampled, which frees the generation slot, and ``finish_trajectory`` returns the two.
+Contract: ``run_trajectory`` returns two objects: a ``TrajectoryScored``, which the scheduler reads, and the payload,
+which the scheduler keeps as an object reference and never unpacks. If the reward is not ready soon after the
+last token is sampled, ``run_trajectory`` returns (None, None), so that the generation slot becomes free, and
+``finish_trajectory`` returns the two objects later.
 
-Any of verl's agent loops runs here unchanged, including those of users. Versions come from the client's record, and not
-from the loop. A failing reward is retried alone, and the answer is kept. If there are log-prob servers, a trajectory's
-log-probs travel with it, or are computed later for a trajectory that waits (`rescore`). A server that does not answer
-fails no trajectory. An agent loop has a deadline, which includes its tools. A loop that continues after its deadline or
-its cancellation is abandoned, and may ask no server again. After a failure the worker tests whether its process can
-still run a trajectory (`rehearsal`).
+Any agent loop for verl, including a user's, runs here unchanged. The versions of tokens come from the client
+(`TrajectoryRecorder`), because loops do not know them. If a reward fails, only the reward is retried, and the answer is
+kept. If there are log-prob servers, they score answers while the trajectory runs, or score finished trajectories later
+(`rescore`). If a log-prob server does not answer, the trajectory succeeds without those log-probs. An agent loop has a
+deadline, which includes its tools. A loop that continues after its deadline or its cancellation is abandoned, and can
+send no further requests. After a failure the worker tests whether its process can still run a trajectory
+(`rehearsal`).
 
 Shown by tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
 """
@@ -81,18 +83,18 @@ logger = logging.getLogger(__name__)
 REWARD_AT_ONCE_S = 0.03
 
 CANCELLED = (
-    "its agent loop was cancelled, and nobody here had asked for that (asyncio.CancelledError): the loop did it, or "
-    "one of its tools, or the code of another trajectory"
+    "the agent loop was cancelled (asyncio.CancelledError), but not by this package: by the loop itself, by one of its "
+    "tools, or by the code of another trajectory"
 )
 
 REWARD_METRIC = "reward"
-"""verl's name for the reward itself in ``algorithm.filter_groups.metric``. Other names are fields of the reward's
-result.
+"""The value of ``algorithm.filter_groups.metric`` that means the reward itself. Any other value names a field that the
+reward function returns.
 """
 
 
 class TrajectoryWorker(AgentLoopWorker):
-    """verl's agent-loop worker, one trajectory at a time, as the module's contract says."""
+    """verl's agent-loop worker, extended by calls for single trajectories."""
 
     reward_loop_worker_handles: list[Any]
 
@@ -105,7 +107,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
         self._group_size = self.config.actor_rollout_ref.rollout.get("n")
-        # The fields of the reward's result from which advantages are computed, beside the reward itself.
+        # The fields of the reward's result, in addition to the score, from which advantages are computed.
         algorithm = self.config.algorithm
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(limits.trajectory)
@@ -116,27 +118,28 @@ class TrajectoryWorker(AgentLoopWorker):
         self._score_parts = False
         self._reference: ScoringClient | None = None
         self._away, self._life = AwayActivity(time.monotonic), uuid4().hex
-        with suppress(RuntimeError):  # there is no running event loop in some tests
+        with suppress(RuntimeError):  # some tests make a worker without a running event loop
             contain_exits(asyncio.get_running_loop())
         self._default_loop = self.rollout_config.agent.default_agent_loop
-        with suppress(AgentLoopError):  # it is not registered, but rows may name another one
-            # An error of the loop's module is raised here, at the start.
+        with suppress(AgentLoopError):  # the default loop may be missing if rows of the data name other loops
+            # Import the default loop's module now, so that an error of the module is raised when the worker starts.
             loop_maker(self._default_loop)
         self._vocabulary = vocabulary_of(self.model_config)
         self._rehearsal = Rehearsal(self._run_made_up)
-        # A restarted worker may have lost what it was told, without anybody noticing.
+        # A restarted worker lacks the settings that its predecessor got by calls, so it waits for `be_prepared`.
         self._is_prepared = not was_restarted()
 
     async def use_servers(self, servers: dict[str, Any], timeout_s: float, score_parts: bool) -> None:
-        """Have log-prob servers, actor handles by name, score trajectories.
+        """Use log-prob servers, which ``servers`` has as actor handles by name.
 
-        With ``score_parts`` each answer is scored as soon as it is there. Otherwise `rescore` has them scored.
+        With ``score_parts`` the servers score each answer as soon as it arrives. Otherwise they score only finished
+        trajectories, when `rescore` is called.
         """
         self._scoring = ScoringClient(servers, timeout_s)
         self._score_parts = score_parts
 
     async def be_prepared(self) -> None:
-        """Accept work from now on, because the worker has been told all that the others were told."""
+        """Accept trajectories from now on, because this restarted worker now has the same settings as the others."""
         self._is_prepared = True
 
     async def rehearse(self) -> None:
@@ -144,19 +147,19 @@ class TrajectoryWorker(AgentLoopWorker):
         await self._rehearsal.now()
 
     async def use_reference(self, servers: dict[str, Any], timeout_s: float) -> None:
-        """Have servers of the reference policy, actor handles by name, score each finished trajectory."""
+        """Have the reference policy's servers, given as actor handles by name, score each finished trajectory."""
         self._reference = ScoringClient(servers, timeout_s)
 
     async def rescore(self, payload: np.ndarray, version: int, start: int) -> ResponseScores | None:
-        """Return scores of a finished trajectory's whole padded response by ``version`` or a later one.
+        """Return log-probs and entropies of a finished trajectory's padded response by ``version`` or a later version.
 
         Args:
-            payload: as :meth:`run_trajectory` returns it.
+            payload: the payload that :meth:`run_trajectory` returned.
             version: the newest published version.
-            start: the start of its group. Servers score the oldest groups first.
+            start: the start version of the trajectory's group. Servers score the oldest groups first.
 
         Returns:
-            The scores, or None if no server answered in time.
+            The scores, or None if no server answered in time or the trajectory has multi-modal inputs.
         """
         if self._scoring is None:
             return None
@@ -184,21 +187,26 @@ class TrajectoryWorker(AgentLoopWorker):
         trace: bool = True,
         validate: bool = False,
     ) -> tuple[TrajectoryScored | None, np.ndarray | None]:
-        """Run one trajectory, and return what the module's contract says.
+        """Run one trajectory until its last token is sampled, or until it is finished if the reward is quick.
 
         Args:
-            key: the name of the attempt, for :meth:`cancel`.
-            sample: one row of the data set, as verl's data loader gives it, without tensors.
-            sample_index, rollout_n, version: its index in the data set, its number in the group and the version at its
-                issue, all for traces.
-            record: what :meth:`export` returned for this trajectory in an earlier process.
-            trace: whether verl's rollout trace includes it, if the trace is on.
-            validate: whether to sample as for validation. A validation is in no checkpoint and no account.
+            key: the name of the attempt, by which :meth:`cancel` finds it.
+            sample: one row of verl's data loader, without tensors.
+            sample_index: the index of the row in the data set, for traces.
+            rollout_n: the number of the trajectory in its group, for traces.
+            version: the start version of the group, for traces.
+            record: the answers that :meth:`export` returned for this trajectory before the run was resumed, if any.
+            trace: whether verl's rollout trace includes this trajectory, if the trace is on.
+            validate: whether the trajectory is a validation's. It then has the sampling parameters of validation, and
+                neither checkpoints nor token accounts include it.
+
+        Returns:
+            The result and the payload, or (None, None) if the reward is not known yet.
 
         Raises:
             WorkerRestarted: the worker waits for :meth:`be_prepared`.
-            TrajectoryDisturbed: the call was cancelled, and nobody had asked for that.
-            WorkerSpoilt: the trajectory failed, and so would any other one here.
+            TrajectoryDisturbed: the call was cancelled, but not by :meth:`cancel`.
+            WorkerSpoilt: the trajectory failed, and the process can run no trajectory any more.
         """
         if not self._is_prepared:
             raise WorkerRestarted("the agent-loop worker was started again")
@@ -217,7 +225,7 @@ class TrajectoryWorker(AgentLoopWorker):
         record: TrajectoryRecord | None,
         trace: bool,
     ) -> TrajectoryRecorder:
-        """Start the agent loop of a trajectory. ``trajectory`` is what verl's traces show of it."""
+        """Start the agent loop of a trajectory. ``trajectory`` has the attributes that verl's traces show."""
         context, version = copy_context(), trajectory["step"]
         fields = dict(sample)
         agent_name = str(found) if is_given(found := fields.pop("agent_name", None)) else self._default_loop
@@ -245,7 +253,8 @@ class TrajectoryWorker(AgentLoopWorker):
         try:
             await self._until_sampled(running, key)
             if running.sampled.done():
-                # A second call costs about as much as the rest of a short trajectory, so wait a moment for the reward.
+                # Wait briefly for the reward, because `finish_trajectory` would cost as much as the rest of a short
+                # trajectory.
                 await asyncio.wait({running.task}, timeout=REWARD_AT_ONCE_S)
                 if not running.task.done():
                     return None, None
@@ -258,11 +267,11 @@ class TrajectoryWorker(AgentLoopWorker):
         return await self._finish(key)
 
     async def finish_trajectory(self, key: str) -> tuple[TrajectoryScored, np.ndarray]:
-        """Return the result of a trajectory whose last token is sampled, as the module's contract says.
+        """Return the result and the payload of a trajectory whose last token is sampled.
 
         Raises:
-            WorkerRestarted: the trajectory was begun in another process.
-            WorkerSpoilt: the trajectory failed, and so would any other one here.
+            WorkerRestarted: the worker was restarted after the trajectory began.
+            WorkerSpoilt: the trajectory failed, and the process can run no trajectory any more.
         """
         async with self._rehearsal.after_a_failure():
             return await self._finish(key)
@@ -292,14 +301,14 @@ class TrajectoryWorker(AgentLoopWorker):
         running.over.set()
 
     async def _until_sampled(self, running: TrajectoryRecorder, key: str) -> None:
-        """Wait for the trajectory's last token, or for its end.
+        """Wait until the trajectory's last token is sampled, it has failed, or its cancellation is requested.
 
         Raises:
-            AgentLoopError: the trajectory took longer than it may.
+            AgentLoopError: the trajectory exceeded its deadline.
         """
 
         def now() -> float:
-            """Time between generation turns counts for no deadline, but for a validation's, which has just that."""
+            """Return the time without the intervals between generation turns, in which only validations generate."""
             return time.monotonic() - (0.0 if running.validates else self.llm_client.gate.held_s)
 
         deadline = now() + self._trajectory_timeout_s
@@ -309,7 +318,7 @@ class TrajectoryWorker(AgentLoopWorker):
                 return
         await _cancel(running.task, key)
         raise AgentLoopError(
-            f"its agent loop was not done within {self._trajectory_timeout_s:g} s; look at its tools, or raise "
+            f"the agent loop was not done within {self._trajectory_timeout_s:g} s; look at its tools, or raise "
             "async_training.timeouts.trajectory"
         )
 
@@ -327,15 +336,15 @@ class TrajectoryWorker(AgentLoopWorker):
         raise error if isinstance(error, OURS) else explained(AgentLoopError, "", error)
 
     async def activity(self) -> Activity:
-        """Return what its trajectories did outside of engines since the last call."""
+        """Return what this worker's trajectories did outside of engines since the last call."""
         return Activity(time.monotonic(), self._life, self._away.lane.take())
 
     async def describe(self) -> list[str]:
-        """Return lines that say what runs and where the coroutines wait."""
+        """Return lines of text that list the running trajectories and where the coroutines wait."""
         return [f"trajectories: {', '.join(self._running) or 'none'}", *(f"tasks: {line}" for line in waits())]
 
     async def cancel(self, keys: list[str]) -> None:
-        """End the named trajectories. The caller of each gets the cancellation as an error."""
+        """Cancel the trajectories with these keys. Their open calls raise TrajectoryCancelled."""
         for key in keys:
             if key not in self._running:
                 self._unwanted.add(key)
@@ -343,12 +352,12 @@ class TrajectoryWorker(AgentLoopWorker):
                 self._running[key].told.set_result(None)
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:
-        """Return the record of each unfinished trajectory, with its requests under way, and the present account."""
+        """Return each unfinished trajectory's answers, with the tokens of open requests, and the token account."""
         await self.llm_client.fetch(self._answers.flights(), timeout_s)
         return self._answers.export(), self._answers.account()
 
     async def close_books(self) -> TokenAccount:
-        """End every trajectory as unfinished, because the run is over, and return what became of their tokens."""
+        """Cancel every trajectory, because the run is over, count it as unfinished and return the token account."""
         self._answers.close()
         under_way = [asyncio.create_task(running.over.wait()) for running in self._running.values()]
         await self.cancel(list(self._running))
@@ -357,7 +366,7 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.account()
 
     async def hold(self) -> TokenAccount:
-        """Hold every request from now on, because the generation turn is over, and return the present account."""
+        """Hold every request from now on, because the generation turn is over, and return the token account."""
         if not self.llm_client.gate.is_held:
             self.llm_client.gate.hold()
             self._answers.interrupted_in_tools(
@@ -370,7 +379,7 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.account()
 
     async def go_on(self) -> None:
-        """Let the held requests continue, because a generation turn begins."""
+        """Let held requests continue, because a generation turn begins."""
         self.llm_client.gate.go_on()
 
     async def _run_row(
@@ -381,8 +390,9 @@ class TrajectoryWorker(AgentLoopWorker):
         recorder: TrajectoryRecorder,
         trace: bool,
     ) -> Any:
-        """Do what verl's ``_run_agent_loop`` does, but look up a loop's class only once, since Hydra takes a
-        millisecond.
+        """Run an agent loop for a row, as verl's ``_run_agent_loop`` does, but with a cached lookup of its class.
+
+        Each of verl's lookups by Hydra takes a millisecond.
         """
         with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace):
             check_row(row, None if trajectory["validate"] else self._group_size)
@@ -419,7 +429,6 @@ class TrajectoryWorker(AgentLoopWorker):
         return await self._run_row("single_turn_agent", trajectory, MADE_UP, recorder, trace=False)
 
     async def _finished(self, output: AgentLoopOutput, row: dict[str, Any], recorder: TrajectoryRecorder) -> Any:
-        """Return the padded trajectory with its versions, reward and log-probs."""
         alignment = align(recorder.segments, output.response_ids, output.response_mask)
         output.extra_fields[VERSION_RUNS] = alignment.runs
         output.extra_fields["exact_versions"] = alignment.exact
@@ -428,7 +437,7 @@ class TrajectoryWorker(AgentLoopWorker):
         wants_reference = self._reference is not None and recorder.text_only and not recorder.validates
         reference = asyncio.create_task(self._reference_scores(output)) if wants_reference else None
         try:
-            # The row is one argument, so its columns may have any names. `_compute_score` unpacks it.
+            # The row is passed as one argument, so that its columns may have any names. `_compute_score` unpacks it.
             padded = await self._agent_loop_postprocess(
                 output, recorder.validates, raw_prompt=row.get("raw_prompt"), row=row
             )
@@ -447,7 +456,7 @@ class TrajectoryWorker(AgentLoopWorker):
         return padded
 
     async def _reference_scores(self, output: AgentLoopOutput) -> np.ndarray | None:
-        """Return the reference policy's log-probs of the response, float32 (R,), or None if no server gives them."""
+        """Return the reference policy's log-probs of the response, float32 (R,), or None if no server answers."""
         assert self._reference is not None
         part = Part(STATIC, output.prompt_ids, output.response_ids)
         with suppress(Unscored):
@@ -458,8 +467,8 @@ class TrajectoryWorker(AgentLoopWorker):
         """Compute the reward as verl does, with a deadline and retries.
 
         Raises:
-            RewardError: every attempt failed. The message says how the last one did.
-            NonFiniteReward: the reward is no finite number.
+            RewardError: every attempt failed. The message has the last attempt's error.
+            NonFiniteReward: the reward is not a finite number.
         """
         if kwargs["row"] is MADE_UP:
             return
@@ -478,14 +487,14 @@ class TrajectoryWorker(AgentLoopWorker):
                 cause: Exception = TimeoutError(
                     f"no reward within {self._reward_timeout_s:g} s (async_training.timeouts.reward)"
                 )
-            except Exception as error:  # a user's reward function may raise anything; the last one is reported
+            except Exception as error:  # a user's reward function may raise anything; the last error is reported
                 cause = error
             logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, told(cause))
         raise explained(RewardError, f"the reward failed {self._reward_attempts} times, last with ", cause)
 
     def _check_reward(self, output: AgentLoopOutput, trained: Sequence[str]) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:
-            # The trainer computes the reward.
+            # There is no reward yet, because the trainer computes it.
             return
         report = output.extra_fields.get(REPORTED)
         check_report(report)
@@ -496,7 +505,7 @@ class TrajectoryWorker(AgentLoopWorker):
         found = {**(output.extra_fields.get(REPORTED) or {}), REWARD_METRIC: output.reward_score}
         if found.get(metric) is None:
             raise RewardError(
-                f"algorithm.filter_groups.metric={metric} is not among what the reward gave "
+                f"algorithm.filter_groups.metric={metric} is not a value that the reward gave "
                 f"({', '.join(sorted(map(str, found)))}); have the reward function return it, or name one of those"
             )
         check_reward(output.reward_score, found, [metric])
@@ -524,38 +533,38 @@ class TrajectoryWorker(AgentLoopWorker):
 
 
 async def _cancel(task: asyncio.Task[Any], key: str) -> None:
-    """Cancel a trajectory's agent loop, and abandon it if it does not end."""
+    """Cancel a trajectory's agent loop, and abandon the loop if it does not end within `CANCELLED_S` seconds."""
     task.cancel()
     await asyncio.wait({task}, timeout=CANCELLED_S)
     if not task.done():
         logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
-        # Read the result when it ends, because asyncio warns about errors that nobody has read.
+        # Read the abandoned task's error when it ends, because asyncio warns about an error that is never read.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 def group_of(key: str) -> int:
-    """Return the number of the group, in the order of issue, from an attempt's key."""
+    """Return a group's number in the order of issue, from the key of an attempt."""
     return int(key.partition("-")[0])
 
 
 def is_first_attempt(key: str) -> bool:
-    """Return whether a key, which has group, number in the group and attempt, names a trajectory's first attempt."""
+    """Return whether a key ("group-trajectory-attempt") names the first attempt at a trajectory."""
     return key.endswith("-0")
 
 
 def filter_metric(config: Any) -> str | None:
-    """Return the metric by which groups are filtered, or None if they are not."""
+    """Return the metric by which groups are filtered, or None if groups are not filtered."""
     settings = OmegaConf.select(config, "algorithm.filter_groups")
     return str(settings.metric) if settings is not None and settings.get("enable") else None
 
 
 def is_given(value: Any) -> bool:
-    """Return whether a column has a value in a row. Files that are read together may have different columns."""
+    """Return whether a row's column has a value, which may be missing if data files have different columns."""
     return value is not None and value != "" and value == value
 
 
 def vocabulary_of(model_config: Any) -> int:
-    """Return the number of tokens that the model knows, or the largest int32 if its configuration does not say."""
+    """Return the model's vocabulary size, or 2**31 if its configuration does not have it."""
     config = getattr(model_config, "hf_config", None)
     config = getattr(config, "text_config", None) or config
     return getattr(config, "vocab_size", None) or INT32

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls a user's agent loop so that a failure costs only the loop's own trajectory.
 
-Contract: whatever a loop or one of its tools raises, including ``SystemExit``, becomes an `AgentLoopError` with its
-message and its traceback as text, because the error's object may not be readable in another process. Whoever waits for
-the loop's task notices that it was cancelled although nobody asked for that. Columns of the data reach the loop
-whatever their names are, except for `ARGUMENTS`.
+Contract: any error of a loop or of its tools, including ``SystemExit``, becomes an `AgentLoopError` that has the
+message and the traceback as text, because another process may be unable to unpickle the error itself. A cancellation
+of the loop's task is passed on, so that the worker can tell whether it requested the cancellation. All columns of the
+data are passed to the loop, whatever their names. Only a column with a name in `ARGUMENTS` is refused.
 
 Shown by tests/integration/test_users_loops.py.
 """
@@ -29,21 +29,22 @@ from recipe.async_engine.rollout.group_run import AgentLoopError
 from recipe.async_engine.rollout.loop_output import NonFinite, RewardError, UnusableAnswer
 
 ROLLOUT_N = "__rollout_n__"
-"""With this column verl's v1 trainers give a prompt another number of answers than ``rollout.n``."""
+"""The column in which data for verl's v1 trainers may set the number of answers to a prompt, instead of ``rollout.n``.
+"""
 PRIORITY = "priority"
 ANY = "**"
 CONTROLS = frozenset({ROLLOUT_N, "__do_sample__"})
-"""Columns that verl reads itself and does not give to the loop."""
+"""Columns that verl reads itself and does not pass to the loop."""
 
 OURS = (AgentLoopError, RewardError, NonFinite, UnusableAnswer)
-"""Errors that already say what is wrong with a trajectory."""
+"""Errors that already explain why a trajectory failed, so they are raised unchanged."""
 
 
 async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
     """Return the result of ``work``.
 
     Raises:
-        AgentLoopError: ``work`` raised something other than `OURS`.
+        AgentLoopError: ``work`` raised an error that is not one of `OURS`.
     """
     try:
         return await work(*arguments)
@@ -54,12 +55,12 @@ async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
 
 
 class _BegunTask(asyncio.Task[Any]):
-    """A task that cannot be cancelled before it has begun, because Ray never answers a call that was."""
+    """A task that cannot be cancelled before it has begun, because Ray would never answer the call of such a task."""
 
     has_begun = False
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel the task, or have it cancelled right after it has begun."""
+        """Cancel the task, or, if it has not begun, cancel it right after it has."""
         if self.has_begun or self.done():
             return super().cancel(msg)
         self.get_loop().call_soon(super().cancel, msg)
@@ -67,7 +68,7 @@ class _BegunTask(asyncio.Task[Any]):
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
-    """Keep any task of this event loop from ending the loop by ``SystemExit``, which asyncio does not catch."""
+    """Turn ``SystemExit`` in any task of this event loop into an `AgentLoopError`, since asyncio would end the loop."""
 
     async def contained(work: Coroutine[Any, Any, Any]) -> Any:
         asyncio.current_task(loop).has_begun = True  # type: ignore[union-attr]
@@ -80,18 +81,16 @@ def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], row: dict[str, Any], **v1: Any) -> Any:
-    """Run the loop for a row of the data, whose columns are its arguments, and return the loop's result.
+    """Run an agent loop with the columns of a data row as its arguments, and return the loop's result.
 
     Args:
-        agent_loop: the loop.
-        sampling_params: its sampling parameters.
-        row: the row of the data.
-        v1: further arguments that verl's v1 trainers give to a loop that accepts them.
+        sampling_params: the sampling parameters of the loop's requests.
+        v1: arguments that verl's v1 trainers pass. The loop gets those that its signature accepts.
     """
     for name in ARGUMENTS & row.keys():
         raise AgentLoopError(f"the data has a column {name!r}, the name of an argument of every agent loop: rename it")
     takes = _parameters(type(agent_loop).run)
-    # A column that is missing in this row's file gets the loop's own default, if there is one.
+    # None means that this row's file lacks the column. If the loop has a default for the argument, the default is used.
     columns = {
         name: value
         for name, value in row.items()
@@ -99,13 +98,16 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     }
     more = {name: value for name, value in v1.items() if ANY in takes or name in takes}
     if type(agent_loop).__module__.startswith("verl.") and not isinstance(columns.get(PRIORITY), int | np.integer):
-        # verl's own loops use this column as a request's priority in the engine.
+        # verl's own loops pass the column `PRIORITY` on as the request's priority in the engine, so only an integer is
+        # passed to them.
         columns.pop(PRIORITY, None)
     return await agent_loop.run(sampling_params, **{**more, **columns})
 
 
 def check_row(row: dict[str, Any], n: int | None) -> None:
-    """Raise `AgentLoopError` if a row asks for another number of answers, or if verl cannot hand it on."""
+    """Raise `AgentLoopError` if verl cannot pass a column to the reward, or if the row asks for a number of answers
+    other than ``n``. If ``n`` is None, any number is allowed.
+    """
     for name, value in row.items():
         if not (isinstance(value, list | tuple) and any(isinstance(part, list | tuple | np.ndarray) for part in value)):
             continue
@@ -113,19 +115,19 @@ def check_row(row: dict[str, Any], n: int | None) -> None:
             np.array([value])
         except ValueError:
             raise AgentLoopError(
-                f"the data's column {name!r} has lists of different lengths in each other, of which verl can make no "
-                "array for the reward: make it text (JSON), a mapping, or lists of one length"
+                f"the data's column {name!r} has lists of different lengths inside a list, from which verl cannot "
+                "make an array for the reward: make the column text (JSON), a mapping, or lists of one length"
             ) from None
     if n is not None and (asked := row.get(ROLLOUT_N)) is not None and asked != n:
         raise AgentLoopError(
-            f"the data's column {ROLLOUT_N} asks for {asked} answers to this prompt: only verl's own v1 trainers give "
-            f"each prompt a number of its own, here it is actor_rollout_ref.rollout.n={n}; leave the column out"
+            f"the data's column {ROLLOUT_N} asks for {asked} answers to this prompt: only verl's own v1 trainers "
+            f"allow this, and here each prompt has actor_rollout_ref.rollout.n={n} answers; leave the column out"
         )
 
 
 @cache
 def _parameters(run: Hashable) -> dict[str, bool]:
-    """Return the names of a loop's arguments and whether each has a default, with `ANY` if it takes any name."""
+    """Return whether each argument of a loop has a default, by name. `ANY` is a key if the loop has ``**kwargs``."""
     try:
         parameters = inspect.signature(cast(Callable[..., Any], run)).parameters.values()
     except (TypeError, ValueError):
@@ -138,12 +140,12 @@ def _parameters(run: Hashable) -> dict[str, bool]:
 
 
 def explained(kind: type[RecipeError], words: str, error: BaseException) -> RecipeError:
-    """Return an error of this kind that says what ``error`` was.
+    """Return an error of the class ``kind`` whose message is ``words`` followed by a description of ``error``.
 
-    A note has the traceback of ``error``, which Ray would cut short.
+    A note has the traceback of ``error``, because Ray shortens long messages.
     """
     what = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-    # The messages of this package's own errors need no type before them.
+    # The type of an error is only added to messages that are not from this package.
     failed = kind(f"{words}{what if isinstance(what, RecipeError) else told(what)}")
     failed.add_note(traced(error))
     return failed
@@ -151,7 +153,7 @@ def explained(kind: type[RecipeError], words: str, error: BaseException) -> Reci
 
 @cache
 def loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
-    """Return a function that makes the agent loop registered under ``agent_name``, given verl's arguments.
+    """Return a function that takes verl's arguments and makes the agent loop registered under ``agent_name``.
 
     Raises:
         AgentLoopError: no loop is registered under that name.
@@ -161,6 +163,6 @@ def loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
     settings = _agent_loop_registry[agent_name]
     own = {name: value for name, value in settings.items() if name != "_target_"}
     if any(name.startswith("_") or not isinstance(value, str | int | float | None) for name, value in own.items()):
-        # The loop has arguments that Hydra has to build.
+        # The loop's settings include objects that Hydra has to build.
         return partial(hydra.utils.instantiate, settings)
     return partial(hydra.utils.get_object(settings["_target_"]), **own)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates a validation's answers in the same way as training's.
+"""Generates the answers of a validation in the same way as answers for training.
 
-Contract: the same workers run them, by the same calls, with the same number at once and the same retries, checks and
-deadlines. An answer that fails for good costs its prompt. The answer gets no score (NaN), so verl's means leave the
-prompt out, and the other answers are unaffected. Shown by tests/integration/test_validation.py.
+Contract: validation uses the same workers, calls, concurrency, retries, checks and deadlines as training. If an answer
+fails after all retries, it gets the score NaN, so verl's means leave out its prompt. The answers to other prompts are
+unaffected. Shown by tests/integration/test_validation.py.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class ValidationAnswers:
 
     Args:
         pool: the pool of workers, made for this batch.
-        slots: answers that may be generated at once.
-        max_retries: attempts at an answer beyond the first.
+        slots: number of answers that may be generated at once.
+        max_retries: number of attempts at an answer beyond the first.
 
     Attributes:
-        errors: the errors of answers that failed for good.
+        errors: the last error of each answer that failed in all its attempts.
     """
 
     def __init__(self, pool: WorkerPool, slots: int, max_retries: int) -> None:
@@ -47,7 +47,7 @@ class ValidationAnswers:
         self._slots = asyncio.Semaphore(slots)
 
     async def of(self, prompts: DataProto, version: int) -> list[Any]:
-        """Return verl's padded trajectory for each row, with None for an answer that failed for good."""
+        """Return verl's padded trajectory for each row, or None if all attempts at the row's answer failed."""
         columns, runs, work = prompts.non_tensor_batch, dict[str, GroupRun](), []
         for n, uid in enumerate(map(str, columns["uid"])):
             if uid not in runs:
@@ -83,13 +83,13 @@ class ValidationAnswers:
 
 
 def with_stand_ins(answers: list[Any], prompt_length: int, response_length: int) -> list[Any]:
-    """Return the answers, with an empty one without a score in the place of each that failed."""
+    """Replace each None in ``answers`` by an empty answer with the score NaN."""
     there = next((answer for answer in answers if answer is not None), None)
     return [_stand_in(there, prompt_length, response_length) if answer is None else answer for answer in answers]
 
 
 def _stand_in(like: Any, prompt_length: int, response_length: int) -> Any:
-    """Return an empty answer without a score, with the shapes of another answer if there is one."""
+    """Return an empty answer with the score NaN and the tensor shapes of ``like``, if that is not None."""
     if like is None:
         prompt, response, whole = (
             torch.zeros((1, length), dtype=torch.int64)

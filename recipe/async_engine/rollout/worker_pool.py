@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent-loop workers and the trajectories that each of them runs.
+"""The pool of agent-loop workers, which chooses a worker for each trajectory.
 
-Contract: an attempt goes to the worker with the fewest attempts. A retry goes to another worker than before, if there
-is one. Whatever a worker raises arrives as a :class:`RecipeError`. Workers are asked all the time whether they answer,
-and `actors/worker_set.py` says what follows if one does not, or has died. The pool awaits events but no payloads, of
-which it hands on the object references. A prompt of more than `LARGE` bytes, for example with images, goes into the
-object store once for all the trajectories of its group. One event loop calls the pool. The account of a worker that
-died is the last one it gave, and the tokens that it held are lost.
+Contract: each attempt runs on the worker with the fewest attempts, and a retry on a different worker if there is one.
+Every error of a worker is raised as a :class:`RecipeError`. The pool checks all the time whether workers respond;
+`actors/worker_set.py` describes how it handles a worker that does not, or has died. The pool never fetches payloads,
+and only passes on their object references. A prompt of more than `LARGE` bytes, for example with images, is put into
+the object store once for all trajectories of its group. Only one event loop calls the pool. The token account of a
+dead worker is the last account that the worker reported, with its held tokens counted as lost.
 
 Shown by tests/integration/test_worker_pool.py and test_turn_pool.py.
 """
@@ -41,18 +41,19 @@ logger = logging.getLogger(__name__)
 
 DEFAULTS = Timeouts()
 LARGE = 64 << 10
-"""Ray also copies larger arguments into the object store, but once for each call."""
+"""Size in bytes from which a prompt is put into the object store. Ray would do so itself, but again for each call."""
 VALIDATION = "validation-"
-"""The prefix of the keys of a validation's attempts, which a worker runs beside those of training."""
+"""Prefix of the keys of a validation's attempts, since a worker runs these at the same time as attempts of training."""
 ALONE = ", again, in a worker of its own (look for what in its agent loop or tools ends, blocks or fills the process)"
 LOOK_S = 0.05
 NONE_LEFT = "every agent-loop worker has died; the first one's error is in the log above"
 
 
 async def _said(said: Any, payload: Any) -> Any:
-    """Return ``said``, or raise its error after awaiting ``payload``, which has the same error.
+    """Return the result of ``said``, the first of a call's two results.
 
-    Ray logs errors that nobody has awaited.
+    If the call failed, ``payload`` has the same error and is awaited too, because Ray logs each error that was not
+    awaited.
     """
     try:
         return await said
@@ -63,7 +64,7 @@ async def _said(said: Any, payload: Any) -> Any:
 
 
 def _failure(run: TrajectoryRun, cause: BaseException) -> RecipeError:
-    """Return the error of an attempt whose worker raised ``cause``."""
+    """Return the error to raise for an attempt whose worker raised ``cause``."""
     failed: RecipeError
     if isinstance(cause, RewardError | NonFinite | UnusableAnswer | TrajectoryCancelled):
         failed = type(cause)(str(cause))
@@ -80,11 +81,12 @@ def _failure(run: TrajectoryRun, cause: BaseException) -> RecipeError:
 class TracedGroups:
     """Chooses the prompt groups that verl's rollout trace shows (``actor_rollout_ref.rollout.trace``).
 
-    With ``max_samples_per_step_per_worker`` these are the first groups of each version, at most so many for each
-    agent-loop worker, and each of them with all its answers. Shown by tests/integration/test_rollout_trace.py.
+    If ``max_samples_per_step_per_worker`` is set, the trace has the first groups of each version, with all their
+    answers, up to that number times the number of agent-loop workers. Shown by
+    tests/integration/test_rollout_trace.py.
 
     Args:
-        each_version: the number of groups of a version. None traces all groups.
+        each_version: the largest number of groups to trace in a version. None traces all groups.
     """
 
     def __init__(self, each_version: int | None = None) -> None:
@@ -93,7 +95,7 @@ class TracedGroups:
         self._of_version: Counter[int] = Counter()
 
     def has(self, group_id: int, version: int) -> bool:
-        """Return whether a group that was issued at ``version`` is traced. The answer never changes."""
+        """Return whether to trace a group that was issued at ``version``, always with the same result for a group."""
         if self._each_version is None or group_id in self._chosen:
             return True
         if self._of_version[version] >= self._each_version:
@@ -104,18 +106,19 @@ class TracedGroups:
 
 
 class WorkerPool(WorkerSet):
-    """The agent-loop workers and the number of trajectories that each one runs.
+    """The agent-loop workers and the attempts that they are running.
 
     Args:
         actors: the workers, which Ray may restart.
-        prepare: tells a restarted worker what the others have been told.
-        startup_s, answer_s: deadlines, as in `WorkerSet`.
+        prepare: a function that repeats to a restarted worker the settings that the other workers got.
+        startup_s: seconds within which a restarted worker has to be up.
+        answer_s: seconds without a response after which a worker is killed.
         traced: chooses the groups of verl's rollout trace.
         validates: whether the attempts belong to a validation.
 
     Attributes:
-        under_way: trajectories by the key of the attempt under way.
-        users: the number of attempts under way for each group, by its id.
+        under_way: the trajectories with a running attempt, by the attempt's key.
+        users: number of running attempts by group id.
     """
 
     def __init__(
@@ -145,10 +148,10 @@ class WorkerPool(WorkerSet):
         return len(self.actors)
 
     def assign(self, run: TrajectoryRun) -> None:
-        """Choose the least loaded worker for the next attempt, if possible another one than the last time.
+        """Choose a worker for the next attempt: the least loaded one, but for a retry a different one if possible.
 
         Raises:
-            RolloutFailed: no worker is alive or being restarted.
+            RolloutFailed: all workers are dead and none of them is being restarted.
         """
         self.watch()
         run.worker_id = self.choose(but=run.worker_id if run.errors else None)
@@ -159,17 +162,16 @@ class WorkerPool(WorkerSet):
         run.under_way = True
 
     async def attempt(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
-        """Make the assigned attempt, and write its result into ``run``.
+        """Run the attempt that was assigned to a worker, and write its result into ``run``.
 
         Args:
-            run: the trajectory.
-            sampled: called when the last token is sampled, if the reward takes longer.
+            sampled: a function that is called when the last token is sampled, if the reward takes longer.
 
         Raises:
-            TrajectoryFailed: the agent loop raised.
-            TrajectoryDisturbed: the worker died, or something in it cancelled the attempt.
+            TrajectoryFailed: the agent loop raised an error, or Ray failed.
+            TrajectoryDisturbed: the worker died, or code in the worker cancelled the attempt.
             RewardError, NonFinite, UnusableAnswer: the answer cannot be scored or trained.
-            TrajectoryCancelled: :meth:`cancel` named this attempt.
+            TrajectoryCancelled: :meth:`cancel` was called for this attempt.
         """
         group_id = run.of.group.id
         self.under_way[run.key] = run
@@ -187,15 +189,15 @@ class WorkerPool(WorkerSet):
                     scored = await _said(said, payload)
                 run.scored, run.payload = scored, payload
         except RayTaskError as error:
-            # This has to come first: Ray's error is also an instance of its cause's class, which may be any of those
-            # below.
+            # This clause has to be the first, because Ray's error is also an instance of its cause's class, which a
+            # later clause may name.
             raise _failure(run, error.cause) from error
         except WorkerDied as error:
             often = ALONE if run.is_suspect else ""
             raise TrajectoryDisturbed(f"the agent-loop worker of trajectory {run.key} died{often}: {error}") from error
         except RecipeError:
             raise
-        except Exception as error:  # Ray has many errors (an object lost, a full disk), which cost one attempt each
+        except Exception as error:  # any other error of Ray (a lost object, a full disk) fails only this attempt
             raise TrajectoryFailed(f"trajectory {run.key} failed with {type(error).__name__}: {error}") from error
         finally:
             run.under_way = False
@@ -214,12 +216,12 @@ class WorkerPool(WorkerSet):
 
     @asynccontextmanager
     async def place(self, run: TrajectoryRun) -> AsyncIterator[Any]:
-        """Return the worker of an attempt, once it is up.
+        """Yield the worker of an attempt, once the worker has started.
 
-        A trajectory under suspicion has its worker to itself. It waits until the worker has no other attempts, which
-        end with their deadlines, and no new ones go there meanwhile. If there is only one worker, other attempts still
-        go there. The worker is tested before the attempt, so that the trajectory is not blamed for what earlier ones
-        changed.
+        A trajectory that may have caused disturbances gets the worker for itself: no new attempts are assigned to the
+        worker, and the trajectory waits until the worker's other attempts have ended. If there is only one worker,
+        the worker is shared nevertheless. The worker is tested first, so that the trajectory is not blamed for damage
+        that earlier trajectories did.
         """
         assert run.worker_id is not None
         if not run.is_suspect:
@@ -240,7 +242,7 @@ class WorkerPool(WorkerSet):
                 self.reserved = None
 
     def sample_for(self, run: TrajectoryRun) -> Any:
-        """Return the prompt of an attempt, as an object reference if it is large."""
+        """Return the prompt of an attempt, as an object reference if the prompt is larger than `LARGE`."""
         group = run.of.group
         if group.id not in self._samples:
             sample = sample_of(run.of.row, group)
@@ -249,7 +251,7 @@ class WorkerPool(WorkerSet):
         return self._samples[group.id]
 
     async def cancel(self, keys: Iterable[str]) -> None:
-        """End the named attempts. Each raises TrajectoryCancelled where it is awaited."""
+        """Cancel the attempts with these keys, so that :meth:`attempt` raises TrajectoryCancelled for each."""
         for worker_id, worker_keys in self._by_worker(keys).items():
             if worker_id in self.actors:
                 self.actors[worker_id].cancel.remote(worker_keys)
@@ -258,15 +260,18 @@ class WorkerPool(WorkerSet):
                     self.under_way[key].cancelled = True
 
     async def go_on(self) -> None:
-        """Let every worker's requests continue, because a generation turn begins."""
+        """Let the requests of all workers continue, because a generation turn begins."""
         self._holds = False
         for actor in self.actors.values():
             actor.go_on.remote()
 
     async def hold(self, timeout_s: float) -> TokenAccount:
-        """Hold every request from now on, because the turn is over, and return the workers' accounts together.
+        """Hold every request from now on, because the generation turn is over.
 
         If a worker does not answer in time, its trajectories end at their own deadlines.
+
+        Returns:
+            The sum of the workers' token accounts.
         """
         self._holds = True
         for worker_id, account in (await self._ask("hold", timeout_s)).items():
@@ -281,9 +286,11 @@ class WorkerPool(WorkerSet):
         return by_worker
 
     def rescore(self, payload: Any, version: int, start: int) -> Any:
-        """Return an object reference of the scores of a finished trajectory, or None if no worker is alive.
+        """Have log-prob servers score a finished trajectory.
 
-        The trainer computes the log-probs itself for None.
+        Returns:
+            An object reference of the scores, or None if no worker is alive. For None the trainer computes the
+                log-probs itself.
         """
         worker_id = self.choose()
         if worker_id not in self.actors:
@@ -294,16 +301,14 @@ class WorkerPool(WorkerSet):
         self._lost_with_workers += self._accounts.pop(worker_id, TokenAccount()).held_as_lost()
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], set[str], TokenAccount]:
-        """Ask the workers what their unfinished trajectories have been answered.
-
-        A worker that does not answer in time is left out.
+        """Collect the answers of unfinished trajectories from all workers that respond in time.
 
         Returns:
-            The records by the attempts' keys, with None where nothing is kept; the keys of attempts that were over for
-            their workers, so that their payloads are on their way; and the account of all workers together.
+            The answers by key of the attempt, or None for an attempt without answers; the keys of attempts that their
+            workers have finished, so that their payloads are in transit; and the sum of the workers' token accounts.
         """
         submitted = {key: run.worker_id for key, run in self.under_way.items() if run.submitted}
-        # The workers need half of the time to ask their servers.
+        # The workers get half of the time to ask the rollout servers.
         told = await self._ask("export", timeout_s, timeout_s / 2)
         records: dict[str, TrajectoryRecord | None] = {}
         for worker_id, (part, account) in told.items():
@@ -313,7 +318,7 @@ class WorkerPool(WorkerSet):
         return records, over, self._account()
 
     async def close_books(self, timeout_s: float) -> TokenAccount | None:
-        """Have every worker end its trajectories, and return all their accounts together.
+        """Have every worker cancel its trajectories, and return the sum of the workers' token accounts.
 
         The result is None if a worker does not answer or has died, because its counts are not known.
         """
@@ -323,24 +328,25 @@ class WorkerPool(WorkerSet):
         return sum(told.values(), TokenAccount())
 
     async def close(self, keys: Iterable[str]) -> None:
-        """End the named attempts, and watch the workers no more."""
+        """Cancel the attempts with these keys, and stop watching the workers."""
         self.stop()
         await self.cancel(keys)
 
     def metrics(self) -> dict[str, float]:
-        """Return how many workers are up, and how often one was restarted."""
+        """Return the number of live workers, and the number of restarts of all workers."""
         return {
             "fully_async/count/live_agent_loop_workers": self.alive,
             "fully_async/count/agent_loop_worker_restarts": self.lives.total(),
         }
 
     def _note(self, worker_id: str, account: TokenAccount) -> None:
-        # The account of a worker that has died since is counted already.
+        # The account of a worker that has died in the meantime is already counted as lost.
         if worker_id not in self.actors:
             return
         before = self._accounts.get(worker_id, TokenAccount())
         if account.cut < before.cut:
-            # The account comes from a restarted process. The one before died without work, so nobody has noticed yet.
+            # The account comes from a restarted process. The earlier process died while it had no attempt, so its death
+            # has not been noticed.
             self._lost_with_workers += before.held_as_lost()
         self._accounts[worker_id] = account
 
@@ -348,13 +354,13 @@ class WorkerPool(WorkerSet):
         return sum(self._accounts.values(), self._lost_with_workers)
 
     async def _ask(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
-        """Return the workers' answers by worker. A worker that does not answer is logged and left out."""
+        """Call a method of all workers, and return the results by worker, without those of workers that fail."""
 
         async def answer(worker_id: str, actor: Any) -> Any:
             try:
                 async with asyncio.timeout(timeout_s):
                     return await getattr(actor, method).remote(*arguments)
-            except Exception as error:  # its trajectories end with their own errors
+            except Exception as error:  # the worker's trajectories end with their own errors
                 logger.error("agent-loop %s did not answer %s: %s", worker_id, method, error)
                 return None
 
@@ -363,7 +369,7 @@ class WorkerPool(WorkerSet):
         return {worker_id: part for worker_id, part in zip(asked, answers, strict=True) if part is not None}
 
     async def _prepare(self, actor: Any) -> None:
-        """Tell a restarted worker what it has to know before it has work."""
+        """Give a restarted worker its settings before it gets trajectories."""
         if self._prepare_actor is not None:
             await self._prepare_actor(actor)
         if self._holds:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training worker, the copy of its weights that is sent, and the weights that it published last.
+"""The training worker, which sends a copy of its weights while it trains and keeps the last published weights.
 
-Contract: weights are sent beside training. The calls for this run on an event loop of their own, the actor's
-concurrency group `BESIDE_TRAINING`, so they never wait for the update of a batch, and no update waits for them. They
-send a copy of the weights (`recipe.async_engine.weights.snapshot`).
+Contract: the calls that send weights run in the actor's own concurrency group `BESIDE_TRAINING`, so these calls and
+the updates of batches never wait for each other. They send a copy of the weights
+(`recipe.async_engine.weights.snapshot`).
 
-If a version has several batches, the rollout continues with its weights while those of the trainer change. The
-published weights are kept until the next publication. Every batch's log-probs can then be computed by the version that
-they name, and a run that resumes within a version publishes that version's own weights under its number. A checkpoint
-that is written within a version includes them.
+If a version has several batches, the trainer's weights change while the rollout continues with the published weights.
+Therefore the trainer keeps a copy of the published weights until the next publication, and computes the log-probs of
+every batch of the version with it. A checkpoint that is written within a version includes this copy, and a run that
+resumes from the checkpoint publishes it under the version's number.
 
 Shown by tests/integration/test_published_weights.py and tests/e2e/test_published_weights.py.
 """
@@ -38,14 +38,14 @@ from recipe.async_engine.weights.arena import in_one_piece, settle
 from recipe.async_engine.weights.checksum import SummedSender
 from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 
-# verl finds these losses by their names because they are imported in this process.
+# Importing the losses registers them in this process, so that verl finds them by name.
 LOSSES = (losses.BYPASS, losses.LOGLINEAR)
 
 
 PUBLISHED, TRAINED = "published", "trained"
 
 BESIDE_TRAINING = "weights"
-"""The actor's concurrency group for the methods in `BESIDE_METHODS`."""
+"""The name of the actor's concurrency group for the methods in `BESIDE_METHODS`."""
 BESIDE_METHODS = ("execute_checkpoint_engine", "send_snapshot")
 
 
@@ -54,12 +54,12 @@ SHARDED = ("fsdp2", "veomni")
 
 
 class ShardCopy:
-    """A training rank's copy of its shards, whose memory is used again for the next copy.
+    """A training rank's copy of its own shards, whose memory is reused for the next copy.
 
-    This is not the copy that is sent. That one has the whole model, only at rank 0, in the rollout's dtype. Training
-    continues from restored weights, which therefore have to be each rank's shards bit for bit, usually in fp32. The
-    copy has the form of `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`. Unlike verl's, it is never the live tensor,
-    even on a CPU (:1180), and all shards are copied at once into one piece of pinned memory.
+    Training can continue from such a copy, so it has each rank's shards bit for bit, usually in fp32. The copy that is
+    sent is another one: the whole model, on rank 0 only, in the rollout's dtype. The form is the one of
+    `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`. Unlike verl's function (:1180), this copies the tensors even if
+    they are on the CPU, and copies all shards into one piece of pinned memory.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class ShardCopy:
 
     @torch.no_grad()
     def take(self, module: torch.nn.Module) -> tuple[dict[str, tuple[torch.Tensor, Any]], Any]:
-        """Copy this rank's shards of the module's parameters, and return what verl's loading accepts."""
+        """Copy this rank's shards of the module's parameters, and return the copy in the form that verl can load."""
         parameters = dict(module.named_parameters())
         shards: list[torch.Tensor] = [
             getattr(parameter, "_local_tensor", parameter) for parameter in parameters.values()
@@ -84,9 +84,10 @@ class ShardCopy:
 
 
 class ActorWorker(DetachActorWorker):
-    """verl's worker, with copies of its weights that work on every platform and can be written to disk.
+    """verl's training worker, with copies of its weights that work on every platform and can be written to disk.
 
-    Without a copy, verl's restoring does nothing (experimental/separation/engine_workers.py:140).
+    If there is no copy to restore, verl's worker does nothing (experimental/separation/engine_workers.py:140), but this
+    worker raises an error.
     """
 
     checkpoint_engine: Any
@@ -96,16 +97,16 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call verl's method on the training device, which each thread has to select for itself."""
+        """Call verl's method on the training device, which every thread has to select again."""
         if self._device is not None:
             get_platform().set_device(self._device)
         return super().execute_checkpoint_engine(method, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the models, with engines that send LoRA adapters as `recipe.async_engine.weights.lora_engine` says.
+        """Build the models, with the training engines of `recipe.async_engine.weights.lora_engine`.
 
-        Rank 0 reports the checksum of the weights that it sends.
+        Rank 0 gets a checkpoint engine that computes the checksum of the weights that it sends.
         """
         lora_engine.register(get_device_name(), get_vendor())
         super().init_model()
@@ -145,14 +146,14 @@ class ActorWorker(DetachActorWorker):
             use_remove_padding=model.get("use_remove_padding", False),
             use_fused_kernels=self.actor.engine_config.use_fused_kernels,
         )
-        # The context drops the gradients when it ends.
+        # Leaving the context of `train_mode` drops the gradients.
         with engine.train_mode():
             engine.forward_backward_batch(data, negative_likelihood)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model_to_cpu(self, n: str) -> None:
         """Keep a copy of this rank's shard of the weights under the name ``n``."""
-        # verl may still be copying offloaded weights to host memory (utils/fsdp_utils.py:203), where they are read now.
+        # Wait, because verl may still be copying offloaded weights to host memory (utils/fsdp_utils.py:203).
         settle()
         if self.config.actor.strategy not in SHARDED:
             super().save_model_to_cpu(n)
@@ -164,19 +165,19 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def restore_model_from_cpu(self, n: str) -> None:
-        """Restore the copy with the name ``n``; raise `CheckpointError` if there is none."""
+        """Restore the copy with the name ``n``; raise `CheckpointError` if there is no such copy."""
         self._copy(n)
         settle()
         super().restore_model_from_cpu(n)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:
-        """Load the weights of a checkpoint, and nothing else of it."""
+        """Load the weights of a checkpoint, without its optimizer state."""
         load_weights(self.actor.engine, folder)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def write_copy(self, n: str, folder: str) -> None:
-        """Write this rank's part of the copy ``n`` to a file of its own."""
+        """Write this rank's shards of the copy ``n`` to a file of its own in ``folder``."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(_tensors(self._copy(n)), self._file(folder))
 
@@ -185,18 +186,19 @@ class ActorWorker(DetachActorWorker):
         """Read the copy ``n`` that :meth:`write_copy` wrote.
 
         Raises:
-            CheckpointError: there is none for this rank and number of ranks, or it belongs to another model.
+            CheckpointError: the folder has no file for this rank and number of ranks, or the file is damaged or belongs
+                to another model.
         """
         file = self._file(folder)
         if not file.is_file():
             raise CheckpointError(
-                f"{file} is not there: the checkpoint was written in the middle of a version by as many training "
-                "ranks, and needs the weights that were published then. Resume with the same number of ranks, or from "
-                "another checkpoint (trainer.resume_mode=resume_path)"
+                f"{file} is not there. The checkpoint was written within a version, so each training rank needs its "
+                "file of the weights that were published then. Resume with the same number of ranks, or from another "
+                "checkpoint (trainer.resume_mode=resume_path)"
             )
         try:
             saved = torch.load(file, weights_only=True)
-        except Exception as error:  # whatever a damaged file makes torch raise
+        except Exception as error:  # torch may raise anything if the file is damaged
             raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
         self.save_model_to_cpu(n)
         present = _tensors(self._copy(n))
@@ -216,11 +218,11 @@ class ActorWorker(DetachActorWorker):
 
 
 class CriticWorker(TrainingWorker):
-    """verl's worker, which can also begin with the weights of a checkpoint."""
+    """verl's critic worker, which can also load only the weights of a checkpoint."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:
-        """Load the weights of a checkpoint, and nothing else of it."""
+        """Load the weights of a checkpoint, without its optimizer state."""
         load_weights(self.engine, folder)
 
 
@@ -233,28 +235,26 @@ def load_weights(engine: Any, folder: str) -> None:
         engine.load_checkpoint(folder, del_local_after_load=False)
     finally:
         manager.checkpoint_load_contents = contents
-    # Megatron's optimizers train copies of the weights, which verl does not update here.
+    # Megatron's optimizers have their own copies of the weights, which verl does not update in this case.
     if (renew := getattr(engine.optimizer, "reload_model_params", None)) is not None:
-        with engine.train_mode():  # in this context both are on the device
+        with engine.train_mode():  # this context moves offloaded weights and optimizer state to the device
             renew()
 
 
 def negative_likelihood(model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, Any]:
-    """Return the mean over the tokens' negative log-probs, as a loss in the form that verl's engines take."""
+    """Return the mean of the tokens' negative log-probs as a loss, in the form that verl's engines expect."""
     return -model_output["log_probs"].values().mean(), {}
 
 
 def _tensors(copy: Any) -> list[torch.Tensor]:
-    """Return the tensors of a copy, whatever form verl gives it for the training engine."""
     return [leaf for leaf in tree_leaves(copy) if isinstance(leaf, torch.Tensor)]
 
 
 class PublishedWeights:
-    """The trainer's use of its `ActorWorker` s to keep the published weights.
+    """The published weights, of which the trainer's `ActorWorker` s keep a copy if the run needs it.
 
     Args:
         workers: the group of training workers.
-        plan: the plan of the run.
         saves: whether the run writes checkpoints.
     """
 
@@ -264,13 +264,13 @@ class PublishedWeights:
         self._are_kept = plan.batches_per_version > 1 and (computes or saves)
 
     def keep(self) -> None:
-        """Keep the workers' present weights, which have been published."""
+        """Have the workers copy their current weights, which are the published ones, if the run needs the copy."""
         if self._are_kept:
             self._workers.save_model_to_cpu(PUBLISHED)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Give the workers the published weights inside the ``with`` block, and their own weights back afterwards."""
+        """Load the published weights into the workers inside the ``with`` block, and their own weights after it."""
         self._workers.save_model_to_cpu(TRAINED)
         try:
             self._workers.restore_model_from_cpu(PUBLISHED)

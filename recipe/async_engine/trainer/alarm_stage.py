@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the run's alarms (`recipe.async_engine.core.alarms`) about batches and updates.
+"""Reports the state of batches, updates and validations to the run's alarms (`recipe.async_engine.core.alarms`).
 
 Shown by tests/integration/test_alarm_stage.py.
 """
@@ -24,24 +24,24 @@ from recipe.async_engine.trainer.stages import TrainingFailed
 logger = logging.getLogger(__name__)
 
 EMPTY_SHARE, SHORT = 0.5, 16
-"""An answer with more than `SHORT` tokens never counts as empty. The alarm is about batches with this share of empty
-answers.
+"""The alarm `empty_answers` counts batches in which at least the share `EMPTY_SHARE` of answers is empty. An answer
+with more than `SHORT` sampled tokens never counts as empty.
 """
 WINDOW_BATCHES = 4
 WITHOUT_SCORE = "val-aux/num_failed"
-"""The number of a validation's answers without a score, whose prompts are left out of the means."""
+"""Metric with the number of a validation's answers that have no score."""
 
 
 def new_alarms(plan: RunPlan, counts: Mapping[str, int] | None = None) -> Alarms:
-    """Return the alarms of a run. ``counts`` are those of the checkpoint that it resumes from."""
+    """Return the alarms of a run. ``counts`` are the alarms' counts in the checkpoint that the run resumes from."""
     limits = asdict(plan.settings.async_training.alarms)
     return Alarms(limits, WINDOW_BATCHES * plan.batch_groups, logger.warning, counts)
 
 
 def note_update(model: str, output: DataProto, alarms: Alarms) -> dict[str, int]:
-    """Tell the alarms about a step's updates of ``model``, by the norms of its gradients, and return a metric.
+    """Report a step's gradient norms of ``model`` to the alarms, and return the number of skipped updates.
 
-    verl's FSDP engine skips an update whose gradient has no finite norm, and goes on.
+    verl's FSDP engine skips an update whose gradient norm is NaN or infinite, and continues.
     """
     norms = np.atleast_1d(output.meta_info["metrics"].get(f"{model}/grad_norm", ()))
     of_model = "" if model == "actor" else f"{model}_"
@@ -53,12 +53,11 @@ def note_update(model: str, output: DataProto, alarms: Alarms) -> dict[str, int]
 
 
 def note_answers(batch: DataProto, special: Collection[int], alarms: Alarms) -> dict[str, int]:
-    """Tell the alarms about a batch before it is trained, and return a metric.
+    """Report the empty answers of a batch to the alarms, and return their number as a metric.
 
     Args:
-        batch: with ``responses`` and ``response_mask``, 1 for sampled tokens, (rows, R).
-        special: the special tokens. An answer that has no other tokens is empty.
-        alarms: the alarms of the run.
+        batch: a batch with ``responses`` and ``response_mask``, which is 1 for sampled tokens, both (rows, R).
+        special: the special tokens. An answer is empty if all its sampled tokens are special.
     """
     sampled = batch.batch["response_mask"].bool()
     # A batch may have millions of tokens, so only short answers are checked.
@@ -70,9 +69,11 @@ def note_answers(batch: DataProto, special: Collection[int], alarms: Alarms) -> 
 
 
 def note_rewards(batch: DataProto, alarms: Alarms) -> None:
-    """Tell the alarms about a batch with its ``token_level_scores``, (rows, R), and the ``uid`` of each row's prompt.
+    """Report to the alarms whether a batch's rewards are uniform.
 
-    Rewards are uniform if they are equal for each prompt, or over the whole batch if each prompt has only one answer.
+    Rewards are uniform if all answers to each prompt have the same reward, or, if each prompt has only one answer, if
+    the whole batch has the same reward. The batch has ``token_level_scores``, (rows, R), and the ``uid`` of each row's
+    prompt.
     """
     by_prompt: defaultdict[str, list[float]] = defaultdict(list)
     scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()
@@ -83,12 +84,12 @@ def note_rewards(batch: DataProto, alarms: Alarms) -> None:
 
 
 def note_validation(metrics: Mapping[str, Any], alarms: Alarms) -> None:
-    """Tell the alarms about the metrics of a validation."""
+    """Report to the alarms whether a validation has answers without a score."""
     alarms.note("failed_validation", metrics.get(WITHOUT_SCORE, 0) > 0)
 
 
 def nothing_trained(plan: RunPlan, counts: LedgerCounts) -> TrainingFailed:
-    """Return the error for a run whose data ended without a step."""
+    """Return the error for a run that ended without a step, because its data gave no batch."""
     return TrainingFailed(
         f"no batch of {plan.batch_groups} prompt groups could be formed, so nothing was trained: of {counts.issued} "
         f"groups that were issued {counts.failed} failed and {counts.filtered} were filtered. Look at their errors "

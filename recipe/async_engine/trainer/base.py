@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop, which all modes share.
+"""The training loop of all modes.
 
-Contract: it holds no policy. The scheduler says which batch is next, the publisher which replicas hold a version, and
-the ledger which prompts are accounted for. A trainer's `Stages` compute rewards, log-probs, advantages and updates. A
-step trains one batch of ``b`` groups, and ``k`` steps make a version. Checkpoints and validations happen at versions.
-``fit`` yields after every step, so its caller sees progress and may stop it.
+Contract: the loop makes no decisions of its own. The scheduler decides which batch is next, the publisher knows which
+replicas have a version, and the ledger knows the state of every prompt. A trainer's `Stages` compute rewards,
+log-probs, advantages and updates. A step trains one batch of ``b`` groups, and ``k`` steps make a version. Checkpoints
+and validations take place at the end of a version. ``fit`` yields after every step, so that its caller sees the
+progress and may stop the run.
 
 Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
 """
@@ -64,9 +65,9 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncPPOTrainer(SavedRun):
-    """The trainer of the module's contract.
+    """The trainer of a run, whose generator `fit` is the training loop.
 
-    Values that verl reads from elsewhere in ``config`` are derived and written there, in place.
+    The constructor writes derived settings into ``config``, in place, where verl reads them.
 
     Attributes:
         max_steps_duration: seconds of the longest step so far.
@@ -75,7 +76,7 @@ class AsyncPPOTrainer(SavedRun):
     rehearsal_class: type[Rehearsal] = Rehearsal
     rehearsal: Rehearsal | None = None
     in_turns = False
-    """Whether generation happens in turns, each of which ends with its batch; otherwise it is a stream."""
+    """Whether generation and training alternate in turns. Otherwise generation is a continuous stream."""
 
     def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
         settings = OmegaConf.to_container(config)
@@ -88,7 +89,7 @@ class AsyncPPOTrainer(SavedRun):
         workers = self.actor_worker, self.actor_role, self.timeline.phase, self._updated
         self.stages = VerlTrainer(config, tokenizer, processor, data, *workers)
         self.timeouts = self.plan.settings.async_training.timeouts
-        # Only the prompt feed's thread takes prompts, and a checkpoint is restored before that thread starts.
+        # After the launch only the prompt feed's thread uses `prompts`. A checkpoint is restored before that.
         used = epoch_prompts(len(data[0]), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.stages.prompts, config.trainer.total_epochs, used)
         self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
@@ -136,17 +137,17 @@ class AsyncPPOTrainer(SavedRun):
         )
 
     def _asked(self) -> Sequence[Any]:
-        """Return the servers that the record asks what they did."""
+        """Return the servers whose activity the event record has."""
         return [*self.publisher.replicas, *self.references] if self.is_up else ()
 
     def _agents(self) -> Sequence[Any]:
-        """Return the agent-loop workers that the record asks what they did."""
+        """Return the agent-loop workers whose activity the event record has."""
         return self.async_rollout_manager.agent_loop_workers if self.is_up else ()
 
     def fit(self, watch: RunWatch) -> Iterator[dict[str, Any]]:
-        """Train. Yield the metrics of the first validation when the training begins, and then those of each step.
+        """Train. Yield the metrics of the first validation and the rehearsal, and then the metrics of each step.
 
-        ``watch`` keeps the deadlines of the stages that do not wait by themselves.
+        ``watch`` enforces the deadlines of reading and writing checkpoints.
         """
         self.watch = watch
         with self._watched("reading the checkpoint"):
@@ -207,28 +208,28 @@ class AsyncPPOTrainer(SavedRun):
         self.timeline.stop()
 
     def end_tracking(self, error: Mapping[str, str] | None, limit_s: float | None = None) -> None:
-        """Give the trackers their last rows and the way the run ended. Any thread may call this.
+        """Give the trackers their last rows, and tell them how the run ended. Any thread may call this.
 
         Args:
             error: name and message of the error that ended the run, if any.
-            limit_s: deadline, by default what ``async_training.timeouts.stop`` leaves the trackers.
+            limit_s: deadline in seconds, by default the trackers' share of ``async_training.timeouts.stop``.
         """
         if self.trackers is not None:
             self.trackers.finish(self.account(), error, limit_s or self.timeouts.trackers)
 
     def judge_the_end(self) -> None:
-        """Raise if the run ended without an error but did not do what it should have done."""
+        """Raise an error if the run trained nothing, or if an alarm makes a finished run fail."""
         if self.global_steps == 0 < self.plan.total_steps and self.stopped_by is None:
             raise nothing_trained(self.plan, self.running.counts())
         self.alarms.finish()
 
     def fail(self, error: BaseException) -> None:
-        """Raise this error to whoever waits for a batch. Any thread may call this."""
+        """Make the training loop raise this error when it next waits for a batch. Any thread may call this."""
         if self.scheduler is not None:
             self.scheduler.fail(error)
 
     def irreplaceable_actors(self) -> dict[str, Any]:
-        """Return the actors, by name, that cannot be replaced."""
+        """Return the actors, by name, without which the run cannot continue."""
         names: dict[Any, tuple[str, Any]] = {
             None: ("the load balancer of the rollout servers", self.publisher.known.load_balancer)
         }
@@ -238,13 +239,12 @@ class AsyncPPOTrainer(SavedRun):
         return dict(names.values())
 
     def request_stop(self, why: str) -> None:
-        """End after the present step, with a checkpoint if the run saves any. Any thread may call this."""
+        """End the run after the current step, with a checkpoint if the run writes any. Any thread may call this."""
         self.stopped_by = why
         if self.scheduler is not None:
             self.scheduler.want_no_more()
 
     def _step(self) -> dict[str, Any] | None:
-        """Train the next batch; None when no further one can form."""
         self.metrics, self.timing_raw = {}, {}
         if self.saving.is_over:
             self.saving.finish()
@@ -264,7 +264,7 @@ class AsyncPPOTrainer(SavedRun):
             self.profiling.end(self.global_steps, self.is_last_step)
             if ends_version := self.ledger.batches_left == 0:
                 self._publish()
-        # A mode may save before its weights go to the engines.
+        # A mode may write a checkpoint within the step, before it sends the weights. This time is not the step's.
         self.timing_raw["step"] -= self.timing_raw.get("save_checkpoint", 0.0)
         self.max_steps_duration = max(self.max_steps_duration, self.timing_raw["step"])
         self._save_if_instance_expires()
@@ -285,8 +285,9 @@ class AsyncPPOTrainer(SavedRun):
         return self.metrics
 
     def _fetched_groups(self) -> list[GroupRun] | None:
-        """Return the next batch's groups with their payloads. Answers that were lost, with a node, are generated
-        again.
+        """Return the groups of the next batch with their payloads, or None if no further batch can form.
+
+        If a node's death has lost answers, they are generated again.
         """
         while (groups := self._next_groups()) is not None:
             lost = []
@@ -304,11 +305,9 @@ class AsyncPPOTrainer(SavedRun):
         return None
 
     def _next_groups(self) -> list[GroupRun] | None:
-        """Lease the next batch's groups, or return None if no further batch can form."""
         return self.running.take_batch(self.timeouts.batch_wait)
 
     def _end_without_batch(self) -> None:
-        """End the run, because no further batch can form."""
         self.profiling.end(self.global_steps + 1, is_last=True)
         if self.stopped_by is None:
             self.is_last_step = True
@@ -316,32 +315,33 @@ class AsyncPPOTrainer(SavedRun):
             self.logger.log(data=self.metrics, step=self.global_steps)
 
     def _save_and_validate(self) -> None:
-        """Do what is due at this version, or at the end of the run, unless it was done at this step before."""
+        """Save and validate if that is due at this version, or at the end of the run, but only once at a step."""
         version = self.ledger.version
         self.save_if_due()
         if self._is_due(self.config.trainer.test_freq) and self._validated_at != self.global_steps:
             self._validated_at = self.global_steps
             self.publishing.finish(self.metrics)
             if self.is_within_version:
-                # The run ends within a version. Its last weights are validated, but are no version of the ledger.
+                # The run ends within a version, so publish its last weights for the validation, under the number of the
+                # version that they follow.
                 self.metrics.update(self.publisher.publish(version))
             self.metrics.update(self._validate_now())
 
     def _publish(self) -> None:
-        """Seal the next version and have it brought to the replicas, beside the next batch or before it."""
+        """Seal the next version and send it to the replicas, during the next batch or before it."""
         self.publishing.seal(self.metrics, self.timing_raw)
         self.sealed()
         self.publishing.send(self.metrics, self.timing_raw)
 
     def sealed(self) -> None:
-        """Called when the trainer's weights are a version that is about to be sent. Subclasses override it."""
+        """Do nothing. A subclass may override this hook, which is called between the sealing of a version and its
+        transfer.
+        """
 
     def _publish_again(self) -> None:
-        """Publish the ledger's version when the run begins."""
         self.publishing.again(self.is_within_version)
 
     def _rehearse(self) -> dict[str, float]:
-        """Rehearse the transfer of weights, if that is configured, and return metrics."""
         if not rehearses(self.config, self.plan.settings.async_training):
             return {}
         self.rehearsal = self.rehearsal_class.of(self)
@@ -349,7 +349,7 @@ class AsyncPPOTrainer(SavedRun):
         return self.rehearsal.result.metrics()
 
     def _validate_now(self) -> dict[str, float]:
-        """Validate the published weights on the replicas, beside the generation for training."""
+        """Validate the published weights on the replicas, while these also generate for training."""
         with (
             self.timeline.phase("validate"),
             marked_timer("testing", self.timing_raw, color="green"),
@@ -367,12 +367,13 @@ class AsyncPPOTrainer(SavedRun):
         return metrics
 
     def live(self) -> dict[str, Any]:
-        """Return what each side does now, and its figures. Any thread may call this."""
+        """Return the current figures, and what the trainer and the rollout are doing. Any thread may call this."""
         return {TRAINER_DOES: Class.START_UP} if self.figures is None else self.figures.live(self.global_steps)
 
     def account(self) -> dict[str, Any]:
-        """Return the run so far under the keys of ``summary.json`` (docs/run-record.md), and its record once that is
-        closed.
+        """Return a summary of the run so far, with the keys of ``summary.json`` (docs/run-record.md).
+
+        When the event record is closed, the summary includes it.
         """
         counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
         rollout = {} if self.scheduler is None else self.scheduler.metrics()
@@ -397,11 +398,11 @@ class AsyncPPOTrainer(SavedRun):
         }
 
     def end_recording(self, failed: bool = False) -> None:
-        """End generation and the record of the run."""
+        """End generation, and complete and close the event record."""
         self.record.end(self.scheduler, failed)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End generation and the thread that writes answers."""
+        """Stop the scheduler, and the thread that writes answers to disk."""
         if self.scheduler is not None:
             self.scheduler.stop(timeout_s)
         self.stages.close()

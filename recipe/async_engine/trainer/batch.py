@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a training batch of the trajectories of its groups, and measures its staleness.
+"""Assembles a training batch from the trajectories of its groups, and measures the batch's staleness.
 
 Contract: the batch has the columns of verl's synchronous trainer (prompts, responses, masks, ``rollout_log_probs``,
-``rm_scores``, the data set's own fields, ``uid`` of the group) and one more, ``token_versions``. Its rows are in the
-order of the groups, with a group's answers together. Every sampled token is checked against the staleness bound before
-it is trained. An answer is copied once, into its row. Its versions stay runs until they become a column.
+``rm_scores``, the data set's own fields, ``uid`` of the group) and the column ``token_versions``. The rows are in the
+order of the groups, with a group's answers together, unless verl balances the batch. Every sampled token is checked
+against the staleness bound before it is trained. An answer is copied only once, into its row. The versions of an
+answer's tokens are runs (version, count) until they become a column.
 
 Shown by tests/integration/test_batch.py and tests/e2e/test_fully_async.py.
 """
@@ -33,10 +34,9 @@ def assemble(
     """Put the trajectories of ``groups`` into one batch.
 
     Args:
-        groups: the leased groups.
         outputs: the fetched trajectories of each group.
-        postprocess: verl's own joining of padded trajectories (``AgentLoopWorker._postprocess``).
-        order: the order of the rows, as numbers of the trajectories. None keeps the order of the groups.
+        postprocess: verl's function that joins padded trajectories (``AgentLoopWorker._postprocess``).
+        order: the number of the trajectory in each row of the batch. None keeps the order of the groups.
     """
     in_groups = [output for group_outputs in outputs for output in group_outputs]
     order = range(len(in_groups)) if order is None else order
@@ -53,14 +53,14 @@ def assemble(
 def balanced(
     groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]], balance: Callable[[DataProto], None]
 ) -> list[int]:
-    """Return the numbers of all trajectories in verl's order, which gives its ranks about as many tokens each.
+    """Return the numbers of all trajectories in an order in which each rank gets about the same number of tokens.
 
-    verl reorders a whole batch, which copies it. Here verl only reorders the lengths and numbers of the rows.
+    verl chooses the order. To avoid that verl copies the whole batch, it only gets the lengths and numbers of the rows.
 
     Args:
         groups: the groups of the batch.
         outputs: the trajectories of each group.
-        balance: puts a batch into that order, in place (``RayPPOTrainer._balance_batch``).
+        balance: verl's function that reorders a batch in place (``RayPPOTrainer._balance_batch``).
     """
     lengths = [int(row.attention_mask.sum()) for rows in outputs for row in rows]
     uids = [group.group.prompt.uid for group, rows in zip(groups, outputs, strict=True) for _ in rows]
@@ -74,9 +74,8 @@ def balanced(
 
 
 def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
-    """Return the version of each token, int64 (rows, length), with `NOT_SAMPLED` after the runs of a row."""
-    # torch allocates the column, because NumPy asks for huge pages, which takes several times as long in fragmented
-    # memory.
+    """Return the version of each token, int64 (rows, length), from each row's runs, padded with `NOT_SAMPLED`."""
+    # Allocate with torch, because NumPy requests huge pages, which takes several times as long if memory is fragmented.
     column = torch.empty((len(rows), length), dtype=torch.int64)
     for row, runs in zip(column.numpy(), rows, strict=True):
         begin = 0
@@ -84,7 +83,7 @@ def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
             row[begin : begin + count] = version
             begin += count
         if begin > length:
-            raise VersionRecordError(f"the versions of {begin} tokens for a response of {length}")
+            raise VersionRecordError(f"a response of {length} tokens has versions of {begin} tokens")
         row[begin:] = NOT_SAMPLED
     return column
 
@@ -97,13 +96,14 @@ def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]])
 
 
 def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, float]:
-    """Return the ages, in versions, of the batch's sampled tokens when they are trained at ``version``.
+    """Return metrics of the ages of a batch's sampled tokens when it is trained at ``version``.
 
-    The ages are by oldest token, weighted by tokens, and by trajectory as verl reports them. Shares are of
-    trajectories.
+    An age is a number of versions. The metrics have the oldest token's age, the mean over tokens, and verl's statistics
+    over trajectories. Ratios are shares of the trajectories.
 
     Raises:
-        StalenessViolation: a token is older than ``bound``. Nothing has been trained then.
+        StalenessViolation: a token is older than ``bound``. The caller has not trained the batch yet.
+        VersionRecordError: a token has a later version than ``version``.
     """
     of_rows = enumerate(batch.non_tensor_batch[VERSION_RUNS])
     runs = [(row, *run) for row, runs in of_rows for run in runs if run[0] != NOT_SAMPLED]
@@ -111,7 +111,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     ages = version - sampled_by
     if (ages < 0).any():
         raise VersionRecordError(f"tokens of version {sampled_by.max()} cannot be trained at version {version}")
-    # The age of each trajectory's oldest token, and of its newest one; 0 if nothing was sampled.
+    # `oldest` and `newest` have the ages of each trajectory's oldest and newest token, or 0 if no token was sampled.
     oldest = np.zeros(len(batch), np.int64)
     np.maximum.at(oldest, row, ages)
     newest = oldest.copy()
@@ -120,7 +120,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
         late = (version - oldest[oldest > bound]).tolist()
         raise StalenessViolation(
             f"{len(late)} trajectories have tokens more than async_training.max_staleness={bound} versions old at "
-            f"version {version}, of the versions {sorted(set(late))}"
+            f"version {version}, sampled by the versions {sorted(set(late))}"
         )
     spans = oldest - newest
     return {
@@ -140,7 +140,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
 
 
 def _of_all(name: str, values: np.ndarray) -> dict[str, float]:
-    """Return mean, maximum and minimum of a quantity of each trajectory, under the names of verl's v1 trainers."""
+    """Return mean, maximum and minimum of ``values`` over the trajectories, under the names of verl's v1 trainers."""
     prefix = f"training/off_policy/{name}"
     return {
         f"{prefix}/mean": float(values.mean()),
@@ -150,10 +150,13 @@ def _of_all(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, float]:
-    """Remove the policy gradient of tokens that were sampled more than ``limit`` versions before ``version``, in place.
+    """Set the advantages of tokens that were sampled more than ``limit`` versions before ``version`` to 0, in place.
 
-    Their advantages become 0. They stay in the mask, because verl's mean over an empty mini-batch would not be a number
-    (core_algos.py:1175), while a mini-batch that only has old tokens has a loss of 0.
+    These tokens thus have no policy gradient. They stay in the mask, because verl's mean over a mini-batch with an
+    empty mask would be NaN (core_algos.py:1175).
+
+    Returns:
+        Metrics with the number of these tokens and their share of the batch's tokens.
     """
     versions = batch.batch[TOKEN_VERSIONS]
     old = (versions != NOT_SAMPLED) & (versions < version - limit) & batch.batch["response_mask"].bool()
@@ -166,7 +169,7 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
 
 
 def token_ages(batch: DataProto, version: int) -> dict[int, int]:
-    """Return the number of sampled tokens in the batch by their age in versions when trained at ``version``."""
+    """Return the numbers of sampled tokens by age, in versions, when the batch is trained at ``version``."""
     ages: Counter[int] = Counter()
     for runs in batch.non_tensor_batch[VERSION_RUNS]:
         for sampled_by, count in runs:

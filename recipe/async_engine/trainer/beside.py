@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs work on a thread beside the trainer's, one piece at a time.
+"""Runs a function on another thread while training continues, one function at a time.
 
-Contract: the work is over when it has returned or failed, or at its deadline, which counts from its beginning. Whoever
-waits for it gets its result or its error. ``alarm`` is called with an error at once, even if nobody waits. Shown by
-tests/integration/test_beside.py and test_saving.py.
+Contract: the work ends when the function returns or raises, or at its deadline, which counts from the start. `wait`
+returns the result or raises the error. ``alarm`` is called with an error immediately, even before `wait` is called.
+Shown by tests/integration/test_beside.py and test_saving.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Result = TypeVar("Result")
 
 
 class Beside(Generic[Result]):
-    """Runs work as the module's contract says. Only one thread may call it.
+    """Runs functions on another thread. Only one thread may call the methods.
 
     Args:
-        name: the name of the thread.
-        timeout_s: how long the work may take in total.
-        late: returns the error for work that is late, given its number.
-        alarm: called on the work's thread with the error of work that failed.
+        name: the name of the other thread.
+        timeout_s: seconds that a function may take in total.
+        late: a function that takes the number of late work and returns the error to raise.
+        alarm: a function that is called on the other thread with an error of the work.
     """
 
     def __init__(
@@ -40,7 +40,10 @@ class Beside(Generic[Result]):
         self._outcome: Future[Result] | None = None
 
     def begin(self, number: int, work: Callable[[], Result]) -> None:
-        """Begin ``work``, which is identified by ``number``. Earlier work must have been waited for."""
+        """Start ``work`` on the other thread. `wait` must have been called for earlier work.
+
+        ``number`` identifies the work in messages.
+        """
         assert self._outcome is None, f"{self._name} {self._number} is under way"
         outcome: Future[Result] = Future()
         self._number, self._outcome, self._deadline = number, outcome, time.monotonic() + self._timeout_s
@@ -58,14 +61,14 @@ class Beside(Generic[Result]):
 
     @property
     def is_over(self) -> bool:
-        """Whether there is work that is done or late, so that `wait` returns at once."""
+        """Whether work was begun and is done or late, so that `wait` does not block."""
         return self._outcome is not None and (self._outcome.done() or time.monotonic() >= self._deadline)
 
     def wait(self) -> Result | None:
-        """Wait for the present work and return its result, or None if there is no work.
+        """Wait for the current work and return its result, or None if no work was begun.
 
         Raises:
-            Exception: the error of the work, or what ``late`` returns.
+            Exception: the work's own error, or, after the deadline, the error that ``late`` returns.
         """
         outcome, self._outcome = self._outcome, None
         if outcome is None:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves a run and finds it again, with verl's checkpoint and the rollout side together.
+"""Writes checkpoints that have verl's files and the rollout state, and finds the checkpoint to resume from.
 
-Contract. A checkpoint has model, optimizer, data loader and rollout side, or it does not count. Its folder gets the
-marker ``committed.json`` when every file in it is on the disk. The marker names all files with their sizes, and the
-small ones and the rollout side with their digests. From then on the folder is never changed, only removed as a whole or
-renamed. `RunState.save` writes verl's part and returns a function that writes the rest, the marker last, on another
-thread while training goes on. Until then verl's ``latest_checkpointed_iteration.txt`` names the checkpoint before.
-`RunState.find` chooses the newest complete checkpoint whose rollout side can be read, and refuses settings that cannot
-continue from it. verl's file says which to try first. After a kill it may be empty, or name an incomplete one.
+Contract. A checkpoint is complete if it has model, optimizer, position in the data and rollout state. Then all its
+files are on disk and its folder has the marker ``committed.json``. The marker lists all files with their sizes, and
+small files and the rollout state also with digests. A folder with a marker is never changed, only removed as a whole or
+renamed. `RunState.save` has verl write its files, and returns a function that writes the other files, the marker last,
+on another thread while training continues. Until the marker is written, verl's ``latest_checkpointed_iteration.txt``
+(the tracker) names the previous checkpoint. `RunState.find` chooses the newest complete checkpoint whose rollout state
+can be read, and refuses settings with which the run cannot continue. The checkpoint that the tracker names is tried
+first. After a kill the tracker may be empty, or name an incomplete checkpoint.
 
-Folders without a marker were cut off while they were written, and are removed. Folders of another trainer are not
-touched.
+The writing of a folder without a marker was interrupted, so such a folder is removed. Folders of other trainers are
+left alone.
 
 Shown by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (every write fails or is the
 last one) and test_crash_fuzz.py (`kill -9`).
@@ -48,17 +49,17 @@ logger = logging.getLogger(__name__)
 MARKER = "committed.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 DIGITS = 18
-"""The most digits of a step."""
+"""Limit on the number of digits of a step."""
 FOLDER = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 ASIDE = ".aside"
 BEGUN = "begun"
-"""The first file that this trainer writes into a folder. It is removed once the rollout side is there."""
+"""The first file that this trainer writes into a folder. It is removed when the rollout state has been written."""
 BEGUN_BY = (BEGUN, BEGUN + durable.PARTIAL, ROLLOUT_STATE, ROLLOUT_STATE + durable.PARTIAL)
-"""Each folder that this trainer has begun has one of these files."""
+"""Files of which each folder that this trainer has begun to write has at least one."""
 SMALL = 1 << 20
-"""The marker has the digests of files with at most so many bytes."""
+"""Largest size in bytes of a file whose digest is in the marker."""
 FULL = 1 << 20
-"""If the disk has fewer free bytes than this, it is taken as the cause of a failed save."""
+"""If fewer bytes than this are free when a save fails, a full disk is reported as the cause."""
 
 
 def folder_of(root: str | Path, step: int) -> Path:
@@ -67,7 +68,7 @@ def folder_of(root: str | Path, step: int) -> Path:
 
 
 def commit(root: str | Path, step: int) -> None:
-    """Mark a checkpoint as complete, so that a run may resume from it from now on."""
+    """Mark a checkpoint as complete, so that a run may resume from it."""
     folder = folder_of(root, step)
     durable.sync_tree(folder)
     track(root, step)
@@ -77,7 +78,7 @@ def commit(root: str | Path, step: int) -> None:
 
 
 def problem(folder: str | Path, sizes_only: bool = False) -> str | None:
-    """Return why the folder is no complete checkpoint, or None if it is one."""
+    """Return why the folder is not a complete checkpoint, or None if it is a complete one."""
     folder = Path(folder)
     if not folder.is_dir():
         return "there is no such folder"
@@ -103,7 +104,7 @@ def problem(folder: str | Path, sizes_only: bool = False) -> str | None:
 def candidates(root: str | Path) -> list[int]:
     """Return the steps whose folders have a marker, in the order in which they should be tried.
 
-    The step that verl's tracker names comes first, then those before it and then those after it, the newest first.
+    The step that verl's tracker names comes first. The earlier steps follow, the newest first, and then the later ones.
 
     Raises:
         CheckpointError: the tracker names a checkpoint of another trainer.
@@ -116,7 +117,7 @@ def candidates(root: str | Path) -> list[int]:
 
 
 def tracked(root: str | Path) -> int | None:
-    """Return the step that verl's tracker names, or None if there is no tracker or it was cut off."""
+    """Return the step that verl's tracker names, or None if the tracker is missing or incomplete."""
     try:
         text = (Path(root) / TRACKER).read_text(errors="replace").strip()
     except (FileNotFoundError, IsADirectoryError):
@@ -125,18 +126,18 @@ def tracked(root: str | Path) -> int | None:
 
 
 def track(root: str | Path, step: int | None) -> None:
-    """Make verl's tracker name this step, or no step."""
+    """Make verl's tracker name ``step``, or remove the tracker if ``step`` is None."""
     tracker = Path(root) / TRACKER
     if step is None:
         tracker.unlink(missing_ok=True)
     elif tracked(root) != step:
         durable.write(tracker, str(step))
-    else:  # verl may have written it
+    else:  # verl may have written the tracker without fsync
         durable.sync(tracker)
 
 
 def clear(root: str | Path) -> None:
-    """Remove folders that were cut off while they were written or removed."""
+    """Remove folders of checkpoints whose writing or removal was interrupted."""
     for folder in Path(root).glob("global_step_*"):
         if folder.name.endswith(durable.REMOVED):
             durable.remove_tree(folder.with_name(folder.name.removesuffix(durable.REMOVED)))
@@ -147,17 +148,17 @@ def clear(root: str | Path) -> None:
 
 
 def require_room(root: str | Path, after: int) -> None:
-    """Raise `CheckpointError` if a checkpoint of another trainer is where the run would save after this step."""
+    """Raise `CheckpointError` if another trainer has a checkpoint of a step later than ``after`` in this folder."""
     foreign = [str(folder) for step, folder in _folders(root).items() if step > after and not _is_ours(folder)]
     if foreign:
         raise CheckpointError(
-            f"{', '.join(foreign)}: not written by this trainer (no {ROLLOUT_STATE}), and in the way of this run's own "
-            "checkpoints. Move them, or give the run another trainer.default_local_dir."
+            f"other trainers' checkpoints (without {ROLLOUT_STATE}) are in this run's way: {', '.join(foreign)}. "
+            "Move them, or give the run another trainer.default_local_dir."
         )
 
 
 def set_aside(root: str | Path, after: int) -> None:
-    """Rename checkpoints of later steps than this one, because the run continues from here and they are not its own."""
+    """Rename the checkpoints of steps later than ``after``, the step from which the run resumes."""
     for step, folder in _folders(root).items():
         if step > after and (folder / MARKER).exists():
             names = (folder.with_name(f"{folder.name}{ASIDE}{number}") for number in range(1, 1 << 30))
@@ -168,7 +169,7 @@ def set_aside(root: str | Path, after: int) -> None:
 
 
 def require_ours(folder: str | Path) -> None:
-    """Raise `CheckpointError` if another trainer wrote this checkpoint. This trainer's have the rollout side."""
+    """Raise `CheckpointError` if another trainer wrote this checkpoint, so that it has no rollout state."""
     if not _is_ours(Path(folder)):
         raise CheckpointError(
             f"{folder} has no {ROLLOUT_STATE}: it was not written by this trainer, and its prompts cannot be accounted "
@@ -177,7 +178,7 @@ def require_ours(folder: str | Path) -> None:
 
 
 def retain(root: str | Path, step: int, count: int | None) -> None:
-    """Remove complete checkpoints of earlier steps until ``count`` are left, with this one. None keeps all."""
+    """Keep the newest ``count`` complete checkpoints up to ``step``, and remove the older ones. None keeps all."""
     if not count or count < 1:
         return
     earlier = [folder for other, folder in sorted(_folders(root).items(), reverse=True) if other < step]
@@ -190,15 +191,14 @@ def retain(root: str | Path, step: int, count: int | None) -> None:
 
 
 def _folders(root: str | Path) -> dict[int, Path]:
-    """Return verl's folders of checkpoints, by step."""
     matches = {folder: FOLDER.fullmatch(folder.name) for folder in Path(root).glob("global_step_*")}
     return {int(match[1]): folder for folder, match in matches.items() if match}
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether this trainer wrote the folder, or began to.
+    """Return whether this trainer wrote the folder, or began to write it.
 
-    `BEGUN` is there until the rollout side is, and the marker comes last.
+    Such a folder has `BEGUN` until the rollout state is written, and has the marker from its completion on.
     """
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     return not names or not names.isdisjoint({MARKER, *BEGUN_BY})
@@ -213,9 +213,7 @@ def _digest(file: Path) -> str | None:
 
 @contextmanager
 def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterator[None]:
-    """If the ``with`` block fails, remove what was written of this checkpoint and make the tracker name the one
-    before.
-    """
+    """If the ``with`` block fails, remove the incomplete checkpoint and make the tracker name step ``before`` again."""
     folder = folder_of(root, step)
     try:
         yield
@@ -226,19 +224,18 @@ def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterato
                 durable.remove_tree(folder)
             with suppress(OSError):
                 track(root, before)
-        if full:  # torch only says that a file has a wrong size
+        if full:  # torch's own error only says that a file has a wrong size
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise
 
 
 class RunState:
-    """The checkpoints of one run, as the module's contract says.
+    """The checkpoints of one run.
 
     Args:
-        config: the whole configuration, in which verl's own retention is switched off.
-        plan: the plan of the run.
-        made_with: the values that decide whether a later run can continue from the checkpoints (`trainer.made_with`).
-        lacking: returns what a checkpoint's folder lacks of what this run would load (`record.contents`).
+        config: the whole configuration. verl's own retention of checkpoints is switched off in it, in place.
+        made_with: the values that decide whether a later run can resume from the checkpoints (`trainer.made_with`).
+        lacking: a function that returns which contents that this run would load a folder lacks (`record.contents`).
     """
 
     def __init__(
@@ -253,7 +250,8 @@ class RunState:
         limit = config.trainer.get("max_actor_ckpt_to_keep")
         self._kept = 1 if config.trainer.get("remove_previous_ckpt_in_save") else limit
         with open_dict(config):
-            # A checkpoint is kept or removed as a whole. verl would remove one before the next is committed.
+            # Switch off verl's retention, which would remove a checkpoint before the next one is committed, and would
+            # leave the other files of that checkpoint.
             config.trainer.update({"max_actor_ckpt_to_keep": None, "max_critic_ckpt_to_keep": None})
             config.trainer.remove_previous_ckpt_in_save = False
         self._root = config.trainer.default_local_dir
@@ -262,17 +260,20 @@ class RunState:
         self._owner: Owner | None = None
         self._found: dict[str, Any] | None = None
         self._history_from: int | None = -1
-        """Checkpoints after this step belong to another history. None after they were renamed."""
+        """The step from which the run resumed, or -1. Checkpoints of later steps are renamed before the first save.
+        None after that.
+        """
         self.resumed: dict[str, Any] = {"step": 0, "groups_kept": 0, "changed": []}
-        """The step of the checkpoint that the run resumed from, its complete groups that were not trained yet, and the
-        settings that have changed since.
+        """Facts about the resumption: the checkpoint's step, the number of ready groups that it had, and the settings
+        that have changed since.
         """
 
     def save(self, step: int, snapshot: dict[str, Any], save_verl: Callable[[], None]) -> Callable[[], None]:
-        """Have ``save_verl`` write its part, and return a function that writes ``snapshot`` and commits both.
+        """Have ``save_verl`` write verl's files, and return a function that writes ``snapshot`` and commits both.
 
-        The function is to be called once, on any thread, before the next save begins. It also removes the checkpoints
-        that are not retained. Nobody may change ``snapshot``. If the step has a checkpoint already, nothing is written.
+        The function has to be called once, on any thread, before the next save begins. It also removes checkpoints
+        that are no longer retained. ``snapshot`` may not be changed. If the step already has a checkpoint, nothing is
+        written.
         """
         root = self._root
         if self._history_from is not None:
@@ -298,12 +299,12 @@ class RunState:
         return write_rest
 
     def find(self) -> str | None:
-        """Return the complete checkpoint that verl will load, or None if the run starts from the beginning.
+        """Return the folder of the checkpoint to resume from, or None if the run starts from the beginning.
 
         Raises:
-            CheckpointError: no checkpoint can be used, or it belongs to another trainer.
-            SnapshotError: the run cannot continue from it with its settings.
-            FolderTaken: an earlier start still writes there.
+            CheckpointError: no checkpoint can be used, or a checkpoint belongs to another trainer.
+            SnapshotError: the run cannot continue from the checkpoint with its settings.
+            FolderTaken: an earlier launch is still writing to the folder.
         """
         Path(self._root).mkdir(parents=True, exist_ok=True)
         self._owner = Owner(self._root, CHECKPOINTS, EARLIER_RUN_S)
@@ -319,17 +320,16 @@ class RunState:
         return None if folder is None else str(folder)
 
     def _named(self) -> Path:
-        """Return the checkpoint that ``trainer.resume_from_path`` names."""
         folder = Path(self._trainer.resume_from_path)
         require_ours(folder)
         why = problem(folder) or self._read(folder)
         if why is not None:
             raise CheckpointError(
-                f"trainer.resume_from_path={folder} cannot be used: {why}. Name another one, or set "
-                "trainer.resume_mode=auto to resume from the newest complete one."
+                f"trainer.resume_from_path={folder} cannot be used: {why}. Name another checkpoint, or set "
+                "trainer.resume_mode=auto to resume from the newest complete checkpoint."
             )
         if tracked(self._root) is None:
-            # verl reads the tracker in any case, and fails if it was cut off.
+            # Remove a tracker that is incomplete, because verl reads it even if `resume_from_path` is set, and fails.
             track(self._root, None)
         return folder
 
@@ -345,8 +345,8 @@ class RunState:
             refused.append(f"{folder.name}: {why}")
         if refused:
             raise CheckpointError(
-                f"no checkpoint in {self._root} can be used ({'; '.join(refused)}). Repair one, or set "
-                "trainer.resume_mode=disable to start from the beginning; they are kept under other names then."
+                f"no checkpoint in {self._root} can be used ({'; '.join(refused)}). Repair a checkpoint, or set "
+                "trainer.resume_mode=disable to start from the beginning; the checkpoints are then renamed."
             )
         if (Path(self._root) / TRACKER).exists():
             logger.warning("no checkpoint in %s is complete: the run starts from the beginning", self._root)
@@ -354,10 +354,10 @@ class RunState:
         return None
 
     def _read(self, folder: Path) -> str | None:
-        """Read the rollout side, and return why it cannot be used.
+        """Read the rollout state of a checkpoint, and return why it cannot be used, or None if it can.
 
         Raises:
-            SnapshotError: it can be read, but not used with the settings of this run.
+            SnapshotError: the rollout state can be read, but not used with the settings of this run.
         """
         try:
             found = rollout_state.checked(rollout_state.load(str(folder)))
@@ -366,7 +366,7 @@ class RunState:
         except BadFile as error:
             return str(error)
         except Exception as error:  # unpickling may raise anything
-            return f"its {ROLLOUT_STATE} cannot be read ({type(error).__name__}: {error})"
+            return f"{ROLLOUT_STATE} cannot be read ({type(error).__name__}: {error})"
         ledger = found["ledger"]
         try:
             changed = changes(found["made_with"], self._made_with, len(ledger["live"]))
@@ -375,18 +375,19 @@ class RunState:
             new_ledger(self._plan, ledger)
         except SnapshotError as error:
             if isinstance(error.__cause__, RecipeError) and ledger["max_staleness"] == self._plan.max_staleness:
-                return f"the ledger in its {ROLLOUT_STATE} is not a run's ledger: {error.__cause__}"
+                return f"the ledger in {ROLLOUT_STATE} is not valid: {error.__cause__}"
             raise SnapshotError(f"cannot resume from {folder}: {error}") from None
         except (RecipeError, ArithmeticError, LookupError) as error:
-            return f"the ledger in its {ROLLOUT_STATE} is not a run's ledger: {error}"
+            return f"the ledger in {ROLLOUT_STATE} is not valid: {error}"
         self._found, self.resumed["changed"] = found, changed
         if changed:
             logger.warning("since the checkpoint that is resumed from, these have changed: %s", "; ".join(changed))
         return None
 
     def load(self, prompts: PromptSource) -> dict[str, Any] | None:
-        """Return the rollout side that was found, and restore ``prompts``; return None if the run starts from the
-        beginning.
+        """Return the rollout state that `find` has read, and restore the position of ``prompts``.
+
+        The result is None if the run starts from the beginning.
         """
         snapshot, self._found = self._found, None
         if snapshot is not None:

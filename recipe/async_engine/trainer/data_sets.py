@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the run's data sets by verl's own function, and checks them before anything else starts.
+"""Makes the run's data sets with verl's own function, and checks them before any worker starts.
 
-Contract: these checks need verl, the run's tokenizer and the user's class, so a main cannot make them. They ask whether
-the data sets can be made, whether enough rows are left after the filters, whether the first rows can be read, and
-whether verl's own agent loops can make prompts of them. A failure is a `ConfigError` that names the setting and quotes
-the cause. Shown by tests/integration/test_data_sets.py.
+Contract: the data sets have to be created without an error, have enough rows after the filters, and have first rows
+that can be read and that verl's own agent loops can turn into prompts. A failure is a `ConfigError` that names the
+setting and quotes the cause. The trainer's process makes these checks and not the main, because they need verl, the
+run's tokenizer and the user's class. Shown by tests/integration/test_data_sets.py.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from recipe.async_engine.rollout.prompts import IndexedDataset
 logger = logging.getLogger(__name__)
 
 FIRST = 8
-"""The number of rows of each data set that are checked."""
+"""Number of rows of each data set that are checked."""
 
 
 def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
-    """Return the tokenizer and processor of `model.tokenizer_path`, with `model.custom_chat_template`, as the workers
-    do.
+    """Return the tokenizer and processor, loaded as in the workers: with `tokenizer_path` and `custom_chat_template`.
 
-    verl's data sets go by `data.trust_remote_code`, and its workers by the model's own setting. Here either is enough.
+    Remote code is trusted if either `data.trust_remote_code`, which verl's data sets use, or the model's own setting,
+    which verl's workers use, says so.
 
     Raises:
-        ConfigError: there is no tokenizer, or it does not load.
+        ConfigError: the model has no tokenizer, or it cannot be loaded.
     """
     model = copy.deepcopy(config.actor_rollout_ref.model)
     OmegaConf.set_struct(model, False)
@@ -55,7 +55,7 @@ def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
 
 
 def defaults(config: Any) -> dict[str, Any]:
-    """Return what verl's own calls use if a row lacks a field, by the name of the field."""
+    """Return the defaults, by name, that verl's own code uses for fields that a row lacks."""
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     return {
         "agent_name": agent,
@@ -73,10 +73,10 @@ def data_sets(config: Any, tokenizer: Any, processor: Any, batch: int) -> tuple[
     Args:
         config: the whole configuration.
         tokenizer, processor: as `tokenizer_and_processor` returns them.
-        batch: prompts of a step, which is the least that training needs.
+        batch: number of prompts in a step, which is the smallest usable size of the training data.
 
     Raises:
-        ConfigError: the run cannot use one of them. It lists all problems.
+        ConfigError: the run cannot use one of the data sets. The error lists all problems.
     """
     made: list[IndexedDataset] = []
     problems: list[Problem] = []
@@ -100,18 +100,18 @@ class _Maker:
         self._is_train = setting == TRAIN_FILES
 
     def checked(self, needed: int) -> IndexedDataset:
-        """Return the data set if it has at least ``needed`` rows and its first ones can be used."""
+        """Return the data set; raise ConfigError if it has fewer than ``needed`` rows or unusable first rows."""
         rows = self._made(self._config.data)
         try:
             size = len(rows)
         except Exception as error:  # a user's class may raise anything
-            raise self._refused("a data set that tells its length", f"len() of it raises {told(error)}.") from error
+            raise self._refused("a data set with a length", f"len() of it raises {told(error)}.") from error
         if size < needed:
             raise self._too_few(size, needed)
         first = [rows[index] for index in range(min(FIRST, size))]
         if all(FAILURE in row for row in first):
-            advice = f"None of the first {len(first)} can be had: {first[0][FAILURE]}."
-            raise self._refused("data whose rows can be had", advice)
+            advice = f"None of the first {len(first)} can be read: {first[0][FAILURE]}."
+            raise self._refused("data whose rows can be read", advice)
         messages = [row["raw_prompt"] for row in first if FAILURE not in row and self._is_verls(row)]
         if messages and (fault := self._cannot_prompt(messages)) is not None:
             raise fault
@@ -125,16 +125,14 @@ class _Maker:
                 files, data, self._tokenizer, self._processor, is_train=self._is_train, max_samples=limit
             )
         except (Exception, SystemExit) as error:  # a user's class may raise anything
-            raise self._refused(
-                "data that verl's data set class can be made of", f"It raises {told(error)}."
-            ) from error
+            raise self._refused("data from which verl's data set can be made", f"It raises {told(error)}.") from error
         if isinstance(dataset, IterableDataset):
             allowed, advice = "a data set with __getitem__ and __len__", "An IterableDataset has no rows to go back to."
             raise self._refused(allowed, advice, "data.custom_cls.name")
         return IndexedDataset(dataset, defaults(self._config), is_indexed=self._is_train)
 
     def _is_verls(self, row: dict[str, Any]) -> bool:
-        """Return whether a row goes to one of verl's own agent loops, and not to a user's loop of the same name."""
+        """Return whether one of verl's own agent loops, and not a user's loop of the same name, will get a row."""
         agent = self._config.actor_rollout_ref.rollout.agent
         name = row.get("agent_name", agent.default_agent_loop)
         return name in VERLS_LOOPS and not agent.get("agent_loop_config_path")
@@ -149,8 +147,9 @@ class _Maker:
         return self._refused(f"data with at least {needed} prompts, which a step trains", advice)
 
     def _why_left_out(self) -> str:
-        """Return why the first row is unusable if verl's filter leaves all out; the filter only counts rows as too
-        long.
+        """Return why the first rows are unusable, for the case that verl's filter dropped too many rows.
+
+        The filter itself only reports the number of dropped rows, as if all of them were too long.
         """
         data = copy.deepcopy(self._config.data)
         OmegaConf.set_struct(data, False)
@@ -159,12 +158,12 @@ class _Maker:
             rows = self._made(data)
             first = [rows[index] for index in range(min(FIRST, len(rows)))]
             fault = self._cannot_prompt([row["raw_prompt"] for row in first if FAILURE not in row])
-        except Exception:  # this text is only an explanation, so a failure costs nothing else
+        except Exception:  # this text is only an explanation, so the message does without it
             return ""
         return "" if fault is None else f"Of all {len(rows)}: {fault.problems[0].advice}"
 
     def _cannot_prompt(self, prompts: Sequence[Any]) -> ConfigError | None:
-        """Why none of these becomes a prompt of an allowed length; None if one does."""
+        """Return why none of the prompts can be used, or None if one of them can."""
         fault = None
         for prompt in prompts:
             fault = self._fault_of(prompt)

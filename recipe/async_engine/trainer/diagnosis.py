@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes in words what each part of a run does and waits for."""
+"""Describes in words what each process of a run is doing or waiting for."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ DEEPEST = 14
 
 
 def describe(trainer: Any, thread: int) -> str:
-    """Return a report on an `AsyncPPOTrainer` whose loop runs on ``thread`` and which may still be starting.
+    """Return a report on the processes of an `AsyncPPOTrainer`, which may not have finished its launch.
 
-    Parts that do not answer come first, because they are the most likely cause.
+    ``thread`` is the id of the training loop's thread. Processes that do not answer come first, because they are the
+    most likely cause of a problem.
     """
     said = answers(_asked(trainer))
     notes = [f"{what}, {ago:.0f} s ago" for what, ago in trainer.timeline.notes()[:6]]
@@ -35,7 +36,7 @@ def describe(trainer: Any, thread: int) -> str:
 
 
 def _asked(trainer: Any) -> dict[str, Any]:
-    """Return object references of what each part of the run says about itself."""
+    """Return object references of each process's description of itself, by the name of the process."""
     if not trainer.is_up:
         return {}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives the present figures of a run to the main's terminal, the trackers and Prometheus.
+"""Gives the current figures of a run to the main's terminal, the trackers and Prometheus.
 
-Contract: any thread may ask for them at any moment, without waiting for a stage of the trainer. Ray's exporter has the
-figures that somebody asked for last. Shown by tests/integration/test_exported.py and tests/e2e.
+Contract: any thread may read the figures at any time, without waiting for a stage of the trainer. `live` and `report`
+also export the figures to Prometheus, through Ray. Shown by tests/integration/test_exported.py and tests/e2e.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LEDGER_COUNTS: Sequence[str] = ("issued", "trained", "filtered", "failed", "live
 
 
 class PrometheusExporter:
-    """Gives Ray the figures of one run, with the label `run`. It must live in a Ray process.
+    """Exports the figures of one run to Prometheus through Ray, with the label `run`.
 
-    After its first failure it does nothing any more.
+    The exporter must be used in a process of Ray. After its first failure it does nothing.
     """
 
     def __init__(self, run: str) -> None:
@@ -47,14 +47,14 @@ class PrometheusExporter:
         self._has_failed = False
 
     def tell(self, figures: Mapping[str, Any]) -> None:
-        """Export these figures, except for those that are no numbers."""
+        """Export those of the figures that are numbers."""
         if self._has_failed:
             return
         try:
             self._tell({key: float(value) for key, value in figures.items() if isinstance(value, Real)})
         except Exception:  # an error of the exporter must not end the run
             self._has_failed = True
-            logger.exception("Prometheus is told nothing more")
+            logger.exception("the run's figures cannot be exported to Prometheus, and are no longer exported")
 
     def _tell(self, figures: Mapping[str, float]) -> None:
         for key, value in figures.items():
@@ -71,12 +71,12 @@ class PrometheusExporter:
 
 
 class FiguresStage:
-    """The figures of the module's contract.
+    """Collects and exports the current figures of a run.
 
     Args:
-        ledger, scheduler, timeline, alarms: the parts of the run that have figures.
-        live_replicas: returns the number of live replicas.
-        exporter: exports to Prometheus, if it is used.
+        ledger, scheduler, timeline, alarms: the objects of the run from which the figures are read.
+        live_replicas: a function that returns the number of live replicas.
+        exporter: the export to Prometheus, or None.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FiguresStage:
         self._reported: Mapping[str, Any] = {}
 
     def live(self, step: int) -> dict[str, Any]:
-        """Return what each side does now, and its figures. The main asks every second."""
+        """Return the current figures, and what the trainer and the rollout are doing. The main asks every second."""
         reported = {
             name: value for name, value in self._reported.items() if name in EXPORTED or name.startswith(SERVERS)
         }
@@ -102,12 +102,12 @@ class FiguresStage:
         return {**figures, TRAINER_DOES: self._timeline.doing, ROLLOUT_DOES: self._timeline.rollout.lane.what}
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Take in the metrics of the last step."""
+        """Store and export the metrics of the last step."""
         self._reported = metrics
         self._export(metrics)
 
     def now(self, step: int) -> dict[str, float]:
-        """Return the present figures under the keys of docs/metrics.md."""
+        """Return the current figures under the keys of docs/metrics.md."""
         shares = self._timeline.shares()
         counts = self._scheduler.counts()
         return {

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles NaN and infinite numbers in what the trainer computes, and missing scores in a validation.
+"""Handles NaN and infinite numbers in a training batch, and missing scores in a validation.
 
-Contract: a token whose log-prob, value or advantage is NaN or infinite is not trained. Its answer is left out of the
-step, with a warning and a count, and gets zeros, because NaN times a mask of 0 is NaN. If no answer is left, the run
-ends. A validation's means leave out each prompt that has an answer without a score, because the score is no number or
-the trajectory failed. Rewards and the rollout's own log-probs have been checked before
-(`recipe.async_engine.rollout.loop_output`), and the alarms are told about gradients (`alarm_stage`).
+Contract: if a log-prob, value or advantage of an answer is NaN or infinite at a trained token, the whole answer is
+removed from the step's loss, with a warning and a count. Its numbers become zeros, because NaN times a mask of 0 is
+NaN. If no answer is left, the run ends. A validation's means leave out each prompt that has an answer without a score;
+an answer has no score if its reward is not a finite number or its trajectory failed. Other modules check rewards and
+the rollout's own log-probs (`recipe.async_engine.rollout.loop_output`) and gradients (`alarm_stage`).
 
 Shown by tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
 """
@@ -31,11 +31,11 @@ LEFT_OUT = "fully_async/non_finite/answers_left_out"
 
 
 def leave_out(batch: DataProto, names: Sequence[str]) -> int:
-    """Remove answers that have NaN or an infinity at a trained token from the loss, in place, and return how many.
+    """Remove answers with NaN or an infinity at a trained token from the loss, in place, and return their number.
 
     Args:
-        batch: with ``response_mask``, 1 for trained tokens, (rows, R).
-        names: the columns (rows, R) to check, if the batch has them.
+        batch: a batch with ``response_mask``, (rows, R), which is 1 for trained tokens.
+        names: the columns (rows, R) to check, of which the batch may lack some.
 
     Raises:
         TrainingFailed: no answer is left.
@@ -51,8 +51,8 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
     named = ", ".join(name for name, found in at_fault.items() if found.any())
     if not (mask.any(dim=1) & ~rows).any():
         raise TrainingFailed(
-            f"each answer of the batch has NaN or an infinity in its {named}: the weights may have them since an "
-            "update; resume from an earlier checkpoint with a lower learning rate"
+            f"each answer of the batch has NaN or an infinity in its {named}: an update may have made weights NaN or "
+            "infinite; resume from an earlier checkpoint with a lower learning rate"
         )
     batch.batch["response_mask"] = batch.batch["response_mask"] * ~rows[:, None]
     uids = [str(batch.non_tensor_batch["uid"][row]) for row in rows.nonzero()[:, 0].tolist()]
@@ -63,17 +63,21 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
 def with_scores(
     data_sources: Sequence[str], uids: list[Any], infos: dict[str, list[Any]], turns: list[Any]
 ) -> tuple[Sequence[str], list[Any], dict[str, list[Any]], list[Any], int]:
-    """Return the answers of a validation to those prompts all of whose answers have a score, and how many have none.
+    """Drop the prompts of a validation that have an answer without a score.
 
-    verl takes means over prompts with the same number of answers, so a prompt is left out as a whole.
+    A prompt is dropped with all its answers, because verl's means need the same number of answers to each prompt.
 
     Args:
         data_sources: the data source of each answer.
-        uids: the prompt of each answer.
-        infos: what the reward reports, by name. verl can take means of the returned values.
-        turns: for each batch the numbers of turns of its answers.
+        uids: the uid of each answer's prompt.
+        infos: the values that rewards reported for each answer, by name.
+        turns: the numbers of turns of the answers, in one array for each batch.
+
+    Returns:
+        The four arguments without the dropped answers, with values in ``infos`` of which verl can take means; and the
+            number of answers without a score.
     """
-    # verl takes one of these as its main score.
+    # verl uses "reward" or "acc" as its main score.
     scored = [infos[name] for name in ("reward", "acc") if name in infos]
     none = [not all(value is None or is_number(value) for value in row) for row in zip(*scored, strict=True)]
     without = {uid for uid, is_none in zip(uids, none, strict=True) if is_none}
@@ -88,7 +92,7 @@ def with_scores(
 
 
 def _averaged(values: list[Any]) -> list[Any]:
-    """Return values of which verl can take means: it skips a prompt whose first value is a string, and None."""
+    """Return values in a form that verl's means accept: either all strings, which verl skips, or numbers and None."""
     if any(isinstance(value, str) for value in values):
         return [None if value is None else str(value) for value in values]
     return [value if isinstance(value, float) or is_number(value) else None for value in values]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values with which a run's checkpoints are made, by which a resumed run sees what has changed.
+"""Collects the settings and data of a run that its checkpoints store, so that a resumed run notices changes.
 
-`core.snapshots` has the rules for them. A file of the training data is identified by its size and a digest: of its
-whole content up to `WHOLE` bytes, and of its first and last `PART` bytes if it is larger. Data that is not on a local
-disk is identified by its name, and the tokenizer by its vocabulary. Shown by tests/integration/test_made_with.py.
+`core.snapshots` has the rules for changes of these values. A file of the training data is identified by its size and a
+digest of its content. If the file is larger than `WHOLE` bytes, the digest is of its first and last `PART` bytes. Data
+that is not on a local disk is identified by its name, and the tokenizer by its vocabulary. Shown by
+tests/integration/test_made_with.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WHOLE, PART = 256 << 20, 16 << 20
 
 
 def made_with(config: Any, plan: RunPlan, dataset: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return the values for `core.snapshots.RULES`. ``dataset`` is verl's training data set."""
+    """Return the values that `core.snapshots.RULES` compares. ``dataset`` is verl's training data set."""
     data, training = config.data, plan.settings.async_training
     strategy = config.actor_rollout_ref.actor.strategy
     return {
@@ -39,7 +40,8 @@ def made_with(config: Any, plan: RunPlan, dataset: Any, tokenizer: Any) -> dict[
         "async_training.placement": training.placement,
         "async_training.max_staleness": plan.max_staleness,
         "actor_rollout_ref.actor.strategy": strategy,
-        # Another number of ranks can load Megatron's distributed checkpoints.
+        # The number of ranks only matters for FSDP, because Megatron's distributed checkpoints can be loaded by any
+        # number of ranks.
         "trainer.nnodes * trainer.n_gpus_per_node": plan.trainer_ranks if "fsdp" in strategy else None,
         "data.train_files": files_fingerprint(getattr(dataset, "data_files", None) or _listed(data.train_files)),
         "rows of data.train_files": len(dataset),
@@ -70,7 +72,7 @@ SIZES = (
 
 
 def _of_models(config: Any) -> dict[str, Any]:
-    """Return the values of models, adapters and optimizers, except for those that are not known, as for a hub model."""
+    """Return the values of models, adapters and optimizers. A model outside of local folders has no sizes."""
     policy, found = config.actor_rollout_ref.get("model") or {}, {}
     sections = {"actor_rollout_ref.actor": policy.get("path")}
     if has_critic(config):
@@ -86,7 +88,7 @@ def _of_models(config: Any) -> dict[str, Any]:
 
 
 def _sizes(path: Any) -> str | None:
-    """Return the sizes that decide the shapes of a model's weights, or None if the model is not in a local folder."""
+    """Return the sizes that decide the shapes of a model's weights, or None if its config.json cannot be read."""
     file = Path(str(path)).expanduser() / "config.json"
     try:
         content = from_json(file.read_bytes())
@@ -101,7 +103,6 @@ def _sizes(path: Any) -> str | None:
 
 
 def _lora(model: Mapping[str, Any]) -> str:
-    """Return a description of the trained adapters and their base model."""
     nested = model.get("lora") or {}
     rank = model.get("lora_rank") or nested.get("rank") or 0
     if not rank:
@@ -113,7 +114,7 @@ def _lora(model: Mapping[str, Any]) -> str:
 
 
 def files_fingerprint(files: Iterable[Any]) -> str:
-    """Return a description of the files, by content if it can be read, and otherwise by name."""
+    """Return a description of the files: of their content if they are on a local disk, and otherwise their names."""
     return ", ".join(_fingerprint(str(file)) for file in files)
 
 

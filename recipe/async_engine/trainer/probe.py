@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks rollout replicas for a few answers that are not used for training.
+"""Gets a few answers from rollout replicas, which are not used for training.
 
-Contract: each request has a seed of its own, which leaves the engine's other random numbers unchanged. It goes directly
-to the replica's server, without the load balancer. A request that a weight sync cuts is sent again with the tokens so
-far. Everything ends within the deadline, or with `RehearsalFailed`. Shown by tests/integration/test_rehearsal.py.
+Contract: each request has its own seed, so that it does not change the engine's other random numbers. Requests are sent
+directly to a replica's server, without the load balancer. If a weight sync interrupts an answer, the request is sent
+again with the tokens so far. Every call returns within its deadline, or raises `RehearsalFailed`. Shown by
+tests/integration/test_rehearsal.py.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ LOOK_S = 0.01
 
 
 class RehearsalFailed(RecipeError):
-    """The run would not work as it is configured."""
+    """The rehearsal has shown that the run would not work with its configuration."""
 
 
 @dataclass
 class Answer:
-    """The tokens that a replica sampled after a prompt.
+    """An answer that a replica sampled.
 
     Attributes:
-        replica: the name of the replica.
-        prompt, tokens: the prompt and the sampled tokens.
+        prompt: the tokens of the prompt.
+        tokens: the sampled tokens.
         log_probs: the log-prob of each sampled token, in nats.
-        requests: the number of requests that it took.
+        requests: number of requests until the answer was complete.
     """
 
     replica: str
@@ -49,12 +50,12 @@ class Answer:
 
 
 class Probe:
-    """Asks replicas as the module's contract says.
+    """Requests answers to random prompts from replicas.
 
     Args:
-        rollout: verl's rollout section, with temperature and lengths.
-        vocabulary: the token ids of which prompts consist.
-        timeout_s: the deadline of each answer.
+        rollout: verl's rollout section of the configuration, with temperature and lengths.
+        vocabulary: the token ids from which prompts are made.
+        timeout_s: deadline of each answer, in seconds.
     """
 
     def __init__(self, rollout: Any, vocabulary: Sequence[int], timeout_s: float) -> None:
@@ -62,23 +63,22 @@ class Probe:
         self.prompt_tokens = min(PROMPT_TOKENS, int(rollout.prompt_length))
         self.answer_tokens = min(ANSWER_TOKENS, int(rollout.response_length))
         room = int(rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length)
-        # Longer than any answer of training, so that it is still under way when the swap comes.
+        # The length in tokens of an answer that should not be complete when the swap begins.
         self._long = max(1, min(LONG_ANSWER_TOKENS, room - self.prompt_tokens))
 
     def tokens(self, seed: int, count: int) -> list[int]:
-        """Return random tokens, the same ones for the same seed."""
+        """Return ``count`` random tokens, which are always the same for a seed."""
         return random.Random(seed).choices(self._vocabulary, k=count)
 
     def sampled(self, records: Sequence[ReplicaRecord]) -> list[Answer]:
-        """Ask each replica for a few answers, which are the same at every call while its weights are the same."""
+        """Return a few answers of each replica. With the same weights, every call returns the same answers."""
         numbers = [(record, number) for number in range(ANSWERS_PER_REPLICA) for record in records]
         return self._answers([(*each, self.answer_tokens, self._timeout_s, uuid.uuid4().hex) for each in numbers])
 
     def under(self, records: Sequence[ReplicaRecord], change: Callable[[], None], timeout_s: float) -> list[Answer]:
-        """Make ``change`` while each replica has a long answer under way, and return these answers, which come back
-        whole.
+        """Call ``change`` while each replica generates a long answer, and return the complete answers.
 
-        ``timeout_s`` is the deadline of the answers and the change together.
+        ``timeout_s`` is the deadline of the answers and of ``change`` together, in seconds.
         """
         names = {f"rehearsal-{uuid.uuid4().hex}": record for record in records}
 
@@ -93,7 +93,7 @@ class Probe:
         return answers.wait() or []
 
     async def _begun(self, names: dict[str, ReplicaRecord], is_over: Callable[[], bool]) -> None:
-        """Return when each of the requests has a token, or when all are over."""
+        """Return when each of the requests has a token, when all have ended, or at the deadline."""
         deadline = time.monotonic() + self._timeout_s
         while not is_over() and time.monotonic() < deadline:
             news = await asyncio.gather(
@@ -110,7 +110,7 @@ class Probe:
         return asyncio.run(ask())
 
     async def _answer(self, record: ReplicaRecord, number: int, count: int, timeout_s: float, name: str) -> Answer:
-        """Return ``count`` tokens of a replica after the prompt ``number``. ``name`` is the id of the first request."""
+        """Return an answer of ``count`` tokens to prompt ``number``. ``name`` is the id of the first request."""
         answer = Answer(record.name, self.tokens(number, self.prompt_tokens))
         deadline = time.monotonic() + timeout_s
         while (missing := count - len(answer.tokens)) > 0:
@@ -134,7 +134,7 @@ class Probe:
             except Exception as error:
                 raise RehearsalFailed(f"{record.name} did not answer: {plain_cause(error)}") from error
             if len(part.token_ids) < missing and part.stop_reason not in ABORTED:
-                raise RehearsalFailed(f"{record.name} ended an answer early, with {part.stop_reason!r}")
+                raise RehearsalFailed(f"{record.name} ended an answer early, with the stop reason {part.stop_reason!r}")
             answer.tokens += part.token_ids
             answer.log_probs += part.log_probs or ()
             answer.requests += 1
@@ -144,6 +144,6 @@ class Probe:
 
 
 def ordinary_tokens(tokenizer: Any) -> list[int]:
-    """Return the ids of tokens that are words, and not marks of a template or of images."""
+    """Return the ids of all tokens except special and added tokens, such as the marks of a chat template."""
     marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return sorted(set(tokenizer.get_vocab().values()) - marks)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles the steps of ``global_profiler.steps`` with verl's own profilers.
 
-Contract: a profiled step is profiled from the wait for its batch to the end of its training, before its weights are
-published. The rollout engines that ``rollout.profiler`` selects are profiled during all of it, the training workers
-from the beginning of their work. With ``profile_continuous_steps``, consecutive steps are one trace. The finish hook
-runs once, after the last of these steps, or after the run's last step if that is profiled. A replica that cannot be
-profiled loses only its own trace.
+Contract: the profile of a step covers the time from the wait for its batch to the end of its training, and ends before
+its weights are published. The rollout engines that ``rollout.profiler`` selects are profiled for all this time, and
+the training workers from the beginning of their work. With ``profile_continuous_steps``, consecutive steps have one
+trace. The finish hook runs once, after the last step of ``global_profiler.steps``, or after the run's last step if that
+is profiled. If a replica cannot be profiled, only its own trace is missing.
 
 Shown by tests/integration/test_profile_stage.py and tests/e2e/test_trainer_features.py.
 """
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class ProfileStage:
-    """Profiles as the module's contract says. The trainer's thread calls it.
+    """Starts and stops the profilers. The trainer's thread calls the methods.
 
     Args:
-        profiler: the section ``global_profiler``.
-        replicas: returns the present replicas.
-        profile: starts or stops the training workers' profilers (`Stages.profile`).
-        timeout_s: the deadline of the replicas.
+        profiler: the section ``global_profiler`` of the configuration.
+        replicas: a function that returns the present replicas.
+        profile: a function that starts or stops the training workers' profilers (`Stages.profile`).
+        timeout_s: deadline of the replicas' answers, in seconds.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class ProfileStage:
         self._engines = self._workers = False
 
     def begin(self, step: int) -> None:
-        """Begin to profile the engines, because this step's batch is waited for."""
+        """Begin to profile the rollout engines, when the trainer begins to wait for a step's batch."""
         if step in self._steps and not self._engines:
             self._engines = True
             self._ask("start_profile")
 
     def train(self, step: int) -> None:
-        """Begin to profile the training workers, because the step's training begins."""
+        """Begin to profile the training workers, when the training of a step begins."""
         if step in self._steps and not self._workers:
             self._workers = True
             self._profile(start=True)
 
     def end(self, step: int, is_last: bool) -> None:
-        """End the profile, because the step's training is over or there is no batch for it."""
+        """End the profile, when the training of a step has ended or no further batch can form."""
         if self._in_a_row and step + 1 in self._steps and not is_last:
             return
         if self._workers:

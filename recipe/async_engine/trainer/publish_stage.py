@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the trainer's weights the next version and has it brought to the replicas.
+"""Publishes the trainer's weights as the next version.
 
-Contract: a version is sealed, which means that the trainer continues from it. Then it is staged, swapped, announced and
-resumed, in this order, beside training or before training continues (``async_training.weights.publish``). Only one
-version is on its way at a time, and it is announced while no replica generates. Shown by tests/e2e/test_fully_async.py,
-test_swaps.py and test_faults.py.
+Contract: first a version is sealed: its weights are copied, and training continues from them. Then the replicas stage
+the version and swap it in, the ledger announces it, and the replicas resume generation. This happens while training
+continues, or training waits for it (``async_training.weights.publish``). Only one version is transferred at a time. It
+is announced while no replica generates. Shown by tests/e2e/test_fully_async.py, test_swaps.py and test_faults.py.
 """
 
 from __future__ import annotations
@@ -31,18 +31,16 @@ PAUSED = "fully_async/weight_sync/trainer_paused_seconds"
 
 
 class PublishStage:
-    """Publishes versions as the module's contract says. The trainer's thread calls it, with the step's metrics and
-    timing.
+    """Publishes versions. The trainer's thread calls the methods, and passes the metrics and timing of its step.
 
     Args:
-        plan: the plan of the run.
-        scheduler: is told about each version, which its ledger counts.
-        publisher: sends the weights to whatever receives them.
+        scheduler: the scheduler, whose ledger counts the versions.
+        publisher: sends weights to the replicas and log-prob servers.
         published: the trainer's copy of the weights that were published last.
-        unchanged: judges whether versions differ.
-        alarms: is told about versions that do not differ.
-        timeline: is told about the parts of a publication.
-        fail: called on another thread with the error of a version that failed on its way.
+        unchanged: detects a version with the same weights as the version before.
+        alarms: receives versions with unchanged weights.
+        timeline: receives the phases of a publication.
+        fail: a function that is called, on another thread, with the error of a failed publication.
     """
 
     def __init__(
@@ -63,8 +61,8 @@ class PublishStage:
         self._way = self._new_way(fail)
 
     def _new_way(self, fail: Callable[[BaseException], None]) -> Beside[dict[str, float]]:
-        # A sync asks which replicas are alive, transfers at most three times, pauses, swaps and resumes, each within
-        # its deadline.
+        # A weight sync has 4 + `ATTEMPTS` steps, each with the deadline ``weight_sync``: a check which replicas are
+        # alive, at most `ATTEMPTS` transfers, the pause, the swap and the resumption.
         timeouts, parts = self._plan.settings.async_training.timeouts, 4 + ATTEMPTS
         setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
         seconds = parts * timeouts.weight_sync
@@ -79,7 +77,7 @@ class PublishStage:
 
     @property
     def is_over(self) -> bool:
-        """Whether `finish` has something to wait for and would return at once."""
+        """Whether a publication was begun and is done or late, so that `finish` does not block."""
         return self._way.is_over
 
     def seal(self, metrics: Metrics, timing: Timing) -> None:
@@ -93,7 +91,7 @@ class PublishStage:
             self._scheduler.version_sealed()
 
     def send(self, metrics: Metrics, timing: Timing) -> None:
-        """Have the sealed version brought to the replicas."""
+        """Send the sealed version to the replicas, and wait for this if weights are published inline."""
         version = self._scheduler.ledger.version
         with self._paused(metrics, timing):
             self._way.begin(version, lambda: self._bring(version))
@@ -101,10 +99,10 @@ class PublishStage:
                 self.finish(metrics)
 
     def finish(self, metrics: Metrics) -> None:
-        """Wait until the replicas generate by the version that was sealed last.
+        """Wait until the replicas generate with the version that was sealed last.
 
         Raises:
-            PublishFailed: the version did not arrive, or not in time.
+            PublishFailed: the publication failed, or was not done in time.
         """
         with self._timeline.phase("sync"):
             arrived = self._way.wait()
@@ -113,9 +111,10 @@ class PublishStage:
             metrics["fully_async/weight_sync/unchanged"] = self._note_arrived()
 
     def again(self, is_within_version: bool) -> None:
-        """Publish the ledger's version when the run begins: the initial weights, or those of the checkpoint's version.
+        """Publish the ledger's version when the run begins: the initial weights, or the weights of a checkpoint.
 
-        If ``is_within_version``, the trainer has trained on since that version, so its kept copy is published.
+        With ``is_within_version`` the checkpoint was written after further batches had been trained, so the copy of the
+        published weights is sent.
         """
         version = self._scheduler.ledger.version
         with self._published.in_use() if is_within_version else nullcontext():
@@ -126,14 +125,14 @@ class PublishStage:
 
     @contextmanager
     def _paused(self, metrics: Metrics, timing: Timing) -> Iterator[None]:
-        """Count the time inside the ``with`` block as taken from training by a publication."""
+        """Count the time inside the ``with`` block as time for which a publication pauses training."""
         with self._timeline.phase("sync"), marked_timer("update_weights", timing, color="red"):
             began = time.monotonic()
             yield
             metrics[PAUSED] = metrics.get(PAUSED, 0.0) + time.monotonic() - began
 
     def _bring(self, version: int) -> dict[str, float]:
-        """Bring a sealed version to the replicas and announce it, and return metrics of the sync."""
+        """Send a sealed version to the replicas, announce it, and return the metrics of the weight sync."""
         self._timeline.note(f"version {version} is sealed")
         with self._timeline.during("stage", version):
             staged = self._publisher.stage(version)
@@ -143,7 +142,7 @@ class PublishStage:
                 self._scheduler.pause_until_drained(training.timeouts.trajectory, fill=training.whole_batches)
         with self._timeline.during("swap", version):
             self._publisher.swap(staged)
-        # No replica generates now, so whatever starts from here on belongs to the new version.
+        # No replica generates at this point, so every group that starts from now on has the new version.
         self._scheduler.version_announced()
         with self._timeline.during("resume", version):
             metrics = self._publisher.resume(staged)
@@ -153,7 +152,11 @@ class PublishStage:
         return metrics
 
     def _note_arrived(self) -> int:
-        """Check that an announced version differs from the one before; return 1 if it wrongly does not, and else 0."""
+        """Report to the alarms whether the announced version has the same weights as the version before.
+
+        Returns:
+            1 if the weights should have changed but did not, and otherwise 0.
+        """
         unchanged = self._unchanged.published(self._scheduler.ledger.announced, self._publisher.checksum)
         if unchanged is not None:
             self._alarms.note("unchanged_weights", unchanged)

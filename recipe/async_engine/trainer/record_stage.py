@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the trainer's events.
+"""Starts and ends the event record of a run, and adds the trainer's events to it.
 
-Contract: verl's calls of its worker groups are phases of the timeline in which the trainer's accelerators compute.
-Everything else within a step is the driver's own work, for which they wait. The ranks of a call count as one. With
-``async_training.events=false`` nothing is recorded. Shown by tests/integration/test_recording.py and tests/accounts.py.
+Contract: the trainer's accelerators count as computing while verl calls its worker groups, which is a phase of the
+timeline. During all other work of a step the accelerators count as waiting. The ranks of a call count as one device.
+With ``async_training.events=false`` nothing is recorded. Shown by tests/integration/test_recording.py and
+tests/accounts.py.
 """
 
 from __future__ import annotations
@@ -45,14 +46,13 @@ UPDATE, COMPUTE = "update", "log_probs"
 
 
 class RecordStage:
-    """Records events as the module's contract says.
+    """The event record of a run, from the launch to the end.
 
     Args:
         config: the whole configuration.
-        plan: the plan of the run.
         timeline: the trainer's timeline.
-        replicas: returns the present rollout and log-prob servers, which are asked what they did.
-        agents: returns the agent-loop workers, which are asked too.
+        replicas: a function that returns the present rollout and log-prob servers, which are asked for their activity.
+        agents: a function that returns the agent-loop workers, which are asked too.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class RecordStage:
         timeline.listener = self._recording.tell
 
     def ask(self) -> None:
-        """Record from now on what the servers do."""
+        """Record the activity of servers and agent-loop workers from now on."""
         if self._recording is not None:
             self._recording.ask()
 
     def end(self, scheduler: RolloutScheduler | None, failed: bool) -> None:
-        """End generation and the record. An error of the record is logged and costs only the run's account."""
+        """End generation and close the event record. An error is only logged, and the run has no time report then."""
         if self._recording is None or self._recording.recorded is not None:
             return
         self._timeline.stop()
@@ -101,7 +101,7 @@ class RecordStage:
             if scheduler is not None:
                 within = BOOKS_OF_A_FAILED_RUN_S if failed else BOOKS_S
                 tokens = scheduler.close_books(self._recording.engine_tokens, within)
-        except Exception as error:  # any part may fail to answer
+        except Exception as error:  # any process may fail to answer
             logger.error("the token counts of the run are not known: %s", error)
             tokens = None
         try:
@@ -111,13 +111,11 @@ class RecordStage:
 
     @property
     def recorded(self) -> Recorded | None:
-        """The closed record, of which the run's account is made. None without a record, and before the run has
-        ended.
-        """
+        """The description of the closed record, or None if there is no record or the run has not ended."""
         return None if self._recording is None else self._recording.recorded
 
     def ages(self, batch: DataProto, version: int) -> None:
-        """Record the ages of a batch's tokens when it is trained at ``version``."""
+        """Record the ages of a batch's tokens, in versions, when the batch is trained at ``version``."""
         if self._recording is None:
             return
         now = time.monotonic()
@@ -135,7 +133,6 @@ def _devices(config: Any, plan: RunPlan) -> Devices:
 
 
 def _advised(config: Any, plan: RunPlan) -> dict[str, Any]:
-    """Return the settings of this run about which the report may give advice."""
     training = plan.settings.async_training
     return {
         "max_staleness": plan.max_staleness,

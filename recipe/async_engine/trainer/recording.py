@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the record of a run's events.
+"""Writes the event record of a run: what each process did, when, and for how long.
 
-Contract: each part of the trainer's process calls :meth:`Recording.tell`, on any thread. Rollout and log-prob servers
-keep what they did until a thread of the recording asks for it, every second at first and less often in a long run. The
-same questions show the difference of their clocks (`recipe.async_engine.record.events`). If a device dies, the time
-since it was last asked is `lost_with_replica`, and the time from then until the end or a replacement is `down`. From
-the 10,000th group on, the rows of trajectories and groups are kept for one group in two, later one in four and so on.
-Nothing here ends a run: what cannot be asked or written is missing in the account that is made of the record, and the
-account says so.
+Contract: the modules of the trainer's process report events with :meth:`Recording.tell`, on any thread. Rollout
+servers, log-prob servers and agent-loop workers store their activity until a thread of the recording asks for it, every
+second at first and less often in a long run. The same questions measure the difference between their clocks and this
+process's (`recipe.async_engine.record.events`). A device is a server, whose accelerator time the record accounts for.
+If a device dies, the time since its last answer is recorded as `lost_with_replica`, and the time until it is replaced,
+or the run ends, as `down`. From the 10,000th group on, events of trajectories and groups are kept for one group in two,
+later for one in four, and so on. An error of the recording never ends a run. Events that cannot be read or written are
+missing in the record and in the time report, which says so.
 
 Shown by tests/integration/test_recording.py and tests/accounts.py.
 """
@@ -53,22 +54,23 @@ from recipe.async_engine.record.events import (
 logger = logging.getLogger(__name__)
 
 ASK_S, LONGEST_ASK_S = 1.0, 30.0
-# In a long run, the interval between questions is a 2,000th part of its time so far.
+# In a long run, the interval between two questions is the run's duration so far divided by this number.
 ASKED_IN_ALL = 2_000
 MANY = 5_000
 GROUPS_IN_FULL = 10_000
 
 
 def is_kept(group: int) -> bool:
-    """Return whether the rows of this group are kept, which holds for the first 10,000, one in two of the next, and
-    so on.
+    """Return whether the events of a group are kept.
+
+    They are kept for the first 10,000 groups, one in two of the next 10,000, one in four of the next 20,000, and so on.
     """
     return group % (1 << (group // GROUPS_IN_FULL).bit_length()) == 0
 
 
 @dataclass
 class _Device:
-    """A process that is asked what it did, with times of the run's clock."""
+    """A process that is asked for its activity. Times are seconds since the run began, by this process's clock."""
 
     name: str
     handle: Any
@@ -85,24 +87,24 @@ class _Device:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is a device of the account. Agent-loop workers are asked too, but are none."""
+        """Whether the process uses accelerators, so that its time is accounted for. Agent-loop workers use none."""
         return self.kind != AGENTS
 
 
 class Recording:
-    """Writes the record as the module's contract says.
+    """Writes the event record of a run.
 
     Args:
         folder: the folder of the run.
-        devices: the devices of the account.
-        header: what else the record says about the run.
-        parts: returns the actors to ask, by the names of their lanes. It is called again and again.
-        clock: the clock of this process.
+        devices: the numbers of accelerators of each kind of process.
+        header: further facts about the run for the record's header.
+        parts: a function that returns the present actors to ask, by the names of their lanes.
+        clock: the clock of this process, in seconds.
 
     Attributes:
-        deaths: the number of devices that died.
+        deaths: number of devices that died.
         cpu_s: CPU seconds of the recording's own thread.
-        recorded: the closed record.
+        recorded: a description of the closed record, or None before :meth:`close`.
     """
 
     def __init__(
@@ -131,29 +133,29 @@ class Recording:
         self._thread.start()
 
     def tell(self, event: Event) -> None:
-        """Record an event, with times of this process's clock."""
+        """Record an event whose times are those of this process's clock."""
         if event.lane in (TRAJECTORIES, GROUPS) and event.group is not None and not is_kept(event.group):
             return
         self._told.append(event._replace(start=event.start - self._began, end=event.end - self._began))
 
     def follow(self, name: str, lane: Lane) -> None:
-        """Record what this lane of this process does from now on, under this name."""
+        """Record the activity of a lane of this process from now on, under the given name."""
         lane.take()
         self._lanes[name] = lane
 
     def ask(self) -> None:
-        """Ask every part now. What a part did before its first question is not recorded."""
+        """Ask all actors for their activity now. Activity before an actor's first question is not recorded."""
         try:
             with self._lock:
                 self._ask_all()
-        except Exception:  # a run does not end for its record
-            logger.exception("the record of events misses something")
+        except Exception:  # an error of the record must not end the run
+            logger.exception("the event record lacks some events")
 
     def close(self, until: float, tokens: TokenBooks | None) -> Recorded:
-        """Ask once more, write everything and return the record, which covers the run up to ``until``.
+        """Ask all actors once more, write all events, close the file and return a description of the record.
 
-        ``until`` is a time of this process's clock. If a write takes longer than `RECORD_WRITE_S`, the file stays
-        as it is.
+        The record ends at ``until``, a time of this process's clock. If an earlier write has not returned within
+        `RECORD_WRITE_S` seconds, nothing more is written.
         """
         self._over.set()
         self._thread.join(2 * TOLD_S)
@@ -170,7 +172,7 @@ class Recording:
         return self.recorded
 
     def engine_tokens(self) -> dict[str, int] | None:
-        """Ask all engines and return the sums of their counts, or None if one has died or does not answer."""
+        """Ask all servers for their token counts, and return the sums, or None if one has died or does not answer."""
         with self._locked_soon() as locked:
             if not locked:
                 return None
@@ -185,7 +187,7 @@ class Recording:
 
     @contextmanager
     def _locked_soon(self) -> Iterator[bool]:
-        """Take the lock within `RECORD_WRITE_S` and yield whether that worked."""
+        """Try to take the lock for `RECORD_WRITE_S` seconds, and yield whether this worked."""
         locked = self._lock.acquire(timeout=RECORD_WRITE_S)
         if not locked:
             logger.error(
@@ -197,7 +199,7 @@ class Recording:
             if locked:
                 self._lock.release()
 
-    # Run by the recording's thread.
+    # The recording's thread runs the following methods.
 
     def _record(self) -> None:
         while not self._over.wait(min(LONGEST_ASK_S, max(ASK_S, self._now / ASKED_IN_ALL))):
@@ -206,8 +208,8 @@ class Recording:
                     self._ask_all()
                     if self._now - self._last_write > RECORD_WRITE_S or len(self._told) > MANY:
                         self._write()
-            except Exception:  # a run does not end for its record
-                logger.exception("the record of events misses something")
+            except Exception:  # an error of the record must not end the run
+                logger.exception("the event record lacks some events")
             self.cpu_s = time.thread_time()
 
     @property
@@ -244,7 +246,7 @@ class Recording:
             asked[device.asked[1]] = device
         began, waiting = self._clock(), list(asked)
         while waiting:
-            # An agent loop may keep its worker from answering, so agent-loop workers alone are not waited for as long.
+            # An agent loop may keep its worker from answering. If only agent-loop workers are missing, wait less long.
             limit = TOLD_S if any(asked[reference].is_counted for reference in waiting) else AGENTS_TOLD_S
             if (left := began + limit - self._clock()) <= 0:
                 break
@@ -276,7 +278,7 @@ class Recording:
         known = until = device.known_until
         for span in answer.spans:
             start, end = (device.clock.here(time) - self._began for time in (span.start, span.end))
-            # No time is recorded twice. The time of a lost device is recorded already.
+            # Record only the time after `known`, because earlier time has been recorded, as `lost` if the device died.
             if end > known:
                 self._told.append(Event(device.name, span.what, max(start, known), end, span.share, tokens=span.tokens))
                 until = max(until, end)
@@ -284,14 +286,14 @@ class Recording:
         device.tokens = answer.tokens
 
     def _begins(self, device: _Device, answer: Activity) -> None:
-        """Take in the first answer of a process."""
+        """Handle the first answer of a process, which may replace a process that died."""
         assert device.clock is not None
         first = answer.spans[0].start if answer.spans else answer.now
         start = max(0.0, device.clock.here(first) - self._began)
         if not device.is_counted:
             device.known_until = max(device.known_until, start)
         elif device.life:
-            # The device was restarted in the same place, so its account continues.
+            # The device was restarted under the same name, so its earlier time is followed by `down` time.
             if not device.down:
                 self._dies(device)
             self._fill(device, Class.DOWN, start)
@@ -315,7 +317,6 @@ class Recording:
             self._fill(device, Class.LOST, self._now)
 
     def _fill(self, device: _Device, what: Class, until: float) -> None:
-        """Record that the device did this from the end of its events until then."""
         if until > device.known_until:
             self._told.append(Event(device.name, what, device.known_until, until))
             device.known_until = until

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rehearsal of a run: before the first step, its own processes show that weights reach the replicas.
+"""The rehearsal of a run: before the first step, test in the run's own processes that weights reach the replicas.
 
-Contract: `Rehearsal.run` comes after the first publication, before anything is generated for training. It samples from
-every replica. Then it sends the same version once more in the configured way, while every trainer rank is at work and
-each replica has a request that the swap interrupts. It samples again and compares log-probs. Nothing that training
-reads changes: no weight, no optimizer state, no random state, no group. Every wait has a deadline
+Contract: `Rehearsal.run` is called after the first publication, before anything is generated for training. It samples
+from every replica, sends the same version again in the configured way, samples once more, and compares log-probs.
+During the transfer every trainer rank computes, and each replica has an open request that the swap interrupts. Training
+is not affected: no weight, optimizer state, random state or group changes. Every wait has a deadline
 (``async_training.timeouts.rehearsal``).
 
-- After a transfer that does not arrive, the run falls back to ``publish=inline``, and then to ``staging=none``. If an
-  engine refused the weights itself, the order is the other way round. The run continues in the way that worked.
+- If a transfer fails, the run falls back to ``publish=inline``, and then to ``staging=none``. If an engine refused the
+  weights, the order of these fallbacks is reversed. The run continues with the settings that worked.
 - Any other failure ends the run with `RehearsalFailed`, which says what failed, where, and with which setting.
 
 Shown by tests/integration/test_rehearsal.py and, in runs, tests/e2e/test_rehearsal.py.
@@ -41,28 +41,27 @@ from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
 logger = logging.getLogger(__name__)
 
 TOKENS_AT_ONCE = 1024
-"""Tokens in a micro-batch. They are few, because the memory that is left for logits is not known."""
+"""Number of tokens in a micro-batch. It is small, because the memory that is left for logits is not known."""
 
 Pairs = dict[str, list[tuple[float, float]]]
-"""Two log-probs of each token, by replica."""
+"""The two log-probs of each token, as pairs, by replica."""
 
 
 @dataclass
 class Rehearsal:
-    """Rehearses as the module's contract says. The trainer's thread calls it, once.
+    """The rehearsal of a run. The trainer's thread calls `run` once.
 
     Attributes:
         publisher: the publisher of the run, after its first publication.
         workers: verl's group of the trainer's `ActorWorker` s.
-        ranks: the number of workers.
         version: the published version.
-        probe: asks the replicas.
-        rollout: verl's section of the rollout.
-        log_probs: verl's forward pass for old log-probs, by the trainer's present weights.
-        published: returns a context in which the trainer's weights are the published ones.
-        timeout_s: the deadline of each step.
-        position_rows: the rows of position ids, more than 1 for models with positions in images.
-        result: what was found, also if `run` raises.
+        probe: gets answers from the replicas.
+        rollout: verl's rollout section of the configuration.
+        log_probs: verl's forward pass for old log-probs, with the trainer's current weights.
+        published: a function that returns a context in which the trainer has the published weights.
+        timeout_s: deadline of each step, in seconds.
+        position_rows: number of rows of position ids, which is more than 1 for models with positions in images.
+        result: the checks and their outcomes, also if `run` raises an error.
     """
 
     publisher: WeightPublisher
@@ -91,12 +90,12 @@ class Rehearsal:
             trainer.stages.old_log_probs,
             trainer.published.in_use if trainer.is_within_version else nullcontext,
             timeout_s,
-            # verl's agent loops use this layout for positions in images (experimental/agent_loop/agent_loop.py:964).
+            # verl's agent loops use 4 rows for positions in images (experimental/agent_loop/agent_loop.py:964).
             position_rows=4 if hasattr(trainer.processor, "get_rope_index") else 1,
         )
 
     def run(self) -> None:
-        """Rehearse, and raise RehearsalFailed if the run would not work."""
+        """Rehearse; raise RehearsalFailed if the run would not work."""
         began = time.monotonic()
         try:
             self.rehearse()
@@ -111,7 +110,7 @@ class Rehearsal:
         self.send_again(before)
         with self.checking("engines answer as before") as check:
             if lost := [record.name for record in present if record.dead]:
-                raise RehearsalFailed(f"lost on the way: {', '.join(lost)} ({self.publisher.known.errors})")
+                raise RehearsalFailed(f"replicas were lost: {', '.join(lost)} ({self.publisher.known.errors})")
             after = self.probe.sampled(present)
             check.said = self._judge("answers of {} changed, though the weights did not", _same_tokens(before, after))
 
@@ -121,31 +120,31 @@ class Rehearsal:
 
     @contextmanager
     def checking(self, name: str) -> Iterator[Check]:
-        """Make a check, which passes unless the ``with`` block raises or writes another outcome into it."""
+        """Record a check, which passes unless the ``with`` block raises an error or sets another outcome."""
         began, check = time.monotonic(), Check(name)
         try:
             yield check
         except (NoReplicaLeft, PublishFailed):
             raise
         except Exception as error:  # any error here would also happen later in the run
-            if self.result.has_failed:  # a check inside this one has failed
+            if self.result.has_failed:  # a nested check has failed and is recorded already
                 raise
             self.result.checks.append(Check(name, FAILED, str(error), time.monotonic() - began))
             raise RehearsalFailed(f"{name}: {error}") from error
         check.seconds = time.monotonic() - began
         self.result.checks.append(check)
 
-    # Sending the weights, which `recipe.partial_rollout.rehearsal` does in another way.
+    # The following methods send the weights. `recipe.partial_rollout.rehearsal` overrides this part.
 
     def send_again(self, before: list[Answer]) -> None:
-        """Send the version once more as the run would, or in another way if that fails, and compare log-probs."""
+        """Send the version again with the run's settings, or with fallbacks if that fails, and compare log-probs."""
         check = self._sent()
         while check.outcome == FELL_BACK:
             check = self._sent()
         self.compare(before)
 
     def _sent(self) -> Check:
-        """Send the version in the present way. If that fails, the publisher has another way afterwards."""
+        """Send the version with the publisher's settings. If that fails, change the settings to the next fallback."""
         weights, began = self.publisher.weights, time.monotonic()
         check = Check(f"weights arrive (publish={weights.publish}, staging={weights.staging})")
         cause: Exception | None = None
@@ -166,7 +165,7 @@ class Rehearsal:
         return check
 
     def _send(self) -> str:
-        """Make one transfer, with one attempt and the rehearsal's deadline. After a fallback it has the usual ones."""
+        """Transfer the version: in one attempt with the rehearsal's deadline, or as in training after a fallback."""
         with nullcontext() if self.result.fallbacks else self.in_haste():
             if self.publisher.weights.publish != "beside":
                 self.work()
@@ -175,7 +174,7 @@ class Rehearsal:
                 return ""
             with self.published():
                 self.publisher.snapshot(self.version)
-            late = PublishFailed(f"it was not over within {self._longest_s:g} s")
+            late = PublishFailed(f"the transfer of weights was not over within {self._longest_s:g} s")
             sync: Beside[None] = Beside("rehearsed-sync", self._longest_s, lambda number: late)
             sync.begin(self.version, self._bring)
             passes = self.work(until=lambda: sync.is_over)
@@ -184,7 +183,6 @@ class Rehearsal:
         return f"beside {passes} passes of every trainer rank"
 
     def _bring(self) -> None:
-        """Have the replicas stage the version and swap it in."""
         staged, weights = self.publisher.stage(self.version), self.publisher.weights
         if weights.staging != "none":
             self._see_all_have(staged)
@@ -204,20 +202,20 @@ class Rehearsal:
             self.under_requests(swap, check)
 
     def under_requests(self, change: Callable[[], None], check: Check) -> None:
-        """Make ``change`` with a request under way at each replica, and note what became of the requests."""
+        """Call ``change`` while each replica has an open request, and record in ``check`` how the requests ended."""
         answers = self.probe.under(self.generating(), change, self._longest_s)
         cut = sum(answer.requests > 1 for answer in answers)
         check.said = f"{len(answers)} came back whole, {cut} of them in parts"
         if not cut and self.publisher.weights.at_swap == "interrupt":
-            check.outcome, check.said = LEFT_OUT, "they were over before they could be cut"
+            check.outcome, check.said = LEFT_OUT, "they were over before the swap could interrupt them"
 
     def _see_all_have(self, staged: StagedVersion) -> None:
         lacking = [record.name for record in self.generating() if record not in staged.holders]
         if lacking:
-            raise PublishFailed(f"{', '.join(lacking)} did not get them: {self.publisher.known.errors}")
+            raise PublishFailed(f"{', '.join(lacking)} did not get the weights: {self.publisher.known.errors}")
 
     def _note_servers(self, staged: StagedVersion) -> None:
-        """Note which log-prob servers lack the version, for which the trainer then computes log-probs itself."""
+        """Record which log-prob servers lack the version. The trainer then computes log-probs in their place."""
         servers = [record for record in self.publisher.known.records if not record.generates]
         said = "; ".join(f"{record.name}: {record.error}" for record in servers if record not in staged.holders)
         if servers:
@@ -228,7 +226,7 @@ class Rehearsal:
             logger.warning("rehearsal: the trainer computes log-probs in the place of %s", said)
 
     def _fall_back(self) -> str | None:
-        """Choose another way for all weights of the run, and return its setting, or None if there is no other."""
+        """Change one setting of the run's weight transfer, and return the new setting, or None if none is left."""
         publisher = self.publisher
         weights = publisher.weights
         inline = weights.publish == "beside"
@@ -245,7 +243,7 @@ class Rehearsal:
 
     @contextmanager
     def in_haste(self) -> Iterator[None]:
-        """Give a transfer inside the ``with`` block one attempt and the rehearsal's deadline."""
+        """Limit a transfer inside the ``with`` block to one attempt and the rehearsal's deadline."""
         publisher = self.publisher
         usual = publisher.known.timeout_s, publisher.attempts
         publisher.known.timeout_s, publisher.attempts = min(usual[0], self.timeout_s), 1
@@ -256,14 +254,14 @@ class Rehearsal:
 
     @property
     def _longest_s(self) -> float:
-        # A transfer asks which replicas are alive, connects in two steps and sends, each within the deadline, and has a
-        # minute more.
+        # A transfer checks which replicas are alive, connects in two steps and sends. Each of these steps has the
+        # deadline. The sum is increased by one more deadline and a minute.
         return 5 * self.publisher.known.timeout_s + 60
 
-    # The work of the trainer's ranks.
+    # The following methods make the trainer's ranks compute.
 
     def work(self, until: Callable[[], bool] = lambda: True) -> int:
-        """Do forward and backward passes on every trainer rank, at least one; returns how many."""
+        """Do forward and backward passes on every trainer rank, at least one, and return the number of passes."""
         numbers = range(ANSWERS_PER_REPLICA)
         prompts = [self.probe.tokens(number, self.probe.prompt_tokens) for number in numbers]
         answers = [self.probe.tokens(-number - 1, self.probe.answer_tokens) for number in numbers]
@@ -271,18 +269,18 @@ class Rehearsal:
         passes = 0
         while passes == 0 or not until():
             try:
-                # A transfer that blocks the pass fails at its own deadline, before this one.
+                # If a transfer blocks this pass, the transfer fails first, because its own deadline is earlier.
                 ray.get(self.workers.pass_without_update(data), timeout=self._longest_s)
             except GetTimeoutError:
                 raise RehearsalFailed(
-                    f"a forward and backward pass was not over within {self._longest_s:g} s beside a weight sync "
+                    f"a forward and backward pass did not end within {self._longest_s:g} s during a weight sync "
                     "(async_training.timeouts.rehearsal); try async_training.weights.publish=inline"
                 ) from None
             passes += 1
         return passes
 
     def _batch(self, prompts: list[list[int]], answers: list[list[int]]) -> DataProto:
-        """Return rows of one length in the layout of verl's agent loops, int64 [rows, prompt + answer]."""
+        """Return a batch in the layout of verl's agent loops, with int64 rows of equal length (prompt + answer)."""
         whole = torch.tensor([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
         rows, length = whole.shape
         responses = whole[:, len(prompts[0]) :]
@@ -300,20 +298,20 @@ class Rehearsal:
         meta = {
             "temperature": self.rollout.temperature,
             "global_token_num": [length] * rows,
-            # Micro-batches are made by tokens, so any number of rows can be divided.
+            # Micro-batches are limited by tokens, so that the number of rows need not be divisible.
             "use_dynamic_bsz": True,
             "max_token_len_per_gpu": TOKENS_AT_ONCE,
         }
         return DataProto.from_dict(tensors, meta_info=meta)
 
     def compare(self, answers: list[Answer]) -> None:
-        """Check that the engines' log-probs are the trainer's."""
+        """Check that the engines' log-probs agree with the trainer's."""
         name = "log-probs agree"
         if self.rollout.get("enable_rollout_routing_replay", False):
             self.result.checks.append(Check(name, LEFT_OUT, "the trainer replays what the engine's router chose"))
             return
         with self.checking(name) as check:
-            # Every rank needs the same number of rows.
+            # Repeat the first answer, because every rank needs the same number of rows.
             rows = answers + answers[:1] * (-len(answers) % self.ranks)
             batch = self._batch([row.prompt for row in rows], [row.tokens for row in rows])
             with self.published():
@@ -324,8 +322,11 @@ class Rehearsal:
             check.said = self._judge("log-probs of {} are not the trainer's: other weights, or another model", pairs)
 
     def _judge(self, fault: str, pairs: Pairs) -> str:
-        """Return the largest difference in words, or raise RehearsalFailed with the fault for those that do not
-        agree.
+        """Return the largest difference between log-probs, as text.
+
+        Raises:
+            RehearsalFailed: the log-probs of some replicas do not agree. ``fault`` is the message, with a placeholder
+                for the names of these replicas.
         """
         found = {name: agreement(both, str(self.rollout.dtype)) for name, both in pairs.items()}
         wrong = [name for name, each in found.items() if not each.holds]
@@ -337,7 +338,7 @@ class Rehearsal:
 
 
 def _same_tokens(before: list[Answer], after: list[Answer]) -> Pairs:
-    """Return, by replica, both log-probs of each token that was sampled both times, up to the first that differs."""
+    """Return both log-probs of each token before the first difference between two samples, by replica."""
     pairs: Pairs = {}
     for one, other in zip(before, after, strict=True):
         shared = [*map(eq, one.tokens, other.tokens), False].index(False)

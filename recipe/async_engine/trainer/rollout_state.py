@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes and reads the rollout side of a checkpoint: ledger, prompt position and live groups.
+"""Writes and reads the rollout state in a checkpoint: the ledger, the position in the data and the live groups.
 
-Contract: one file holds all three as of one moment. It is written beside the model before the checkpoint is committed
-(``checkpoints``), and appears whole or not at all. A scheduler's snapshot holds references to the payloads. They are
-fetched while the file is written, on whatever thread, and go from the object store's memory to the file. After loading,
-ready groups are trained as they are, running groups continue from their kept answers, and no other prompt is affected.
-The file is read with ``torch.load``, which unpickles it: checkpoints are trusted like the code, as verl's own
-``data.pt`` is. `Snapshot` describes the content, and `checked` refuses any other content as damaged.
+Contract: one file has a consistent state of all three. The file is in the folder of the checkpoint's model, is complete
+whenever it exists, and is written before the checkpoint is committed (``checkpoints``). A scheduler's snapshot has
+object references of the payloads, which are fetched while the file is written, on any thread, and are written from the
+object store's memory without a copy. In a resumed run, ready groups are trained as they are, and running groups
+continue from their kept answers. The file is read with ``torch.load``, which unpickles it: checkpoints are trusted like
+the code, as verl's own ``data.pt`` is. `Snapshot` describes the content, and `checked` refuses any other content as
+damaged.
 
 Shown by tests/integration/test_rollout_state.py, test_damaged_files.py and tests/e2e/test_faults.py.
 """
@@ -47,7 +48,7 @@ LiveRow = Annotated[
     tuple[Number, Number, Number, str, Number, Literal["running", "ready"], Number, Number | None],
     BeforeValidator(lambda row: tuple(row) if isinstance(row, list) else row),
 ]
-"""A row as `Group.to_row` returns it."""
+"""A group of the ledger, in the form that `Group.to_row` returns."""
 
 
 class LedgerState(TypedDict):
@@ -67,7 +68,10 @@ class LedgerState(TypedDict):
 
 
 class Position(TypedDict):
-    """The position in the data, as `PromptSource.state` returns it. Earlier versions put back a single prompt."""
+    """The position in the data, which `PromptSource.state` returns.
+
+    ``put_back`` is a single prompt or None in checkpoints of earlier versions of this package.
+    """
 
     epoch: Number
     taken_in_epoch: Number
@@ -77,7 +81,7 @@ class Position(TypedDict):
 
 @with_config(ConfigDict(arbitrary_types_allowed=True))
 class LiveGroup(TypedDict):
-    """A live group: its prompt, and what there is of each trajectory."""
+    """A live group: the prompt's row, and a list item for each trajectory in the other fields."""
 
     row: dict[str, Any]
     scored: list[InstanceOf[TrajectoryScored] | None]
@@ -86,7 +90,7 @@ class LiveGroup(TypedDict):
 
 
 class Interrupted(TypedDict):
-    """Token counts of answers that were cut."""
+    """Token counts of interrupted answers, as in `TokenAccount`."""
 
     cut: Number
     lost: Number
@@ -101,7 +105,7 @@ class Scores(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """The rollout side as it is read from a checkpoint."""
+    """The rollout state in a checkpoint."""
 
     format: Literal[1]
     ledger: LedgerState
@@ -117,7 +121,7 @@ SNAPSHOTS = TypeAdapter(Snapshot)
 
 
 def new_ledger(plan: RunPlan, snapshot: dict[str, Any] | None = None) -> SampleLedger:
-    """Return the ledger of a new run, or of a checkpoint's ``snapshot``."""
+    """Return the ledger of a run, restored from ``snapshot`` if that is given."""
     settings = GateSettings(
         batch_groups=plan.batch_groups,
         batches_per_version=plan.batches_per_version,
@@ -135,23 +139,23 @@ def new_ledger(plan: RunPlan, snapshot: dict[str, Any] | None = None) -> SampleL
 
 
 def checked(snapshot: Any) -> dict[str, Any]:
-    """Return the snapshot, or raise `BadFile` if it is not what `save` writes."""
+    """Return the snapshot, or raise `BadFile` if `save` cannot have written it."""
     try:
         SNAPSHOTS.validate_python(snapshot, strict=True)
     except ValidationError as error:
-        raise BadFile(f"its {ROLLOUT_STATE} has another structure than expected ({said(error)})") from None
+        raise BadFile(f"{ROLLOUT_STATE} has another structure than expected ({said(error)})") from None
     ready = {row[0]: row[5] == GroupState.READY for row in snapshot["ledger"]["live"]}
     if ready.keys() != snapshot["groups"].keys():
-        raise BadFile(f"its {ROLLOUT_STATE} has other groups than its ledger")
+        raise BadFile(f"{ROLLOUT_STATE} has other groups than the ledger in it")
     for group_id, group in snapshot["groups"].items():
         payloads = group["payloads"]
         if not len(payloads) == len(group["scored"]) == len(group["kept"]):
-            raise BadFile(f"its {ROLLOUT_STATE} has parts of group {group_id} that do not fit each other")
+            raise BadFile(f"{ROLLOUT_STATE} has lists of different lengths for group {group_id}")
         there = [
             score is not None for score, payload in zip(group["scored"], payloads, strict=True) if payload is not None
         ]
         if not all(there) or (ready[group_id] and len(there) < len(payloads)):
-            raise BadFile(f"its {ROLLOUT_STATE} lacks answers of group {group_id}")
+            raise BadFile(f"{ROLLOUT_STATE} lacks answers of group {group_id}")
         for record in group["kept"]:
             if record is not None:
                 pickle.loads(record.answers)
@@ -159,10 +163,10 @@ def checked(snapshot: Any) -> dict[str, Any]:
 
 
 def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
-    """Write a scheduler's snapshot, with its payloads, into the checkpoint ``folder``.
+    """Write a scheduler's snapshot, with its payloads, into the folder of a checkpoint.
 
-    The payloads have to arrive within ``timeout_s``. If the object store has lost a payload of a group, with the node
-    or the worker that had it, the group is saved as one that still runs, so the lost answer is generated again.
+    All payloads have to be fetched within ``timeout_s`` seconds. If a payload is lost, because a node or worker died,
+    its group is saved as running instead of ready, so that a resumed run generates the lost answer again.
     """
     deadline = time.monotonic() + timeout_s
     groups = {group_id: _fetched(group, deadline) for group_id, group in snapshot["groups"].items()}
@@ -175,14 +179,14 @@ def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
     saved = {**snapshot, "format": STATE_FORMAT, "groups": groups, "ledger": {**snapshot["ledger"], "live": live}}
     path = Path(folder) / ROLLOUT_STATE
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The protocol is for everything except tensors, because torch's default writes bytes as text. Ray's pickle also
-    # writes objects of classes that the user's file defines, which a prompt may have.
+    # torch's default pickle protocol would write bytes as text. Ray's cloudpickle also writes objects of classes that a
+    # user's file defines, because a prompt may have such objects.
     keeping = {"pickle_module": cloudpickle, "pickle_protocol": pickle.HIGHEST_PROTOCOL}
     durable.write(path, lambda file: torch.save(saved, file, **keeping))
 
 
 def _fetched(group: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Return a live group with its payloads instead of references, and None for each answer that is lost."""
+    """Return a live group with payloads instead of object references, and None for each lost answer."""
     payloads = [None if payload is None else _unless_lost(payload, deadline) for payload in group["payloads"]]
     scored = [None if payload is None else score for payload, score in zip(payloads, group["scored"], strict=True)]
     return {**group, "scored": scored, "payloads": payloads}
@@ -193,23 +197,24 @@ def _unless_lost(payload: ray.ObjectRef, deadline: float) -> Any:
         fetched = ray.get(payload, timeout=max(0.0, deadline - time.monotonic()))
     except ObjectLostError:
         return None
-    # A tensor's memory is written as it is, while an array would be copied first.
+    # torch.save writes a tensor's memory without a copy, but would copy an array.
     return torch.from_numpy(fetched) if isinstance(fetched, np.ndarray) else fetched
 
 
 def load(folder: str) -> dict[str, Any]:
-    """Read a snapshot.
+    """Read the rollout state from the folder of a checkpoint.
 
     Raises:
-        SnapshotError: its format is another one than this version reads.
-        Exception: whatever unpickling raises, because the file is damaged.
+        SnapshotError: another version of this package wrote the file, in a format that this version does not read.
+        BadFile: the file has no snapshot.
+        Exception: any error of unpickling, because the file is damaged.
     """
     snapshot = torch.load(Path(folder) / ROLLOUT_STATE, weights_only=False)
     if not isinstance(snapshot, dict):
-        raise BadFile(f"its {ROLLOUT_STATE} has a {type(snapshot).__name__}")
+        raise BadFile(f"{ROLLOUT_STATE} has a {type(snapshot).__name__} instead of a dict")
     if isinstance(snapshot.get("format"), bool) or snapshot.get("format") != STATE_FORMAT:
         raise SnapshotError(
-            f"{folder} has a rollout side of format {snapshot.get('format')!r}, this version of the package reads "
+            f"{folder} has a rollout state of format {snapshot.get('format')!r}, this version of the package reads "
             f"{STATE_FORMAT}. Resume with the version that wrote it, or start a new run from its weights "
             "(actor_rollout_ref.model.path, trainer.resume_mode=disable)."
         )
@@ -217,11 +222,14 @@ def load(folder: str) -> dict[str, Any]:
 
 
 def put_payloads(snapshot: dict[str, Any]) -> None:
-    """Replace the payloads of a snapshot that was read by object references."""
+    """Put the payloads of a loaded snapshot into the object store, and replace them by object references."""
     for group in snapshot["groups"].values():
         group["payloads"] = [None if payload is None else ray.put(_array(payload)) for payload in group["payloads"]]
 
 
 def _array(payload: Any) -> Any:
-    """Return a payload as `recipe.async_engine.rollout.trajectory_codec` takes it. Earlier versions saved bytes."""
+    """Return a payload in a form that `recipe.async_engine.rollout.trajectory_codec` can unpack.
+
+    This is an array, or bytes in checkpoints of earlier versions of this package.
+    """
     return payload.numpy() if isinstance(payload, torch.Tensor) else payload

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves a run beside training, and lets it continue from a checkpoint.
+"""Saves a run while training continues, and resumes a run from a checkpoint.
 
-Contract: a checkpoint shows one moment between two steps. The scheduler's side of it is copied as references, and
-verl's side is written on the trainer's thread. Then training goes on, while another thread fetches and writes the rest
-and commits. Only one checkpoint is under way at a time: the next one, and the end of the run, wait for it. It has
-``async_training.timeouts.checkpoint`` seconds. A checkpoint that fails or is late ends the run with its own error, at
-the latest when the next step begins. A run that fails meanwhile completes the checkpoint first, if it can. Shown by
+Contract: a checkpoint is the state of a run between two steps. The trainer's thread copies the scheduler's state, with
+object references instead of payloads, and has verl write its files. Then training continues, while another thread
+fetches the payloads, writes the remaining files and commits the checkpoint. Only one checkpoint is written at a time:
+the next checkpoint, and the end of the run, wait for it. A checkpoint has ``async_training.timeouts.checkpoint``
+seconds. One that fails or is late ends the run with its own error, at the latest when the next step begins. If the run
+fails for another reason, an unfinished checkpoint is completed first, if possible. Shown by
 tests/integration/test_save_stage.py, tests/e2e/test_faults.py and test_disks.py.
 
-verl's v1 trainers call ``trainer.checkpoint_callback_class`` after each checkpoint. Here it is called on the trainer's
-thread when a checkpoint is complete. What it raises ends the run, as there, and the time of a checkpoint includes it.
+verl's v1 trainers call the callback ``trainer.checkpoint_callback_class`` after each checkpoint. This package calls the
+callback on the trainer's thread when a checkpoint is complete. As in verl, an error of the callback ends the run. The
+time of a checkpoint includes the callback.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def teller(config: Any, trainer: Any) -> Callable[[int], None]:
-    """Return a function that tells the user's checkpoint callback, if there is one, about the checkpoint of a step."""
+    """Return a function that calls the user's checkpoint callback, if there is one, for the checkpoint of a step."""
     callback = build_checkpoint_callback(config)
 
     def tell(step: int) -> None:
@@ -52,9 +54,7 @@ def teller(config: Any, trainer: Any) -> Callable[[int], None]:
 
 
 def instance_expires(config: Any, longest_step_s: float) -> bool:
-    """Return whether this machine's time is so nearly over that verl would save now
-    (``trainer.esi_redundant_time``).
-    """
+    """Return whether this cloud instance expires so soon that verl would save now (``trainer.esi_redundant_time``)."""
     try:
         return should_save_ckpt_esi(longest_step_s, redundant_time=config.trainer.esi_redundant_time)
     except (ValueError, OverflowError, OSError) as error:
@@ -63,17 +63,17 @@ def instance_expires(config: Any, longest_step_s: float) -> bool:
 
 
 class SaveStage:
-    """Saves as the module's contract says. The trainer's thread calls it.
+    """Writes checkpoints on a thread of its own. Only the trainer's thread calls the methods.
 
     Args:
-        saved: writes the checkpoints.
+        saved: the run's checkpoints on disk.
         timeline: the trainer's timeline.
         limit_s: seconds that a checkpoint may take in total.
-        watched: returns a context that keeps the deadline of a wait with the given name.
-        committed: is called with the step of each complete checkpoint.
+        watched: a function that takes the name of a wait and returns a context which enforces the wait's deadline.
+        committed: a function that is called with the step of each complete checkpoint.
 
     Attributes:
-        step: the step of the checkpoint that was begun last or resumed from, or -1.
+        step: the step of the newest checkpoint, written by this run or resumed from, or -1.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class SaveStage:
 
     @property
     def is_over(self) -> bool:
-        """Whether `finish` has something to wait for and would return at once."""
+        """Whether a checkpoint was begun and is done or late, so that `finish` does not block."""
         return self._writing.is_over
 
     def save(self, step: int, snapshot: dict[str, Any], save_training_side: Callable[[], None]) -> None:
-        """Have ``save_training_side`` write verl's part, and begin to write the rest beside training.
+        """Have ``save_training_side`` write verl's files now, and write ``snapshot`` while training continues.
 
-        ``snapshot`` is the rest of this moment, with payloads as object references.
+        ``snapshot`` is the state of the rollout, with payloads as object references.
         """
         with self._watched("writing a checkpoint"):
             write_rest = self._saved.save(step, snapshot, save_training_side)
@@ -115,14 +115,14 @@ class SaveStage:
         self._writing.begin(step, write)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun last is complete."""
+        """Wait until the checkpoint that is being written, if any, is complete."""
         with self._timeline.phase("save"), self._watched("writing a checkpoint"):
             step = self._writing.wait()
             if step is not None:
                 self._committed(step)
 
     def complete(self) -> None:
-        """Complete the present checkpoint, if possible, because the run fails."""
+        """Complete the checkpoint that is being written, if possible, before the run ends with an error."""
         try:
             self.finish()
         except Exception:  # the run's own error is reported instead
@@ -131,7 +131,7 @@ class SaveStage:
 
 @contextmanager
 def loading(folder: str | Path | None) -> Iterator[None]:
-    """Name the folder in the error if verl's workers cannot load it inside the ``with`` block."""
+    """Inside the ``with`` block, turn errors of verl's workers that load ``folder`` into a `CheckpointError`."""
     try:
         yield
     except RayError as error:
@@ -139,12 +139,12 @@ def loading(folder: str | Path | None) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"verl cannot load {folder}, which is damaged, or of another model or LoRA adapter: {error}\nName another "
-            "one (trainer.resume_mode=resume_path trainer.resume_from_path=...), or the settings that it was made with."
+            "checkpoint (trainer.resume_mode=resume_path trainer.resume_from_path=...), or use the settings of its run."
         ) from error
 
 
 class SavedRun(TrainingStep):
-    """A run that is saved at versions and continues from a checkpoint."""
+    """A run that is saved at the end of versions and can resume from a checkpoint."""
 
     saved: RunState
     saving: SaveStage
@@ -158,7 +158,7 @@ class SavedRun(TrainingStep):
     is_last_step: bool
 
     def _watched(self, what: str) -> AbstractContextManager[None]:
-        """Return a context in which the run ends if reading or writing a checkpoint is late."""
+        """Return a context that ends the run if reading or writing a checkpoint takes too long."""
         assert self.watch is not None
         return self.watch.within("checkpoint", self.timeouts.checkpoint, what)
 
@@ -167,7 +167,7 @@ class SavedRun(TrainingStep):
 
     @property
     def is_within_version(self) -> bool:
-        """Whether batches have been trained since the last publication."""
+        """Whether batches have been trained since weights were last published."""
         return self.ledger.batches_left < self.plan.batches_per_version
 
     def save_if_due(self) -> None:
@@ -176,22 +176,20 @@ class SavedRun(TrainingStep):
             self.save_once()
 
     def _save_if_instance_expires(self) -> None:
-        """Save at once and completely if the machine's time is nearly over and the run saves any checkpoint."""
         if self.config.trainer.save_freq > 0 and instance_expires(self.config, self.max_steps_duration):
             self.save_once()
             self.saving.finish()
 
     def save_once(self) -> None:
-        """Save the run, unless it was saved at this step before."""
+        """Save the run, unless it has a checkpoint of this step."""
         if self.saving.step != self.global_steps:
-            # A resumed run has to begin with an announced version.
+            # Finish the publication first, because a resumed run has to begin with an announced version.
             self.publishing.finish(self.metrics)
             self.saving.finish()
             with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):
                 self._save_checkpoint()
 
     def _save_checkpoint(self) -> None:
-        """Save the run as it is now: verl's part at once, the rest beside training."""
         snapshot = {**self.running.snapshot(self.timeouts.checkpoint), "validation": dict(self.validation)}
         snapshot["alarms"] = self.alarms.counts
         self.saving.save(self.global_steps, snapshot, self._save_training_side)
@@ -202,7 +200,7 @@ class SavedRun(TrainingStep):
             self.published.save(folder_of(self.config.trainer.default_local_dir, self.global_steps))
 
     def _load(self) -> dict[int, dict[str, Any]]:
-        """Load the newest complete checkpoint, if there is one, and return its live groups."""
+        """Load the checkpoint to resume from, if there is one, and return its live groups by id."""
         folder = self.saved.find()
         with loading(folder):
             self.global_steps = self.stages.load()
@@ -222,7 +220,6 @@ class SavedRun(TrainingStep):
         return snapshot["groups"]
 
     def _start_from(self) -> None:
-        """Load the weights of another run's checkpoint, if the settings name one."""
         named = self.plan.settings.async_training.start_from
         if named is None:
             return

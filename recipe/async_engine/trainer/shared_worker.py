@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training worker for accelerators that a rollout engine shares."""
+"""The training worker for a run in which trainer and rollout engine share the same accelerators."""
 
 from typing import Any
 
@@ -10,7 +10,10 @@ from recipe.async_engine.trainer.actor_worker import ActorWorker
 
 
 class NeighbourAdapter(DeadlineServerAdapter):
-    """Loads weights into the server that has its replica's name now, since a server that died is started again."""
+    """verl's adapter of the rollout engine, which looks up the server again for each transfer of weights.
+
+    The server may have died and been replaced by a new one under the same name.
+    """
 
     def _ensure_server_handle(self) -> bool:
         self.server_handle = None
@@ -18,13 +21,13 @@ class NeighbourAdapter(DeadlineServerAdapter):
 
 
 class HybridActorWorker(ActorWorker):
-    """verl's worker, whose transfer of weights to the engine beside it has deadlines and commits versions."""
+    """verl's training worker, extended by deadlines and versions for the transfer of weights to its rollout engine."""
 
     rollout: Any
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the models, then the adapter of the rollout engine."""
+        """Build the models, and replace verl's adapter of the rollout engine by `NeighbourAdapter`."""
         super().init_model()
         if self.rollout is None:
             return
@@ -36,6 +39,6 @@ class HybridActorWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> str | None:
-        """Update the engine as verl does, and return the checksum of what the engine beside this rank loaded."""
+        """Update the rollout engine as verl does, and return the checksum of the weights that the engine loaded."""
         await super().update_weights(global_steps=global_steps, mode=mode)
         return self.rollout.checksum

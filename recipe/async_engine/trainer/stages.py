@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training loop asks of a trainer: the stages of a step, and its weights on disk.
+"""The interface between the training loop and a trainer: the stages of a step, and saving and loading.
 
-Contract: the loop calls the stages of a step in the order in which they stand here, from `begin_step` on, and gives
-each stage the batch that the one before returned. It knows nothing else about a trainer. `trainer.verl_trainer`
-implements the stages with verl's trainer, and another trainer can implement them too.
+Contract: the loop calls the stages of a step in the order of the methods of `Stages`, from `begin_step` on, and passes
+the result of each stage to the next. The loop uses nothing else of a trainer. `trainer.verl_trainer` implements the
+stages with verl's trainer, and another trainer can implement them too.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from recipe.async_engine.engines.reservation import Reservations
 
 
 class TrainingFailed(RecipeError):
-    """A run cannot start or continue to train. The message says why, and what to change."""
+    """Training cannot start or continue. The message says why, and what to change."""
 
 
 class Stages(Protocol):
-    """The interface of the module's contract.
+    """The stages of a step, and everything else that the training loop asks of a trainer.
 
     Attributes:
         actor_rollout_wg: verl's group of the workers that train the policy.
-        all_wg: the groups of all training workers, by their roles.
-        uses_reference: whether there is a reference policy.
+        all_wg: the groups of all training workers, by role.
+        uses_reference: whether the run has a reference policy.
         prompts: verl's loader of the training data.
         val_dataloader: verl's loader of the validation data.
     """
@@ -40,61 +40,65 @@ class Stages(Protocol):
     def uses_reference(self) -> bool: ...
 
     def start(self, reservations: Reservations) -> None:
-        """Start the training workers where their accelerators are reserved, and have them make their models."""
+        """Start the training workers on their reserved accelerators, and have them build their models."""
 
     def use_rollout(self, agents: Any, servers: Any, rewards: Any, publisher: Any) -> None:
-        """Take the rollout side, which validation and profiling need."""
+        """Store the agent-loop manager, the rollout servers, the reward manager and the publisher.
+
+        Validation and profiling use them.
+        """
 
     def begin_step(self, step: int, metrics: dict[str, Any], timing: dict[str, float]) -> None:
-        """Begin the step of this number, whose stages add to ``metrics`` and, in seconds, to ``timing``."""
+        """Begin a step. Its stages add metrics to ``metrics``, and their durations in seconds to ``timing``."""
 
     def balance(self, batch: DataProto, metrics: dict[str, Any]) -> None:
-        """Reorder the rows of a batch in place, so that the ranks get about as many tokens each."""
+        """Reorder the rows of a batch in place, so that all ranks get about the same number of tokens."""
 
     def rewards(self, batch: DataProto) -> DataProto:
-        """Read the rewards that came with the answers."""
+        """Take the rewards from the batch, where the agent-loop workers have put them."""
 
     def old_log_probs(self, batch: DataProto) -> tuple[DataProto, float]:
-        """Compute log-probs by the present weights.
+        """Compute log-probs with the current weights.
 
-        The result is a batch with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
+        Returns:
+            A batch with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
         """
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
-        """Add the reference policy's log-probs, if there is one."""
+        """Add the reference policy's log-probs, if the run has a reference policy."""
 
     def values(self, batch: DataProto) -> DataProto:
-        """Add the critic's values, if there is one."""
+        """Add the critic's values, if the run has a critic."""
 
     def advantages(self, batch: DataProto) -> DataProto:
         """Add advantages and returns."""
 
     def update_critic(self, batch: DataProto) -> DataProto:
-        """Update the critic, if there is one."""
+        """Update the critic, if the run has one."""
 
     def update_actor(self, batch: DataProto) -> DataProto:
-        """Update the policy, once the critic's warm-up is over."""
+        """Update the policy, unless the critic's warm-up is still going on."""
 
     def dump(self, batch: DataProto) -> None:
         """Write the batch's answers, if the settings name a folder for them."""
 
     def measure(self, batch: DataProto) -> None:
-        """Add the metrics of a finished step, and tell the data set about its batch."""
+        """Add the metrics of a finished step, and call the data set's hook for a trained batch."""
 
     def validate(self, step: int, generations: Any) -> dict[str, Any]:
-        """Validate, and return the metrics. ``generations`` logs answers to trackers."""
+        """Validate the published weights, and return the metrics. ``generations`` logs answers to trackers."""
 
     def save(self, step: int) -> None:
         """Write models, optimizers and the position in the data into the folder of this step."""
 
     def load(self) -> int:
-        """Load what `trainer.resume_mode` asks for, and return its step, or 0 if the run starts from the beginning."""
+        """Load the checkpoint that `trainer.resume_mode` selects, and return its step, or 0 if there is none."""
 
     def load_weights(self, folder: str) -> None:
         """Load only the weights of another run's checkpoint."""
 
     def profile(self, start: bool, run_hook: bool = False) -> None:
-        """Start or stop the workers' profilers. With ``run_hook`` the finish hook runs when they stop."""
+        """Start or stop the workers' profilers. ``run_hook`` says whether to run the finish hook after stopping."""
 
     def close(self) -> None:
-        """End the thread that writes answers."""
+        """Stop the thread that writes the answers of `dump` to disk."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of a run side by side and gives each of them its work.
+"""Starts the processes of a run in parallel.
 
-Contract: accelerators are reserved first (`engines.reservation`). Then everything that takes long (imports, engines)
-starts at once, with one deadline for all (``async_training.timeouts.startup``). The first part that fails ends the
-start with its own error. Requests reach a process only when it has weights. A critic is verl's, as one more role of the
-training workers. It trains on every batch, and the actor from ``trainer.critic_warmup`` on.
+Contract: accelerators are reserved first (`engines.reservation`). Then the training workers, the rollout and the
+log-prob servers start in parallel, within one deadline (``async_training.timeouts.startup``). The first of them that
+fails ends the launch with its own error. A server gets no requests before it has weights. If the run has a critic, it
+is verl's critic, as another role of the training workers. The critic trains on every batch, and the actor only from
+step ``trainer.critic_warmup`` on.
 
 Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 """
@@ -49,15 +50,16 @@ from recipe.async_engine.weights.snapshot import widest
 
 @dataclass(frozen=True)
 class RolloutSide:
-    """The processes that generate and score."""
+    """The managers of the rollout servers, the agent-loop workers and the reward workers."""
 
     replicas: ReplicaManager
     agents: TrajectoryManager
     rewards: ScoringManager
 
     def workers(self, timeout_s: float) -> dict[str, Callable[[], Any]]:
-        """Return parts of the start for `side_by_side` that wait until all workers are made, or raise a worker's
-        error.
+        """Return functions for `side_by_side`, each of which waits until all workers of one kind have started.
+
+        If a worker cannot start, the function raises the worker's error.
         """
 
         def are_made() -> None:
@@ -70,13 +72,16 @@ class RolloutSide:
 
 
 def _users_manager(config: Any) -> str | None:
-    """Return the agent-loop manager that a user has named. A flag has a placeholder there for verl's own main."""
+    """Return the name of the user's agent-loop manager class, or None.
+
+    If the run was started by verl's own main with this package's flags, the setting has a placeholder.
+    """
     named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     return None if named == PLACEHOLDER else named
 
 
 def start_agents(config: Any, reservations: Reservations) -> RolloutSide:
-    """Create the rollout side. The replicas' servers are launched later."""
+    """Create the agent-loop workers, the reward workers and the replicas, whose servers are launched later."""
     manager = manager_class(_users_manager(config))
     rewards = ScoringManager(config, reservations)
     replicas = ReplicaManager(config, reservations)
@@ -89,25 +94,25 @@ def start_agents(config: Any, reservations: Reservations) -> RolloutSide:
 
 
 def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[str, Any]:
-    """Run each of ``parts`` on a thread, and return their results by name.
+    """Run each of the functions ``parts`` on a thread of its own, and return their results by name.
 
     Raises:
-        TrainingFailed: a part is not done in time, or the first one to fail could not make a process.
-        Exception: another error of the first part that failed.
+        TrainingFailed: a function did not return in time, or the first one that failed could not create an actor.
+        Exception: any other error of the first function that failed.
     """
     pool = ThreadPoolExecutor(max_workers=len(parts), thread_name_prefix="startup")
     began = time.monotonic()
     futures = {name: pool.submit(part) for name, part in parts.items()}
     done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
-    # Threads that still wait for a process are abandoned. The job ends, and its processes with it.
+    # Threads that are still waiting for a process are abandoned, because the run ends, and its processes with it.
     pool.shutdown(wait=False, cancel_futures=True)
     results = {name: _result(name, future) for name, future in futures.items() if future in done}
     if pending:
         late = [name for name, future in futures.items() if future in pending]
         raise TrainingFailed(
-            f"{', '.join(late)} not up after {time.monotonic() - began:.0f} s; raise async_training.timeouts.startup "
-            "if the model is large, and check that the cluster has the accelerators that trainer.n_gpus_per_node and "
-            "rollout.n_gpus_per_node ask for"
+            f"{', '.join(late)} were not up after {time.monotonic() - began:.0f} s; raise "
+            "async_training.timeouts.startup if the model is large, and check that the cluster has the "
+            "accelerators that trainer.n_gpus_per_node and rollout.n_gpus_per_node ask for"
         )
     return results
 
@@ -119,14 +124,14 @@ def _result(name: str, part: Future[Any]) -> Any:
         raise
     except RayActorError as error:
         said = re.sub(r"\x1b\[\d*m", "", str(error))
-        # The first exception of a chain is the cause.
+        # The message quotes a chain of exceptions, of which the first one is the cause.
         cause = re.search(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|NotMade|Interrupt)\b.*$", said, re.MULTILINE)
         words = f"{cause[0]}{postponed(said)}\n" if cause else ""
         raise TrainingFailed(f"{name} could not be made: {words}{said}") from error
 
 
 def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerSettings:
-    """Return the settings of a run's scheduler. ``in_turns`` says whether generation happens in turns."""
+    """Return the settings of a run's scheduler. ``in_turns`` says whether generation and training alternate."""
     training = plan.settings.async_training
     filtering = filter_metric(config) is not None
     batches = config.algorithm.filter_groups.get("max_num_gen_batches", 0) if filtering else 0
@@ -145,7 +150,7 @@ def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerS
 
 
 class Startup:
-    """Starts the processes of a run, as the module's contract says."""
+    """The launch of a run's processes."""
 
     config: Any
     plan: RunPlan
@@ -153,15 +158,15 @@ class Startup:
     stages: Stages
     actor_worker: type[ActorWorker] = ActorWorker
     actor_role = "actor"
-    """verl's name for what a training worker does."""
+    """verl's name for the role of the workers that train the policy."""
     references: Sequence[ModelEngineReplica] = ()
     """The servers of the reference policy."""
     publisher_class: type[WeightPublisher] = WeightPublisher
     server_class: type[ModelEngineReplica] = ModelEngineReplica
-    """The class of each log-prob server."""
+    """The class of the log-prob servers."""
     reservations: Reservations
     is_up = False
-    """Whether ``publisher`` and ``published`` exist."""
+    """Whether the rollout has started, so that ``publisher`` and ``published`` exist."""
     publisher: WeightPublisher
     published: PublishedWeights
 
@@ -184,14 +189,13 @@ class Startup:
         if servers.enabled:
             self._use_servers(started["the log-prob servers"], servers)
         if servers.reference_replicas:
-            # These servers get no weights.
+            # The servers of the reference policy get no new weights, so the publisher does not know them.
             self.references = started["the servers of the reference policy"]
             handles = {replica.server_address: replica.server_handle for replica in self.references}
             agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
             agents.tell("use_reference", handles, servers.timeout, timeout_s=timeout_s)
 
     def _server_launcher(self) -> Callable[..., list[ModelEngineReplica]]:
-        """Return a function that starts log-prob servers as `launch` does."""
         return partial(
             launch,
             self.config,
@@ -202,22 +206,21 @@ class Startup:
         )
 
     def reserve(self) -> None:
-        """Reserve the accelerators of every part; raise NothingFree if they are not free in time."""
+        """Reserve the accelerators of all processes; raise NothingFree if they do not become free in time."""
         self.reservations = Reservations()
         parts = wanted(OmegaConf.to_container(self.config, resolve=True), self.plan.settings)
-        # This has to fail before the watch does, whose deadline for the start is the same setting and whose message
-        # says less.
+        # The limit is a little shorter than the whole launch's, because the error of a failed reservation says more
+        # than the error of a late launch.
         self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
 
     def _start_rollout(self) -> RolloutSide:
-        """Start the rollout side, whose servers have no weights yet."""
         side = start_agents(self.config, self.reservations)
         timeout_s = self.timeouts.startup
         side_by_side({"the rollout servers": side.replicas.launch, **side.workers(timeout_s)}, timeout_s)
         return side
 
     def use_rollout(self, rollout: RolloutSide) -> None:
-        """Take the rollout side, and make a publisher for its replicas."""
+        """Store the started rollout, and create the publisher that sends weights to its replicas."""
         self.async_rollout_manager = rollout.agents
         self.reward_loop_manager = rollout.rewards
         self.publisher = self.publisher_class(
@@ -235,24 +238,23 @@ class Startup:
         self.is_up = True
 
     def _dtypes_of_receivers(self) -> list[str]:
-        """Return verl's names of the dtypes in which the receivers of weights compute."""
+        """Return the dtypes, by verl's names, in which the rollout engines and log-prob servers compute."""
         dtypes = [self.config.actor_rollout_ref.rollout.dtype]
         if self.plan.settings.servers.enabled:
             engine = self.config.model_engine_server.engine
             mixed = engine.get("mixed_precision")
-            # FSDP2 computes in this dtype, or in bfloat16 if it is null.
+            # FSDP2 computes in `param_dtype`, or in bfloat16 if `mixed_precision` is null.
             fsdp = mixed.get("param_dtype", "bf16") if mixed else "bf16"
             dtypes.append(engine.dtype if self.plan.settings.servers.backend == "megatron" else fsdp)
         return dtypes
 
     def _replace_lost(self, rollout: RolloutSide) -> None:
-        """Have lost replicas replaced."""
         budget = self.plan.settings.async_training.max_replica_restarts
         replacements = Replacements(budget, self.timeouts.startup, clear_replica)
         self.publisher.replace_lost(replacements, rollout.replicas.start_another)
 
     def _use_servers(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
-        """Give the log-prob servers weights from now on, and work."""
+        """Have the publisher send weights to the log-prob servers, and the agent-loop workers use these servers."""
         numbers = itertools.count(len(replicas) + servers.reference_replicas)
         score_parts = servers.anchor == Anchor.GENERATION
 
@@ -268,7 +270,7 @@ class Startup:
         self.publisher.use_servers(replicas, tell, start_another)
 
     def start_training(self) -> None:
-        """Start the training workers and have them make their models."""
+        """Start the training workers, which build their models."""
         self.stages.start(self.reservations)
 
     @property

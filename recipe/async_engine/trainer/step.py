@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a run: puts a leased batch of groups together and trains it by a trainer's `Stages`.
+"""A training step: assembles a leased batch of groups and trains it with a trainer's `Stages`.
 
-Contract: the stages are called in verl's order. Between them this module adds alarms, the handling of numbers that are
-not finite, and log-probs from the configured source, and it checks the staleness of every token before anything is
-trained. Shown by tests/integration/test_finite_stage.py, test_alarm_stage.py and the end-to-end runs.
+Contract: the stages are called in verl's order. Before anything is trained, the staleness of every token is checked.
+Between the stages, this module updates alarms, handles numbers that are NaN or infinite, and adds log-probs from the
+configured source. Shown by tests/integration/test_finite_stage.py, test_alarm_stage.py and the end-to-end runs.
 """
 
 from contextlib import nullcontext
@@ -37,11 +37,11 @@ from recipe.async_engine.trainer.step_metrics import StepMetrics
 
 
 class TrainingStep(Startup):
-    """Trains steps as the module's contract says.
+    """The steps of a training run.
 
     Attributes:
-        metrics: the metrics of the present step.
-        timing_raw: its seconds, under verl's names.
+        metrics: the metrics of the current step.
+        timing_raw: the durations in the current step, in seconds, under verl's names.
     """
 
     tokenizer: Any
@@ -63,12 +63,11 @@ class TrainingStep(Startup):
         return self.scheduler
 
     def _train(self, groups: list[GroupRun]) -> DataProto:
-        """Train one leased batch."""
         batch = self._assemble(groups)
         self.record.ages(batch, self.ledger.version)
         self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
         self.metrics.update(self.step_metrics.of_batch(batch, groups, self.async_rollout_manager, self.timing_raw))
-        # From here on the versions are a column.
+        # The versions of tokens are in the column `TOKEN_VERSIONS` from here on, so the runs are removed.
         del batch.non_tensor_batch[VERSION_RUNS]
         batch = self.train_on(batch)
         self.running.batch_trained()
@@ -76,11 +75,11 @@ class TrainingStep(Startup):
         return batch
 
     def train_on(self, batch: DataProto) -> DataProto:
-        """Train one assembled batch, by the stages in verl's order and the additions between them."""
+        """Train an assembled batch."""
         stages, version = self.stages, self.ledger.version
         self.metrics.update(note_answers(batch, self.tokenizer.all_special_ids, self.alarms))
         batch = stages.rewards(batch)
-        # If log-prob servers are the source, the trainer waits for them in this phase.
+        # If log-prob servers are the source, the trainer waits for the servers' scores in this phase.
         with self.timeline.phase(ANSWER_SCORES) if self.plan.proximal is Proximal.SERVER else nullcontext():
             self.log_probs.fill(batch, version, self.metrics, self.timing_raw)
         if stages.uses_reference and self.plan.settings.servers.reference_replicas:
@@ -94,7 +93,7 @@ class TrainingStep(Startup):
         return self._update(batch)
 
     def _advantages(self, batch: DataProto) -> DataProto:
-        """Compute advantages, and leave out answers with a number that is not finite."""
+        """Compute advantages, and remove answers that have NaN or infinite numbers from the loss."""
         left_out = leave_out(batch, COMPUTED)
         batch = self.stages.advantages(batch)
         note_rewards(batch, self.alarms)
@@ -102,21 +101,21 @@ class TrainingStep(Startup):
         return batch
 
     def _update(self, batch: DataProto) -> DataProto:
-        """Update the models by a batch that has all its columns."""
         batch = self.stages.update_actor(self.stages.update_critic(batch))
         rename_loss_metrics(self.metrics)
         return batch
 
     def by_published_weights(self, batch: DataProto) -> tuple[DataProto, float]:
-        """Compute old log-probs of a batch by the weights that were published last."""
-        # The present batch is taken already, so this holds in the first batch of a version.
+        """Compute old log-probs of a batch with the weights that were published last."""
+        # In the first batch of a version the trainer's own weights are the published ones. The ledger has already
+        # subtracted this batch from `batches_left`.
         if self.ledger.batches_left == self.plan.batches_per_version - 1:
             return self.stages.old_log_probs(batch)
         with self.published.in_use():
             return self.stages.old_log_probs(batch)
 
     def _updated(self, model: str, output: DataProto) -> None:
-        """Take in that a model was updated. ``output`` is what its ranks report."""
+        """Update alarms and metrics after an update of ``model``. ``output`` has the metrics of its ranks."""
         self.metrics.update(note_update(model, output, self.alarms))
         if model == "actor":
             metrics = output.meta_info["metrics"]

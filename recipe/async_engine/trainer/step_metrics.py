@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step that stock verl's trainers report beside those of verl's stages, under their names.
+"""Computes metrics of a step that stock verl's trainers report in addition to the metrics of verl's stages.
 
-Contract: a name of stock verl means here what it means there. docs/metrics.md lists the exceptions key by key, and a
-test compares that table with verl's source and with what runs write. Shown by tests/integration/test_metrics.py.
+Contract: a metric with a name of stock verl has the same meaning as in stock verl. docs/metrics.md lists the exceptions
+key by key, and a test compares that table with verl's source and with the metrics of real runs. Shown by
+tests/integration/test_metrics.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SPECULATIVE = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_ve
 
 
 class StepMetrics:
-    """Computes the metrics of the module's contract."""
+    """Computes these metrics for each step of a run."""
 
     def __init__(self, config: Any, plan: RunPlan) -> None:
         parts = wanted(OmegaConf.to_container(config, resolve=True), plan.settings)
@@ -37,9 +38,9 @@ class StepMetrics:
     def of_batch(
         self, batch: DataProto, groups: Sequence[GroupRun], manager: AgentLoopManager, timing: dict[str, float]
     ) -> dict[str, float]:
-        """Return metrics of an assembled batch, and remove the agent loops' own measurements from it.
+        """Return metrics of an assembled batch, and add ``agent_loop/*`` to the step's ``timing``.
 
-        The step's ``timing`` gets ``agent_loop/*``.
+        The agent loops' measurements are removed from the batch.
         """
         measured = batch.meta_info.pop("metrics")
         timing.update(manager._performance_metrics([measured], batch))
@@ -63,7 +64,7 @@ class StepMetrics:
         self._stale += metrics[STALE]
         return {
             STALE: self._stale,
-            # verl divides only by the trainer's accelerators.
+            # verl divides the throughput by the number of the trainer's accelerators, but here all accelerators count.
             "perf/throughput": metrics["perf/throughput"] * self._trainers_share,
             "fully_async/total_wait_time": timing["gen"],
             "fully_async/trainer/idle_ratio": timing["gen"] / timing["step"],

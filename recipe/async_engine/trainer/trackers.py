@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs verl's trackers (``trainer.logger``), each on a thread of its own, from the first row to the run's status.
+"""Runs verl's trackers (``trainer.logger``), each on its own thread, from the first row of metrics to the run's end.
 
-Contract: a tracker that cannot be set up refuses the start. From then on a tracker affects only itself. One that raises
-loses what it was given, and one that hangs is abandoned. Each is logged once. Neither holds the trainer up, and the
-other trackers get every row. `Trackers.finish` gives each tracker the last rows, how the run ended and, if it has one,
-the status, within one deadline for all. A resumed run continues in the files of ``file`` and ``tensorboard``, without
-the rows after its checkpoint. In other trackers each start is a run of its own, with the steps of the training.
+Contract: if a tracker cannot be set up, the launch fails. Afterwards a failing tracker does not affect the run or other
+trackers: a row for which it raises an error is lost, a tracker that hangs is abandoned, and only the first error of a
+tracker is logged. `Trackers.finish` gives each tracker the last rows and tells it how the run ended, within one
+deadline for all. A resumed run continues the files of ``file`` and ``tensorboard``, without the rows after its
+checkpoint. In other trackers each launch is a new run, whose rows have the steps of the training.
 
-All calls of one tracker are made on one thread, because MLflow and Trackio identify their run by it. Shown by
+All calls of a tracker are made on one thread, because MLflow and Trackio identify their run by the thread. Shown by
 tests/integration/test_trackers.py, tests/e2e/test_signals.py, test_crash.py and test_disks.py.
 """
 
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 Call = Callable[[Tracking], Any]
 
 BACKLOG = 4096
-"""Rows that a tracker may be behind before it counts as hanging."""
+"""Limit on the number of rows that wait for a tracker. Further rows are dropped."""
 LONGEST = 1000
-"""The most characters of an error that trackers get, because MLflow refuses tags of more than a few thousand."""
+"""Limit on the characters of an error for trackers, because MLflow refuses tags of more than a few thousand."""
 ENDED = "run/ended"
 MLFLOW_FILE = "mlflow_run.json"
 
@@ -53,7 +53,7 @@ class TrackerFailed(RecipeError):
 
 
 class _Tracker:
-    """One backend, which ``make`` sets up. Its thread makes all calls in order."""
+    """One tracker, which ``make`` sets up. The tracker's own thread makes all calls, in order."""
 
     def __init__(self, name: str, make: Callable[[], Tracking]) -> None:
         self.name = name
@@ -87,7 +87,7 @@ class _Tracker:
             logger.error("tracker %s %s, the run goes on: %r", self.name, what, error)
 
     def ask(self, what: str, call: Call | None) -> None:
-        """Have ``call`` made on the thread. None ends the thread."""
+        """Queue ``call`` for the tracker's thread. None ends the thread. ``what`` names the call in messages."""
         try:
             self._asked.put_nowait(None if call is None else (what, call))
         except queue.Full as error:
@@ -95,17 +95,18 @@ class _Tracker:
 
 
 class Trackers:
-    """The trackers of a run, as the module's contract says.
+    """The trackers of a run.
 
     Args:
-        names: ``trainer.logger``.
-        project, experiment, config: the run's names in the trackers, and its settings without secrets.
+        names: the trackers' names (``trainer.logger``).
+        project, experiment: the run's project and name in the trackers.
+        config: the run's settings, without secrets.
         folder: the folder of the run.
-        step: the step of the checkpoint that the run resumes from, 0 without one.
-        startup_s: the deadline of setting them up.
+        step: the step of the checkpoint that the run resumes from, or 0.
+        startup_s: seconds in which all trackers have to be set up.
 
     Raises:
-        TrackerFailed: one could not be set up.
+        TrackerFailed: a tracker could not be set up.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Trackers:
         self._trackers = [_Tracker(name, partial(self._set_up, name)) for name in self._samples]
         self._ending = threading.Lock()
         self.generations = SimpleNamespace(log=self._log_generations)
-        """Stands for verl's logger of a validation's answers."""
+        """An object that replaces verl's `ValidationGenerationsLogger`, which logs answers of a validation."""
         try:
             self._wait(startup_s)
         except TrackerFailed as error:
@@ -143,13 +144,13 @@ class Trackers:
                 ) from None
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Give every tracker a row."""
+        """Send a row of metrics to every tracker."""
         self._last_step, row = step, dict(data)
         for tracker in self._trackers:
             tracker.ask(f"step {step}", partial(self._write, row, step))
 
     def _log_generations(self, names: str | Sequence[str], samples: Sequence[Any], step: int) -> None:
-        """Give answers of a validation, each with input, output and score, to the named trackers, as verl does."""
+        """Send answers of a validation, each with input, output and score, to the named trackers, as verl does."""
         for tracker in self._trackers:
             if tracker.name in names:
                 tracker.ask(f"the answers of step {step}", partial(self._write_samples, tracker.name, samples, step))
@@ -158,9 +159,9 @@ class Trackers:
         """Tell the trackers that the run has ended. A second call does nothing.
 
         Args:
-            account: the run under the keys of ``summary.json``.
+            account: a summary of the run, with the keys of ``summary.json``.
             error: name and message of the error that ended the run, if any.
-            limit_s: the deadline of all trackers together.
+            limit_s: seconds for all trackers together.
         """
         if not self._ending.acquire(blocking=False):
             return
@@ -179,19 +180,20 @@ class Trackers:
                     limit_s,
                 )
 
-    # Run on the tracker's thread.
+    # The tracker's thread runs the following methods.
 
     def _set_up(self, name: str) -> Tracking:
         kept = _rows_kept(_file_of(self._project, self._experiment), self._resumed_step) if name == "file" else b""
         if name == "wandb":
-            # By default W&B writes its file every 15 s, and the rest is lost with the process.
+            # By default W&B writes its file only every 15 s. Rows that are not written are lost if the process dies.
             os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
         tracking = Tracking(self._project, self._experiment, [name], self._config)
         if name == "file":
             tracking.logger[name].fp.write(kept)
         elif name == "tensorboard":
             writer = tracking.logger[name].writer
-            # A folder outside of the run's may have other runs in it.
+            # Without a checkpoint, drop all earlier rows only if the folder is in the run's own folder, because another
+            # folder may have other runs in it.
             if self._resumed_step > 0 or self._folder.resolve() in Path(writer.log_dir).resolve().parents:
                 _leave_out(writer, self._resumed_step + 1 if self._resumed_step > 0 else 0)
         elif name == "mlflow" and name in tracking.logger:
@@ -201,7 +203,7 @@ class Trackers:
     def _write(self, row: dict[str, Any], step: int, tracking: Tracking) -> None:
         tracking.log(row, step)
         if (tensorboard := tracking.logger.get("tensorboard")) is not None:
-            # TensorBoard would keep rows for two minutes, and they would be lost with the process.
+            # TensorBoard would buffer rows for two minutes. Rows that are not written are lost if the process dies.
             tensorboard.writer.flush()
 
     def _write_samples(self, name: str, samples: Sequence[Any], step: int, tracking: Tracking) -> None:
@@ -223,12 +225,12 @@ class Trackers:
         finally:
             tracking.finish(exit_code=int(has_failed))
             if name == "wandb":
-                # W&B's own process writes the last rows after that, and would be killed with this one.
+                # Wait for W&B's own process, which still writes the last rows and would be killed with this process.
                 backend.teardown()
 
 
 def begin_tracking(config: Any, step: int, startup_s: float) -> Trackers:
-    """Set up the trackers of a run with this configuration. `Trackers` explains the other arguments."""
+    """Set up the trackers that the configuration names. `Trackers` explains ``step`` and ``startup_s``."""
     trainer = config.trainer
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
     names = str(trainer.project_name), str(trainer.experiment_name)
@@ -242,7 +244,6 @@ def _listed(names: str | Sequence[str] | None) -> list[str]:
 
 
 def _said(account: Mapping[str, Any], error: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the numbers and words that trackers are given at a run's end."""
     alarms = account.get("alarms") or {}
     validation = account.get("validation") or {}
     said = {
@@ -265,7 +266,7 @@ def _file_of(project: str, experiment: str) -> Path:
 
 
 def _rows_kept(file: Path, step: int) -> bytes:
-    """Return the rows of an earlier start up to ``step``, which verl would overwrite."""
+    """Return the rows of earlier launches up to ``step``, because verl would overwrite them."""
     if step == 0 or not file.is_file():
         return b""
     return b"".join(line + b"\n" for line in file.read_bytes().splitlines() if _is_row(line, step))
@@ -275,12 +276,12 @@ def _is_row(line: bytes, last: int) -> bool:
     try:
         row = json.loads(line)
         return row["step"] <= last and ENDED not in row["data"]
-    except (ValueError, TypeError, KeyError):  # the line was cut off
+    except (ValueError, TypeError, KeyError):  # the line is incomplete
         return False
 
 
 def _leave_out(writer: Any, step: int) -> None:
-    """Make TensorBoard drop what earlier starts wrote from ``step`` on, as its ``purge_step`` does."""
+    """Make TensorBoard drop the rows that earlier launches wrote from ``step`` on, as its ``purge_step`` does."""
     from torch.utils.tensorboard.writer import Event, SessionLog
 
     writer.file_writer.add_event(Event(file_version="brain.Event:2"), step)
@@ -288,7 +289,7 @@ def _leave_out(writer: Any, step: int) -> None:
 
 
 def _end_killed_run(mlflow: Any, file: Path) -> None:
-    """Give the MLflow run of an earlier, killed start its status, and write down the present run's id."""
+    """Mark the MLflow run of an earlier, killed launch as killed, and store the id of the current run in ``file``."""
     active = mlflow.active_run()
     assert active is not None
     run = active.info.run_id
@@ -296,8 +297,8 @@ def _end_killed_run(mlflow: Any, file: Path) -> None:
         if file.is_file() and (before := json.loads(file.read_text())["run_id"]) != run:
             mlflow.MlflowClient().set_terminated(before, "KILLED")
         durable.write(file, json.dumps({"run_id": run}) + "\n")
-    except Exception as error:  # the file may be damaged, or of another tracking server
-        logger.warning("an MLflow run of an earlier start keeps the status that it has: %r", error)
+    except Exception as error:  # the file may be damaged, or name a run of another tracking server
+        logger.warning("the status of an earlier launch's MLflow run is not changed to killed: %r", error)
 
 
 def _end_mlflow_run(mlflow: Any, said: Mapping[str, Any], has_failed: bool, file: Path) -> None:

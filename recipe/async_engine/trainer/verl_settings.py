@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derives values that verl reads from other places of its configuration than this package."""
+"""Writes this package's settings to those places of the configuration where verl reads them."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ from recipe.async_engine.trainer.log_probs.losses import BYPASS, CHOSEN, LOGLINE
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
-    """Write the values that verl reads from elsewhere in its configuration, and resolve it, as verl's own main does.
+    """Write derived values into the configuration, in place, and resolve its interpolations, as verl's own main does.
 
-    OmegaConf parses an interpolation each time that it is read. An agent loop reads several of them for each answer,
-    which was two thirds of an agent-loop worker's CPU time.
+    OmegaConf would parse an interpolation each time it is read. Agent loops read several for each answer, which took
+    two thirds of an agent-loop worker's CPU time.
     """
     with open_dict(config):
-        # verl's constructor only supports this placement. The role mapping decides which processes exist.
+        # verl's constructor requires `hybrid_engine`. The role mapping decides which processes really exist.
         config.actor_rollout_ref.hybrid_engine = True
         config.trainer.total_training_steps = plan.total_steps
         config.data.gen_batch_size = 1
@@ -34,7 +34,7 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
         if shared:
             # This is verl's name for the transfer of weights between processes on the same accelerators.
             rollout.checkpoint_engine.backend = "naive"
-        # The agent loops' client reads here whether an answer may be cut and continue under another version.
+        # The agent loops' client reads here whether an interrupted answer may continue under another version.
         config.async_training.partial_rollout = plan.settings.weights.at_swap != "drain"
         _tell_tokenizer(rollout, config.actor_rollout_ref.model.get("tokenizer_path"))
         places = plan.engine_places // plan.rollout_replicas
@@ -44,16 +44,17 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
 
 
 def _tell_tokenizer(rollout: Any, path: str | None) -> None:
-    """Have vLLM use the run's tokenizer for stop strings and forbidden words, instead of the model folder's."""
+    """Make vLLM use the run's tokenizer, instead of the model folder's, for stop strings and forbidden words."""
     if path and rollout.name == "vllm":
         kwargs = rollout.get("engine_kwargs") or {}
         rollout.engine_kwargs = {**kwargs, "vllm": {"tokenizer": path, **(kwargs.get("vllm") or {})}}
 
 
 def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = None, places: int | None = None) -> None:
-    """Write what this package's rollout servers and weight workers read from verl's configuration.
+    """Write the settings that this package's rollout servers and weight workers read from verl's configuration.
 
-    This is that there is a trainer, the deadlines, how weights come, and how many answers an engine generates at once.
+    These say that the run has a trainer, and have the deadlines, the staging of weights, and ``places``, the number of
+    answers that an engine generates at once.
     """
     weights = weights or Weights()
     custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
@@ -70,25 +71,26 @@ def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = Non
 
 
 def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -> None:
-    """Write the arguments of every checkpoint engine of a sync, unless they are set.
+    """Write the arguments of the checkpoint engines, except for those that the user has set.
 
-    verl's nccl engine has the ranks on the sender's node pass weights on, by broadcasts in their stream of training.
-    Beside training these would wait for the collectives of training and the other way round, so only rank 0 sends then.
+    With verl's nccl engine all ranks on the sender's node pass weights on, by broadcasts in the CUDA stream of their
+    training. If training continues during a transfer, these broadcasts and training's collectives could wait for each
+    other, so only rank 0 sends in this case.
     """
     derived: dict[str, Any] = {}
     if engine.backend == "nccl" and weights.publish == "beside":
         derived["multi_sender"] = False
-    # only this package's engines take it
+    # Only this package's checkpoint engines have the argument `timeout_s`.
     if OWN_ENGINES.get(engine.get("custom_backend_module", "")) == engine.backend:
         derived["timeout_s"] = timeouts.weight_sync
     if derived:
-        # A struct accepts no new keys, so the mapping is replaced.
+        # OmegaConf's struct mode refuses new keys, so replace the whole mapping.
         engine.engine_kwargs = {**(engine.get("engine_kwargs") or {})}
         engine.engine_kwargs[engine.backend] = derived | dict(engine.engine_kwargs.get(engine.backend) or {})
 
 
 def derive_loss(config: Any, source: Proximal) -> None:
-    """Write the loss that the workers use. Call this before the workers are given their configuration."""
+    """Write the loss that the training workers use. This has to happen before the workers get their configuration."""
     loss = config.actor_rollout_ref.actor.policy_loss
     correction = config.algorithm.rollout_correction
     correction.bypass_mode = source in (Proximal.BYPASS, Proximal.LOGLINEAR)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's trainer as the loop's `Stages`. Only this file subclasses it and uses its private members.
+"""Implements `Stages` with verl's trainer. Only this file subclasses verl's trainer and uses its private members.
 
-Contract: each stage is verl's own, with verl's names of metrics. verl calls its worker groups in methods of its own.
-Each of these is overridden here to run verl's method within the loop's context, so that the record knows when
-accelerators compute. Shown by tests/integration/test_finite_stage.py, test_trainer_group.py and the end-to-end runs.
+Contract: each stage is verl's own method, with verl's names of metrics. verl's methods that call its worker groups are
+overridden here, to run within a phase of the timeline, so that the event record has the times at which accelerators
+compute. Shown by tests/integration/test_finite_stage.py, test_trainer_group.py and the end-to-end runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,34 +29,35 @@ from recipe.async_engine.trainer.record_stage import COMPUTE, UPDATE
 
 
 class TrainerGroup(RayWorkerGroup):
-    """verl's group of training workers, which send weights beside training (`ActorWorker`)."""
+    """verl's group of training workers, which can send weights while they train (`ActorWorker`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         worker = kwargs.get("ray_cls_with_init")
         if worker is not None:
-            # verl makes the actor class, and Ray takes concurrency groups only there.
+            # verl has already made the actor class. Make it again, because Ray accepts concurrency groups only there.
             group = ray.remote(concurrency_groups={BESIDE_TRAINING: len(BESIDE_METHODS)})
             worker.cls = group(worker.cls.__ray_actor_class__)
         super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        # If one actor has several roles, the role's name stands before the method's.
+        # If one actor has several roles, the name of the method has the role as a prefix, so compare only the end.
         if method_name.endswith(BESIDE_METHODS):
             return getattr(worker, method_name).options(concurrency_group=BESIDE_TRAINING).remote(*args, **kwargs)
         return super()._execute_remote_single_worker(worker, method_name, *args, **kwargs)
 
 
 class VerlTrainer(SeparateRayPPOTrainer):
-    """verl's trainer as the loop's stages.
+    """verl's trainer, as an implementation of `Stages`.
 
     Args:
         config: the whole configuration.
-        tokenizer, processor: those of the run.
+        tokenizer, processor: the run's tokenizer and processor.
         data: the data sets of training and validation.
         actor_worker: the class of the workers that train the policy.
-        actor_role: what these workers do, in verl's words.
-        phase: returns a context for a call of workers, given the name of its phase in the timeline.
-        updated: is called with the name of a model ("actor", "critic") that was updated, and what its ranks report.
+        actor_role: verl's name of these workers' role.
+        phase: a function that takes the name of a phase and returns a context which records the phase.
+        updated: a function that is called after an update with the model's name ("actor", "critic") and the metrics
+            of its ranks.
     """
 
     config: Any
@@ -94,8 +95,8 @@ class VerlTrainer(SeparateRayPPOTrainer):
             collate_fn=partial(collate, defaults=defaults(config)),
             train_sampler=create_rl_sampler(config.data, data[0]),
         )
-        # verl would have a reward model on the trainer's accelerators, but here the reward workers have it on their
-        # own.
+        # verl would put a reward model on the trainer's accelerators. Here the reward workers have their own
+        # accelerators for the reward model.
         self.use_rm = False
         self.prompts = self.train_dataloader
         self.train_dataloader = LoaderInUse(len(self.train_dataloader))
@@ -106,12 +107,10 @@ class VerlTrainer(SeparateRayPPOTrainer):
     def uses_reference(self) -> bool:
         return bool(self.use_reference_policy)
 
-    # Processes.
+    # The following methods start processes.
 
     def start(self, reservations: Reservations) -> None:
-        """Start the training workers on the reserved accelerators. verl would require less than all of them to be
-        free.
-        """
+        """Start the training workers on the reserved accelerators, which replace verl's own reservation."""
         manager = self.resource_pool_manager
         manager.resource_pool_dict = {name: reservations.pool(name) for name in manager.resource_pool_spec}
         self.resource_pool_to_cls: dict[Any, Any] = {pool: {} for pool in manager.resource_pool_dict.values()}
@@ -119,11 +118,11 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._init_worker_groups()
         self._init_models()
         if self.ref_in_actor:
-            # verl's profiling needs this name, which its first trainer sets too (ray_trainer.py:907, 1134).
+            # verl's profiling needs `ref_policy_wg`, which verl's `RayPPOTrainer` sets too (ray_trainer.py:907, 1134).
             self.ref_policy_wg = self.actor_rollout_wg
 
     def use_rollout(self, agents: Any, servers: Any, rewards: Any, publisher: Any) -> None:
-        """Store the rollout side under the names that verl's own methods use."""
+        """Store the managers of the rollout under the names that verl's own methods use."""
         self.async_rollout_manager, self.llm_server_manager = agents, servers
         self.reward_loop_manager, self.checkpoint_manager = rewards, publisher
 
@@ -134,8 +133,9 @@ class VerlTrainer(SeparateRayPPOTrainer):
         )
 
     def _create_critic_class(self) -> None:
-        """Make the critic as `RayPPOTrainer` does (ray_trainer.py:797), since `SeparateRayPPOTrainer` only supports
-        FSDP1.
+        """Make the critic as `RayPPOTrainer` does (ray_trainer.py:797).
+
+        `SeparateRayPPOTrainer` only supports a critic with FSDP1.
         """
         if not self.use_critic:
             return
@@ -157,7 +157,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
             cls=self.role_worker_mapping[Role.Critic], config=worker
         )
 
-    # The stages of a step.
+    # The following methods are the stages of a step.
 
     def begin_step(self, step: int, metrics: dict[str, Any], timing: dict[str, float]) -> None:
         self.global_steps, self.metrics, self.timing_raw = step, metrics, timing
@@ -182,7 +182,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._fit_collect_metrics(batch)
         self._fit_experimental(batch)
 
-    # verl's calls of its worker groups, each in its phase.
+    # The following methods run verl's calls of its worker groups, each in a phase of the timeline.
 
     def _compute_values(self, batch: DataProto) -> DataProto:
         with self._phase(COMPUTE):
@@ -204,7 +204,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._updated("actor", output)
         return output
 
-    # Validation, checkpoints, profiles.
+    # The following methods are for validation, checkpoints and profiles.
 
     def validate(self, step: int, generations: Any) -> dict[str, Any]:
         self.global_steps, self.validation_generations_logger = step, generations

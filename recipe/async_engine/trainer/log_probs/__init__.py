@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sources of a batch's proximal log-probs, and the losses that go with them."""
+"""The sources of a batch's proximal log-probs, and the policy losses that two of these sources need."""

@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of the two sources whose proximal policy is not computed beforehand, and the mismatch that all report.
+"""The policy losses for `BYPASS` and `LOGLINEAR`, and the mismatch metrics of all sources of proximal log-probs.
 
-Contract: whatever loss ``actor.policy_loss.loss_mode`` names, verl's or the user's, is the one that trains, with
-``algorithm.rollout_correction`` computed within it. It is given the mask that the correction's rejection leaves, and
-the importance weights where it has a use for them. verl's ``loss_type=reinforce`` names a loss too, and has no other
-name. The mismatch has verl's names (``rollout_corr/*``), whether or not anything is corrected for it; verl computes
-metrics of the importance weights only where weights are applied.
+Contract: both losses wrap the chosen loss, which is verl's or a user's loss with the name in
+``actor.policy_loss.loss_mode``, or verl's ``loss_type=reinforce``. They compute ``algorithm.rollout_correction``
+themselves, and give the chosen loss the mask that is left by the correction's rejection, and the importance weights if
+the loss needs them. The metrics of the mismatch between behaviour and proximal policy have verl's names
+(``rollout_corr/*``). They are reported even without a correction, whereas verl reports metrics of the importance
+weights only if it applies the weights.
 
-`BYPASS`: the policy that sampled is itself the proximal one. Most losses have a ratio to the proximal policy, which is
-the importance weight here: verl's PPO loss for this case is given none beside it (core_algos.py:2441), and neither are
-the others. verl's trainers ask for their loss ``bypass_mode`` after the workers have been given their configuration
-(rollout_corr_helper.py:1148), so ``algorithm.rollout_correction`` had no effect there, and it knows two losses only.
+`BYPASS`: the proximal policy is the behaviour policy, which sampled. The ratio in most losses is then already the
+importance weight, so these losses get no additional weights, like verl's PPO loss for this case (core_algos.py:2441).
+verl's own loss ``bypass_mode`` supports only two losses, and verl selects it only after the workers have got their
+configuration (rollout_corr_helper.py:1148), so that ``algorithm.rollout_correction`` would have no effect.
 
-`LOGLINEAR`: interpolated between the sampling and the current policy (Li, Wu, Shen: A-3PO, arXiv 2512.06547). With d
-the staleness of a token, the published version less the one that sampled it:
+`LOGLINEAR`: the proximal policy is interpolated between the behaviour policy and the current policy (Li, Wu, Shen:
+A-3PO, arXiv 2512.06547). With d the staleness of a token, which is the published version minus the version that sampled
+the token:
 
     log pi_prox = log pi_behave + d / (d + 1) * (log pi_theta - log pi_behave)
 
-so an on-policy token (d = 0) has the sampling policy itself as its anchor. pi_theta is a constant in it (no gradient).
-The loss is then the decoupled one: the chosen loss around pi_prox, times the weights pi_prox / pi_behave as
-``algorithm.rollout_correction`` asks for them. verl hands a registered loss its columns by name and has none for
-versions: the shares d / (d + 1) travel in the column ``rollout_is_weights``, which has no other use here.
+For an on-policy token (d = 0), pi_prox is pi_behave. No gradient flows through pi_theta in this formula. The loss is
+the decoupled one: the chosen loss with its ratio to pi_prox, times the weights pi_prox / pi_behave if
+``algorithm.rollout_correction`` asks for weights. verl passes columns to a registered loss by name and has no column
+for versions, so the column ``rollout_is_weights``, which is otherwise unused here, carries the shares d / (d + 1).
 
 Shown by tests/integration/test_corrected.py, test_loglinear.py and test_log_prob_columns.py.
 """
@@ -42,16 +44,19 @@ from recipe.async_engine.core.versions import NOT_SAMPLED
 
 BYPASS, LOGLINEAR = "recipe_bypass", "recipe_loglinear"
 CHOSEN = "loss_mode"
-"""The key of the chosen loss, beside verl's own keys in the ``rollout_correction`` that workers are given."""
+"""The key of the chosen loss in the section ``rollout_correction`` of the workers, which also has verl's own keys."""
 SAFETY_BOUND = 20.0
-"""verl clamps log ratios to this before exponentiating them."""
+"""The absolute value to which verl clamps log ratios before it exponentiates them."""
 
 Loss = tuple[torch.Tensor, dict[str, Any]]
 
 
 def shares(token_versions: torch.Tensor, version: int) -> torch.Tensor:
-    """Return d / (d + 1) of each token, float32, and 0 if nothing was sampled, for int64 ``token_versions`` of any
-    shape.
+    """Return d / (d + 1) for each token, float32, and 0 for tokens that were not sampled.
+
+    Args:
+        token_versions: the version that sampled each token, int64 of any shape.
+        version: the published version.
     """
     age = (version - token_versions).float()
     return torch.where(token_versions == NOT_SAMPLED, 0.0, age / (age + 1))
@@ -67,7 +72,7 @@ def bypass_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> Loss:
-    """The policy loss for `BYPASS`, with verl's signature and tensors (rows, R)."""
+    """Return the policy loss for `BYPASS` and its metrics. Signature and tensors, (rows, R), are verl's."""
 
     def anchors(sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sampled, log_prob.detach()
@@ -88,9 +93,9 @@ def loglinear_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> Loss:
-    """The policy loss for `LOGLINEAR`, with verl's signature and tensors (rows, R).
+    """Return the policy loss for `LOGLINEAR` and its metrics. Signature and tensors, (rows, R), are verl's.
 
-    ``rollout_is_weights`` has the shares, as the module's docstring explains.
+    ``rollout_is_weights`` has the result of `shares`, as the module's docstring explains.
     """
     assert rollout_is_weights is not None
 
@@ -111,17 +116,17 @@ def corrected(
     config: Any,
     takes_weights: Callable[[str], bool],
 ) -> Loss:
-    """The chosen loss and its metrics, with those of the mismatch; tensors are (rows, R).
+    """Return the chosen loss with verl's rollout correction, and metrics of the loss and the mismatch.
 
-    A micro-batch without trainable tokens has the loss 0 and reports what a policy that equals the sampling one does:
-    verl's correction raises there, and its ranks must report equally many values of each metric
-    (utils/metric/utils.py:143).
+    All tensors are (rows, R). A micro-batch without trainable tokens has the loss 0, and the metrics of a current
+    policy that equals the behaviour policy. verl's correction would raise an error instead, but all ranks have to
+    report the same number of values of each metric (utils/metric/utils.py:143).
 
     Args:
-        anchors: of the policy that sampled: the policy that the loss measures from, and the one that the weights are
-            of, in place of the one that sampled. Neither has a gradient.
-        sampled: log-probs of the policy that sampled.
-        takes_weights: whether the loss of this name is multiplied by the weights.
+        anchors: a function that takes the behaviour policy's log-probs. It returns the log-probs to which the loss's
+            ratio is taken, and the log-probs in the numerator of the importance weights, both without gradient.
+        sampled: log-probs of the behaviour policy, which sampled.
+        takes_weights: a function that returns whether the loss with a given name is multiplied by the weights.
     """
     if not response_mask.any():
         sampled, advantages = log_prob.detach(), torch.zeros_like(advantages)
@@ -152,16 +157,16 @@ def corrected(
 
 
 def mismatch_metrics(proximal: torch.Tensor, sampled: torch.Tensor, response_mask: torch.Tensor) -> dict[str, float]:
-    """Metrics of the untruncated token ratios ``exp(proximal - sampled)``.
+    """Return metrics of the untruncated token ratios ``exp(proximal - sampled)``.
 
     Args:
         proximal: log-probs of the proximal policy, (rows, R).
-        sampled: of the policy that sampled, (rows, R).
+        sampled: log-probs of the behaviour policy, (rows, R).
         response_mask: 1 for the tokens that are trained, (rows, R).
 
     Returns:
-        verl's KL, perplexity and chi-squared metrics, mean and maximum of the ratios, and the effective sample size
-        as a share of the tokens, ``1 / mean((w / mean(w))^2)``.
+        verl's KL, perplexity and chi-squared metrics; mean, maximum and minimum of the ratios w; and the effective
+        sample size as a share of the tokens, ``1 / mean((w / mean(w))^2)``.
     """
     metrics = compute_rollout_corr_metrics_from_logprobs(proximal, sampled, response_mask)
     ratios = torch.exp((proximal - sampled).clamp(-SAFETY_BOUND, SAFETY_BOUND))[response_mask.bool()]

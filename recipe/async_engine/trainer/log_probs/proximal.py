@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives a batch its proximal log-probs, from one of four sources.
+"""Adds the proximal log-probs to a batch, from one of four sources (`Proximal`).
 
-Contract: after `ProximalLogProbs.fill` a batch has ``old_log_probs``, whatever happened to servers. A row is taken from
-the servers only if an acceptable version computed each of its sampled tokens. The trainer computes the other rows, with
-a warning and a metric, and the servers are asked again for the next batch. Every step reports, under verl's names,
-``timing_s/old_log_prob`` (the trainer's own forward pass, 0 without one) and ``rollout_corr/*``.
+Contract: after `ProximalLogProbs.fill` a batch has ``old_log_probs``, even if log-prob servers failed. A row gets the
+servers' log-probs only if an acceptable version computed them for each sampled token. The trainer computes the other
+rows, with a warning and a metric, and the next batch uses the servers again. Every step reports, under verl's names,
+``timing_s/old_log_prob`` (the seconds of the trainer's own forward pass, or 0) and ``rollout_corr/*``.
 
 Shown by tests/integration/test_log_prob_columns.py, tests/e2e/test_model_engine.py and, for later batches of a version,
 tests/e2e/test_fully_async.py.
@@ -46,12 +46,11 @@ Timing = dict[str, float]
 
 
 class ProximalLogProbs:
-    """The source of the module's contract.
+    """The configured source of proximal log-probs.
 
     Args:
         config: the whole configuration.
-        plan: the plan of the run.
-        by_published_weights: the trainer's forward pass by the weights that were published last. It returns a batch
+        by_published_weights: the trainer's forward pass with the weights that were published last. It returns a batch
             with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
     """
 
@@ -62,14 +61,16 @@ class ProximalLogProbs:
         self._actor = config.actor_rollout_ref.actor
 
     def fill(self, batch: DataProto, version: int, metrics: Metrics, timing: Timing) -> None:
-        """Add ``old_log_probs`` to a batch that is trained at ``version``. ``metrics`` and ``timing`` are the
-        step's.
+        """Add ``old_log_probs`` to a batch that is trained at ``version``.
+
+        ``metrics`` and ``timing`` are those of the current step, and are updated.
         """
-        # Every run reports the seconds of log-prob work for which training waited.
+        # Every step reports the duration of the trainer's forward pass, which is 0 if the trainer makes none.
         timing.setdefault("old_log_prob", 0.0)
         began = time.monotonic()
         if self._source in (Proximal.BYPASS, Proximal.LOGLINEAR):
-            # These are the sampling policy's. The loss interpolates, and reports the mismatch by the current policy.
+            # `old_log_probs` are the behaviour policy's. The loss (`losses`) interpolates between these and the current
+            # policy's, and reports the mismatch.
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
             if self._source is Proximal.LOGLINEAR:
                 batch.batch["rollout_is_weights"] = shares(batch.batch[TOKEN_VERSIONS], version)
@@ -85,14 +86,15 @@ class ProximalLogProbs:
         metrics["log_probs/critical_path_seconds"] = time.monotonic() - began
 
     def recompute(self, batch: DataProto, metrics: Metrics, timing: Timing) -> tuple[torch.Tensor, torch.Tensor]:
-        """Have the trainer compute log-probs by the newest published version, and entropies, float32 (rows, R) each."""
+        """Compute log-probs and entropies, float32 (rows, R), in the trainer with the newest published weights."""
         with marked_timer("old_log_prob", timing, color="blue"):
             computed, mfu = self._compute(batch)
         metrics["perf/mfu/actor_infer"] = mfu
         log_probs, entropy = computed.batch.pop("old_log_probs"), computed.batch.pop("entropys")
         replay = OmegaConf.select(self._actor, "megatron.router_replay.mode")
         for name, column in computed.batch.items():
-            # The trainer's choice of experts is only needed if verl replays it.
+            # The forward pass may return its own choice of experts. It replaces the batch's column only if verl replays
+            # this choice (R2).
             if name != "routed_experts" or name not in batch.batch or replay == "R2":
                 batch.batch[name] = column
         return log_probs, entropy
@@ -100,8 +102,9 @@ class ProximalLogProbs:
     def _by_servers(
         self, batch: DataProto, version: int, metrics: Metrics, timing: Timing
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what log-prob servers computed while samples were generated or waited, and add the column
-        `SCORED_BY`.
+        """Return log-probs and entropies that log-prob servers have computed, and add the column `SCORED_BY`.
+
+        The trainer computes the rows for which the servers have no usable log-probs.
         """
         rows = _resolved(batch.non_tensor_batch.pop(SCORES, [None] * len(batch)), self._servers.timeout)
         sampled_by = batch.batch[TOKEN_VERSIONS]
@@ -127,13 +130,16 @@ class ProximalLogProbs:
         return log_probs, entropy
 
     def report_entropy(self, batch: DataProto, entropy: torch.Tensor, metrics: Metrics) -> None:
-        """Report entropies, (rows, R), as verl does for those that it computed."""
+        """Add verl's metrics of the entropies, (rows, R), and of the log-probs to ``metrics``."""
         metrics.update(entropy_metric(entropy, batch.batch["response_mask"], self._actor))
         metrics.update(calculate_debug_metrics(batch))
 
 
 def fill_reference(batch: DataProto, metrics: Metrics, compute: Callable[[DataProto], DataProto]) -> DataProto:
-    """Add the reference policy's log-probs from its servers to a batch. ``compute`` adds those of all rows."""
+    """Add the log-probs that the reference policy's servers have computed to a batch, as ``ref_log_prob``.
+
+    If rows lack them, ``compute`` has the trainer compute ``ref_log_prob`` for all rows, and these rows use that.
+    """
     rows = batch.non_tensor_batch.pop(REFERENCE, [None] * len(batch))
     column = torch.zeros(batch.batch["responses"].shape)
     missing = torch.tensor([row is None for row in rows])
@@ -150,13 +156,13 @@ def fill_reference(batch: DataProto, metrics: Metrics, compute: Callable[[DataPr
 
 
 def rename_loss_metrics(metrics: Metrics) -> None:
-    """Remove the "actor/" that verl puts before the mismatch metrics of a loss."""
+    """Remove the prefix "actor/" that verl adds to the mismatch metrics of a loss."""
     for name in [name for name in metrics if name.startswith(IN_LOSS)]:
         metrics[name.removeprefix("actor/")] = metrics.pop(name)
 
 
 def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: Any) -> dict[str, float]:
-    """Return ``actor/entropy`` of a batch, aggregated as the loss is (verl/experimental/separation/ray_trainer.py:522).
+    """Return a batch's ``actor/entropy``, aggregated like the loss (verl/experimental/separation/ray_trainer.py:522).
 
     Args:
         entropy: the entropy of each token's distribution, (rows, R).
@@ -174,28 +180,30 @@ def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: An
 
 @dataclass(frozen=True)
 class ServerColumns:
-    """The scores of a batch whose responses are padded to R tokens, with 0 and version -1 for tokens that nobody
-    sampled.
+    """The log-prob servers' scores for a batch of responses of R tokens.
+
+    Tokens that were not sampled have log-prob and entropy 0 and version -1.
     """
 
-    log_probs: torch.Tensor  # float32 (rows, R)
-    entropy: torch.Tensor  # float32 (rows, R)
-    versions: torch.Tensor  # int64 (rows, R), the version that computed each token's
-    missing: torch.Tensor  # bool (rows,), rows that have none
-    wrong: int  # the missing rows whose scores an unacceptable version computed
-    late_tokens: int  # tokens whose scores another version than the wanted one computed
-    queued_s: float  # the longest time that a request of the batch waited at a server
+    log_probs: torch.Tensor  # log-prob of each token, float32 (rows, R)
+    entropy: torch.Tensor  # entropy of each token's distribution, float32 (rows, R)
+    versions: torch.Tensor  # version that computed each token's scores, int64 (rows, R)
+    missing: torch.Tensor  # whether a row has no usable scores, bool (rows,)
+    wrong: int  # number of missing rows that have scores, but of an unacceptable version
+    late_tokens: int  # number of tokens that were scored by another version than the requested one
+    queued_s: float  # longest time that a request for these scores waited at a server, in seconds
 
 
 def server_columns(
     rows: Sequence[ResponseScores | None], token_versions: torch.Tensor, servers: LogProbServers, newest: int
 ) -> ServerColumns:
-    """Join the scores of a batch's rows.
+    """Join the scores of a batch's rows into columns.
 
     Args:
-        rows: the scores of each row, of any length up to R, or None.
-        token_versions: int64 (rows, R), the version that sampled each token, or -1.
-        servers, newest: say which version should have computed a token's log-prob (`_will_do`).
+        rows: the scores of each row, for up to R tokens, or None.
+        token_versions: the version that sampled each token, or -1, int64 (rows, R).
+        servers: the settings of the log-prob servers, which decide which versions may score a token (`_will_do`).
+        newest: the newest published version.
     """
     log_probs = torch.zeros(token_versions.shape, dtype=torch.float32)
     entropy, versions = torch.zeros_like(log_probs), torch.full_like(token_versions, NOT_SAMPLED)
@@ -224,19 +232,20 @@ def server_columns(
 def _will_do(
     servers: LogProbServers, newest: int, scored_by: torch.Tensor, sampled_by: torch.Tensor, late_tokens: int
 ) -> bool:
-    """Return whether acceptable versions scored a row, given int64 (tokens,) of its sampled tokens.
+    """Return whether acceptable versions scored the sampled tokens of a row.
 
-    ``newest`` is the newest published version.
+    ``scored_by`` and ``sampled_by`` are the versions that scored and sampled each token, int64 (tokens,). ``newest`` is
+    the newest published version.
     """
     if servers.anchor == Anchor.LATEST:
         return bool((scored_by == newest).all())
-    # A late request is scored by a later version, and the server says so.
+    # A later version may score a token, but only if the server has reported that the request was late.
     expected = (scored_by == sampled_by) | ((scored_by > sampled_by) & bool(late_tokens))
     return bool(expected.all())
 
 
 def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | None]:
-    """Return the scores for object references, with None for scores that are lost or late."""
+    """Fetch scores that are object references. Scores that are lost or late become None."""
     deadline = time.monotonic() + timeout_s
     rows: list[ResponseScores | None] = []
     for item in scores:
@@ -251,7 +260,7 @@ def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | 
 
 
 def scores_column(scores: Sequence[Any]) -> np.ndarray:
-    """Return scores, or object references of them, as a column of a batch."""
+    """Return scores, or object references of scores, as a column of a batch."""
     column = np.empty(len(scores), dtype=object)
     column[:] = scores
     return column
