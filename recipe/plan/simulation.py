@@ -177,13 +177,7 @@ class Simulation:
         scenario, times = self.scenario, self.times
         for _ in range(scenario.steps):
             with self._timeline.phase("wait"):
-                if scenario.shared:
-                    self._open_engines()
-                    self.manager.open_turn()
-                    self._go_on()
-                    self._issue()
-                self._why()
-                yield self.ledger.may_take
+                yield from self._wait_for_batch()
                 batch = self._timed(self.ledger.take)
                 if scenario.shared:
                     yield self._end_turn()
@@ -209,6 +203,20 @@ class Simulation:
             self._ended.append(self.clock.now)
         self._over = True
 
+    def _wait_for_batch(self) -> Process:
+        """Wait until the trainer may take a batch; if both sides take turns, a generation turn begins here."""
+        if self.scenario.shared:
+            self._open_engines()
+            self.manager.open_turn()
+            self._go_on()
+            self._issue()
+        self._why()
+        yield self.ledger.may_take
+
+    def _serving(self) -> list[Engine]:
+        """Return the engines that a weight sync finds serving requests."""
+        return [] if self.scenario.shared else self.engines
+
     def _trained(self, lengths: list[int]) -> None:
         for group in self.ledger.leased():
             for version, tokens in self._groups.pop(group.id).versions.items():
@@ -232,10 +240,10 @@ class Simulation:
             self._why()
         rest = max(engine.rest_s for engine in self.engines)
         cut: list[Request] = []
-        for engine in () if scenario.shared else self.engines:
+        for engine in self._serving():
             found = engine.hold() if scenario.at_swap == "keep" else engine.cut()
             for request in found:
-                self._label(engine, request)
+                self._leave(engine, request)
             if scenario.at_swap != "keep":
                 cut += found
         yield rest
@@ -260,6 +268,10 @@ class Simulation:
         known = sum(tokens for _, tokens in request.versions)
         if (more := engine.tokens_of(request) - known) > 0:
             request.versions.append((self.ledger.announced, more))
+
+    def _leave(self, engine: Engine, request: Request) -> None:
+        """Take note of a request that is held or interrupted at its engine."""
+        self._label(engine, request)
 
     def _open_engines(self) -> None:
         for engine in self.engines:

@@ -115,6 +115,11 @@ class SampleLedger:
         return not self.all_issued and self._gate.admits()
 
     @property
+    def most_live(self) -> int:
+        """How many groups the staleness gate lets be live now."""
+        return self._gate.admission_limit
+
+    @property
     def all_issued(self) -> bool:
         """Return whether the run needs no further group unless a live group is filtered or fails."""
         if self.issue_limit is not None and self._issued >= self.issue_limit:

@@ -121,6 +121,11 @@ class PromptManager:
         return self._trajectories_in[TrajectoryState.RUNNING]
 
     @property
+    def pending(self) -> int:
+        """How many trajectories of issued groups wait for a slot."""
+        return self._trajectories_in[TrajectoryState.PENDING]
+
+    @property
     def generating(self) -> int:
         """Return the number of trajectories that run and are not interrupted."""
         return self.running if self.is_open or self.stream else 0

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulates runs in which the trainer's accelerators generate while the trainer waits (``placement=elastic``).
+
+Contract: some replicas are standalone and have accelerators of their own; the others are hybrid, stand on the
+trainer's accelerators and sleep while it trains. The lending policy of the engine (`recipe.async_engine.core.lending`)
+decides when they wake and sleep, and the ledger and its gate decide everything else, as in `Simulation`. A request
+goes to the awake engine with the fewest requests; while none has a place for it, it waits, and the oldest group goes
+first. An interrupted request keeps its tokens and their versions. Hybrid replicas wake with the announced weights.
+Without standalone replicas this is ``placement=shared``. Shown by tests/plan/test_lending_simulation.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+from itertools import count
+
+from recipe.async_engine.core.lending import Demand, LendingPolicy, Places
+from recipe.async_engine.record.activity import Work
+from recipe.async_engine.record.events import Class
+from recipe.plan.engine import Engine, Process, Request
+from recipe.plan.simulation import Result, Scenario, Simulation
+from recipe.plan.times import Times
+from recipe.report.account import KINDS, Kind
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Seconds that a switch of the trainer's accelerators takes.
+
+    Attributes:
+        wake_s: from the decision to lend until hybrid replicas answer: memory is given back and weights are loaded.
+        sleep_s: from the decision to call back until the trainer has its memory again.
+    """
+
+    wake_s: float
+    sleep_s: float
+
+
+class LendingSimulation(Simulation):
+    """A simulated run with hybrid replicas, which keeps the module's contract.
+
+    Attributes:
+        switches: how often the accelerators were lent.
+        lent_s: seconds in which hybrid replicas were awake.
+        read_again: tokens that engines read again because a call-back had interrupted their requests.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        times: Times,
+        switch: Switch,
+        policy: LendingPolicy | None = None,
+        seed: int | None = 0,
+    ) -> None:
+        """``scenario.replicas`` are the standalone ones; hybrid replicas fill the trainer's accelerators."""
+        self.standalone = scenario.replicas
+        self.hybrid = scenario.trainer_ranks // scenario.replica_size
+        super().__init__(replace(scenario, replicas=self.standalone + self.hybrid), times, seed)
+        self.switch, self.policy = switch, policy or LendingPolicy()
+        self.switches = self.read_again = 0
+        self.lent_s = self._taken_at = 0.0
+        self._asleep = set(range(self.standalone, self.standalone + self.hybrid))
+        self._queue: list[tuple[int, int, int, Request]] = []
+        self._numbers = count()
+        self._entered: dict[str, float] = {}
+        # Place-seconds of each group, and how many of its trajectories still need a place.
+        self._spent: dict[int, float] = {}
+        self._unsampled: dict[int, int] = {}
+        self._sampled_at: dict[int, float] = {}
+        for number in self._asleep:
+            self._put_to_sleep(self.engines[number])
+
+    def useful_share(self, result: Result) -> float:
+        """Return the part of all accelerators' time in which they trained or generated."""
+        devices = self.scenario.trainer_ranks + self.standalone * self.scenario.replica_size
+        useful = sum(seconds for name, seconds in result.account.total.items() if KINDS[Class(name)] is Kind.USEFUL)
+        return useful / (devices * self.clock.now)
+
+    def begin(self) -> None:
+        """Schedule the beginning of the run; nothing happens before ``clock`` runs."""
+        self._use_slots()
+        super().begin()
+
+    def _wait_for_batch(self) -> Process:
+        self._why()
+        asked = self.clock.now
+        while not self.ledger.may_take():
+            yield lambda: self.ledger.may_take() or self.policy.lends(*self._view())
+            if not self.ledger.may_take():
+                yield from self._lend()
+        if self._ended:
+            self.policy.train_s.add(asked - self._taken_at)
+        self._taken_at = self.clock.now
+
+    def _lend(self) -> Process:
+        self.switches += 1
+        decided = self.clock.now
+        yield self.switch.wake_s
+        yield lambda: not self._publishing
+        self.policy.wake_s.add(self.clock.now - decided)
+        woken = self.clock.now
+        for number in sorted(self._asleep):
+            self.engines[number].reopen()
+        self._asleep.clear()
+        self._use_slots()
+        self._give_places()
+        self._issue()
+        yield lambda: self.policy.calls_back(*self._view())
+        decided = self.clock.now
+        self.lent_s += decided - woken
+        yield max(self._call_back(), self.switch.sleep_s)
+        self.policy.sleep_s.add(self.clock.now - decided)
+
+    def _call_back(self) -> float:
+        """Interrupt the hybrid replicas, and return the seconds until their steps under way end."""
+        hybrid = self.engines[self.standalone :]
+        rest = max(engine.rest_s for engine in hybrid)
+        cut: list[Request] = []
+        for engine in hybrid:
+            found = engine.cut()
+            for request in found:
+                self._leave(engine, request)
+            cut += found
+            self._put_to_sleep(engine)
+        self._asleep = set(range(self.standalone, len(self.engines)))
+        self._use_slots()
+        for request in cut:
+            self.read_again += request.tokens
+            request.work = Work.AGAIN if request.tokens else request.work
+            self._through_agents(request)
+        return rest
+
+    @staticmethod
+    def _put_to_sleep(engine: Engine) -> None:
+        engine.close(Class.WAIT_OTHER_SIDE)
+        engine.closed = True
+
+    def _view(self) -> tuple[Places, Demand]:
+        """What the policy is told."""
+        scenario, counts = self.scenario, self.ledger.counts()
+        waiting = len(self._queue) + self.manager.pending
+        if self.ledger.can_issue():
+            waiting += (self.ledger.most_live - counts.running - counts.ready) * scenario.answers
+        if self._asleep:
+            waiting -= sum(max(0, scenario.slots - engine.load) for engine in self.engines[: self.standalone])
+        taken = sum(len(engine.running) for engine in self.engines[self.standalone :])
+        places = Places(self.standalone * scenario.places, self.hybrid * scenario.places, max(0, waiting), taken)
+        sampled = sum(left == 0 for left in self._unsampled.values())
+        spent = sum(self._spent.get(group, 0.0) for group, left in self._unsampled.items() if left)
+        demand = Demand(
+            scenario.batch_groups, counts.ready, sampled, spent, self.ledger.may_take(), self.ledger.most_live
+        )
+        return places, demand
+
+    def _use_slots(self) -> None:
+        """Give trajectories the slots of the replicas that are awake."""
+        self.manager.slots = (len(self.engines) - len(self._asleep)) * self.scenario.slots
+
+    def _serving(self) -> list[Engine]:
+        return [engine for number, engine in enumerate(self.engines) if number not in self._asleep]
+
+    def _open_engines(self) -> None:
+        for engine in self._serving():
+            if engine.closed:
+                engine.reopen(again=True)
+        self._give_places()
+
+    def _send(self, request: Request) -> None:
+        heapq.heappush(self._queue, (request.group, request.index, next(self._numbers), request))
+        self._give_places()
+
+    def _give_places(self) -> None:
+        """Send the oldest waiting requests to the engines that have the fewest."""
+        loads = [(engine.load, number) for number, engine in enumerate(self.engines) if not engine.closed]
+        heapq.heapify(loads)
+        while self._queue and loads and loads[0][0] < self.scenario.slots:
+            _, number = heapq.heappop(loads)
+            *_, request = heapq.heappop(self._queue)
+            self._at[request.name] = number
+            self._entered[request.name] = self.clock.now
+            self._unsampled.setdefault(request.group, self.scenario.answers)
+            self.engines[number].submit(request)
+            heapq.heappush(loads, (self.engines[number].load, number))
+
+    def _leave(self, engine: Engine, request: Request) -> None:
+        super()._leave(engine, request)
+        self._at.pop(request.name, None)
+        spent = self.clock.now - self._entered.pop(request.name, self.clock.now)
+        self._spent[request.group] = self._spent.get(request.group, 0.0) + spent
+
+    def _sampled(self, request: Request) -> None:
+        self._leave(self.engines[self._at[request.name]], request)
+        self.clock.after(self.times.end_s, lambda: self._free(request))
+        self._give_places()
+
+    def _free(self, request: Request) -> None:
+        self._unsampled[request.group] -= 1
+        if not self._unsampled[request.group]:
+            self._sampled_at[request.group] = self.clock.now
+        super()._free(request)
+
+    def _scored(self, request: Request) -> None:
+        if self._groups[request.group].left == 1:
+            del self._unsampled[request.group]
+            self.policy.reward_s.add(self.clock.now - self._sampled_at.pop(request.group))
+            self.policy.group_place_s.add(self._spent.pop(request.group))
+        super()._scored(request)
