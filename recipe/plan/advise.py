@@ -98,9 +98,10 @@ class Advice:
 
 
 def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
-    """Return splits of the accelerators in steps of about an eighth, for each bound and number of batches per version.
+    """Return the scenarios to compare: splits of the accelerators between trainer and rollout, in steps of an eighth.
 
-    The number of trainer ranks divides the trajectories of a batch, since the configuration rules require that.
+    There is one for each staleness bound and number of batches per version. The trajectories of a batch are a multiple
+    of the number of trainer ranks, as the configuration rules require.
     """
     size, rows = base.replica_size, base.batch_groups * base.answers
     if not 1 + size <= accelerators <= MOST:

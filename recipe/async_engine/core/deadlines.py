@@ -98,7 +98,7 @@ CLEARED_S = 60.0
 FREE_S = 3.0
 """Time for which a replica started during a run looks for free accelerators, because Ray frees them with a delay."""
 
-# Deadlines for reports. No report delays a run for longer.
+# Time limits for writing reports. A report never delays a run by more than its limit.
 
 TOLD_S = 2.0
 """Time for components to report what they did, for the event record and metrics; a late report is left out."""

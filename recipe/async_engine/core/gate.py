@@ -107,7 +107,7 @@ class StalenessGate:
 
     @property
     def batches_left(self) -> int:
-        """Return k - j, the number of batches of the current version that have not been taken."""
+        """Return how many batches of the current version have not been taken yet (k - j)."""
         return self.settings.batches_per_version - self.batches_taken
 
     @property

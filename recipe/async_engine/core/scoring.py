@@ -141,7 +141,10 @@ class ScoringQueue:
 
     @property
     def may_join(self) -> bool:
-        """Return whether a collective of the weight sync may run; with ``holds_for_weights`` not during scoring."""
+        """Return whether a collective of the weight sync may run now.
+
+        If ``holds_for_weights`` is set, none may run while a batch is being scored.
+        """
         return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:

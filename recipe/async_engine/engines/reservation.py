@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reserves accelerators for the trainer, the rollout replicas and the other components of a run before any starts.
+"""Reserves accelerators for the trainer, the rollout replicas and the other components of a run before they start.
 
-Contract: placement groups are reserved one after the other, those that need more of one node first, and the trainer's
-before others of the same size. Ray spreads small groups over nodes. If all components reserved at the same time, as in
-verl, there might be no whole node left for a large group, and the components would wait for each other for ever. A
-group is never split over nodes. An error names what was not free in time, and what each node has free. Only the
-reservations are sequential: processes, which take long to start, start concurrently afterwards.
+Contract: placement groups are reserved one after the other, in decreasing order of the accelerators that they need on
+one node; among equals the trainer's group comes first. Ray spreads small groups over nodes. If all components reserved
+at the same time, as in verl, there might be no whole node left for a large group, and the components would wait for
+each other for ever. A group is never split over nodes. An error names what was not free in time, and what each node has
+free. Only the reservations are sequential: processes, which take long to start, start concurrently afterwards.
 
 Shown by tests/integration/test_reservation.py.
 """

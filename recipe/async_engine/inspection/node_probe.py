@@ -46,7 +46,8 @@ def absent(modules: Iterable[str]) -> tuple[str, ...]:
 def is_there(module: str) -> bool:
     """Return whether a module can be found in the folders of its packages, without importing anything."""
     top, *parts = module.split(".")
-    # Workers start with this PYTHONPATH, even if this process was forked before the variable was set.
+    # Look where workers will look: this process may have been forked before PYTHONPATH was set, so that its own
+    # sys.path lacks these folders.
     more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:
         spec = find_spec(top) or PathFinder.find_spec(top, [path for path in more if path])

@@ -93,7 +93,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         trainer._add_batch_to_generate = lambda: self.ask(data.train_batch_size)
 
     def ask(self, prompts: int) -> int:
-        """Request ``prompts`` more prompts, to be issued when the bound allows; return how many were issued now."""
+        """Request ``prompts`` more prompts, and return how many the staleness bound lets be issued at once."""
         self._owed += prompts
         self._sync_metadata_from_transfer_queue()
         return self._issue_owed(self._trainer.global_steps)

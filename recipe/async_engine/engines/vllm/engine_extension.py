@@ -3,8 +3,8 @@
 
 vLLM mixes the class into its worker and calls its methods by `collective_rpc`. Contract: each call returns quickly,
 except for the first `begin_staging`, which creates the second instance of the model. The weights come as a stream from
-the weight worker on the same node, through verl's socket and shared memory or CUDA IPC. `staging_outcome` reports an
-error in the stream; the sender can still send the stream to its end.
+the weight worker on the same node, through verl's socket and shared memory or CUDA IPC. A stream with an error is read
+to its end, so that the sender does not block; `staging_outcome` reports the error.
 """
 
 from __future__ import annotations
