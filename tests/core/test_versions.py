@@ -157,9 +157,9 @@ def test_response_without_sampled_tokens_needs_no_record() -> None:
 def test_unrecorded_generation_and_unequal_lengths_are_refused() -> None:
     with pytest.raises(VersionRecordError, match="1 tokens are marked as sampled"):
         align([], [1], [1])
-    with pytest.raises(VersionRecordError, match="mask of 2"):
+    with pytest.raises(VersionRecordError, match="mask has 2"):
         align([(0, [1])], [1], [1, 1])
-    with pytest.raises(VersionRecordError, match="under versions"):
+    with pytest.raises(VersionRecordError, match="a negative version"):
         align([(NOT_SAMPLED, [1])], [1], [1])
 
 

@@ -26,7 +26,7 @@ from order_servers import on_host
 from ray.exceptions import ActorDiedError
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.weights import publisher, replica_set, transfer_group
+from recipe.async_engine.weights import publisher, transfer_group
 
 SCENARIOS, QUICK, QUICK_WAITING = 500, 40, 3
 SHORT_S, PING_S = 1.2, 0.6
@@ -44,7 +44,7 @@ def modules() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def short_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (publisher, replica_set, transfer_group):
+    for module in (publisher, transfer_group):
         monkeypatch.setattr(module, "PING_S", PING_S)
 
 

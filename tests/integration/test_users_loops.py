@@ -262,7 +262,7 @@ async def test_columns_have_any_names_but_those_of_a_loops_own_arguments(worker:
 
 
 async def test_another_number_of_answers_to_one_prompt_is_refused_by_name(worker: Any) -> None:
-    worker.config.actor_rollout_ref.rollout.n = 4
+    worker._group_size = 4
     rows = [{"agent_name": "PlainLoop", "__rollout_n__": n} for n in (4, 2)]
     same, other = await outcomes(worker, rows)
     assert not isinstance(same, str)
