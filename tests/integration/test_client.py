@@ -114,7 +114,7 @@ async def test_max_new_tokens_bounds_the_whole_answer_too() -> None:
 
 async def test_cut_answer_is_an_error_where_resuming_is_off() -> None:
     client = client_of(ScriptedServer(part([10, 11], 0, "aborted")), resume=False)
-    with pytest.raises(GenerationError, match=r"cut after 2 tokens.*async_training\.partial_rollout=False"):
+    with pytest.raises(GenerationError, match=r"interrupted after 2 tokens.*async_training\.partial_rollout=False"):
         await ask(client, max_tokens=6)
 
 
