@@ -463,7 +463,7 @@ def closes_streams() -> Any:
     return 1.0
 
 
-@way("writes to every file", DIED, "ended|written")
+@way("writes to every file", DIED, "ended|wrote")
 def writes_everywhere() -> Any:
     for number in range(3, 64):
         try:
@@ -473,7 +473,7 @@ def writes_everywhere() -> Any:
     return 1.0
 
 
-@way("writes an endless line", DIED, "ended|written")
+@way("writes an endless line", DIED, "ended|wrote")
 def writes_an_endless_line() -> Any:
     channel = next(number for number in range(3, 64) if _is_a_socket(number))
     while True:
