@@ -25,7 +25,7 @@ from recipe.plan.device import H100, DeviceTimes
 from recipe.plan.lending import LendingSimulation, Switch
 from recipe.plan.memory.shape import shape_of
 from recipe.plan.simulation import Result, Scenario, Simulation
-from recipe.plan.times import Times
+from recipe.plan.times import Times, estimated
 
 SIZE, BATCH, ANSWERS, SLOTS, PROMPT = 2, 16, 4, 32, 512
 STEPS, SKIP = 40, 8
@@ -74,7 +74,7 @@ class StockPolicy(LendingPolicy):
         if self.group_place_s.value is None or places.standalone == 0:
             return True
         wanted = self._batches * demand.batch_groups - demand.ready
-        alone, every = self._rate(places.standalone), self._rate(places.standalone + places.hybrid)
+        alone, every = self._in_groups(places.standalone), self._in_groups(places.standalone + places.hybrid)
         return wanted / alone - wanted / every > (self.wake_s.value or 0.0) + (self.sleep_s.value or 0.0)
 
     def calls_back(self, places: Places, demand: Demand) -> bool:
@@ -106,7 +106,7 @@ class Cell:
             self.bound,
             float(self.bound),
             batches_per_version=self.batches,
-            steps=STEPS * self.batches if self.batches > 1 else STEPS,
+            steps=STEPS * self.batches,
             trainer_ranks=self.devices // 2,
             replica_size=SIZE,
         )
@@ -117,22 +117,15 @@ class Cell:
         assert shape is not None
         draw, wanted = random.Random(1), self.scenario.steps * self.scenario.batch_groups
         length = TASKS[self.task]
-        groups = tuple(tuple(length(draw, n / wanted) for _ in range(ANSWERS)) for n in range(2 * wanted))
-        replica = DeviceTimes(H100, shape, SIZE)
+        groups = [[length(draw, n / wanted) for _ in range(ANSWERS)] for n in range(2 * wanted)]
 
         def trainer(ranks: float) -> DeviceTimes:
             return DeviceTimes(H100, shape, round(ranks))
 
-        return Times(
-            groups=groups,
-            step_s=replica.decode_step_s,
-            read_s=replica.prefill_s,
-            update_s=lambda lengths, ranks: trainer(ranks).update_s([PROMPT + length for length in lengths]),
+        return replace(
+            estimated(DeviceTimes(H100, shape, SIZE), trainer, groups, PROMPT),
             log_probs_s=lambda lengths, ranks: trainer(ranks).log_probs_s([PROMPT + length for length in lengths]),
             rewards=(REWARD_S,) if self.task == "slow_rewards" else (0.0,),
-            prompt=PROMPT,
-            stage_s=replica.transfer_s(),
-            swap_s=replica.load_s(),
         )
 
     def rate(self, result: Result) -> float:

@@ -155,9 +155,7 @@ class Engine:
         """Pause the engine, and return its running requests, which keep their slots."""
         self._count(self._begun_steps())
         ended = self._take_ended()
-        self.closed = True
-        self._number += 1
-        self.activity.close(Class.WAIT_WEIGHTS)
+        self.close(Class.WAIT_WEIGHTS)
         for request in ended:
             self._ended(request)
         return list(self.running.values())
@@ -175,7 +173,9 @@ class Engine:
         self._plan()
 
     def close(self, why: Class) -> None:
-        """Record that the engine is idle for the reason ``why``."""
+        """Serve nothing until `reopen`; ``why`` is the reason that the engine reports."""
+        self.closed = True
+        self._number += 1
         self.activity.close(why)
 
     def tokens_of(self, request: Request) -> int:

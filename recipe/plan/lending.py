@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from recipe.async_engine.core.lending import Demand, LendingPolicy, Places
-from recipe.async_engine.record.activity import Work
 from recipe.async_engine.record.events import Class
 from recipe.plan.engine import Engine, Process, Request
 from recipe.plan.simulation import Result, Scenario, Simulation
@@ -70,7 +69,7 @@ class LendingSimulation(Simulation):
         self._unsampled: dict[int, int] = {}
         self._sampled_at: dict[int, float] = {}
         for number in self._asleep:
-            self._put_to_sleep(self.engines[number])
+            self.engines[number].close(Class.WAIT_OTHER_SIDE)
 
     def useful_share(self, result: Result) -> float:
         """Return the part of all accelerators' time in which they trained or generated."""
@@ -119,26 +118,16 @@ class LendingSimulation(Simulation):
         rest = max(engine.rest_s for engine in hybrid)
         cut: list[Request] = []
         for engine in hybrid:
-            found = engine.cut()
-            for request in found:
-                self._leave(engine, request)
-            cut += found
-            self._put_to_sleep(engine)
+            cut += self._interrupt(engine)
+            engine.close(Class.WAIT_OTHER_SIDE)
         self._asleep = set(range(self.standalone, len(self.engines)))
         self._use_slots()
-        for request in cut:
-            self.read_again += request.tokens
-            request.work = Work.AGAIN if request.tokens else request.work
-            self._through_agents(request)
+        self.read_again += sum(request.tokens for request in cut)
+        self._resume(cut)
         return rest
 
-    @staticmethod
-    def _put_to_sleep(engine: Engine) -> None:
-        engine.close(Class.WAIT_OTHER_SIDE)
-        engine.closed = True
-
     def _view(self) -> tuple[Places, Demand]:
-        """What the policy is told."""
+        """Return what the policy is told."""
         scenario, counts = self.scenario, self.ledger.counts()
         waiting = len(self._queue) + self.manager.pending
         if self.ledger.can_issue():
@@ -186,7 +175,6 @@ class LendingSimulation(Simulation):
 
     def _leave(self, engine: Engine, request: Request) -> None:
         super()._leave(engine, request)
-        self._at.pop(request.name, None)
         spent = self.clock.now - self._entered.pop(request.name, self.clock.now)
         self._spent[request.group] = self._spent.get(request.group, 0.0) + spent
 

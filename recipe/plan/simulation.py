@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -241,16 +241,14 @@ class Simulation:
         rest = max(engine.rest_s for engine in self.engines)
         cut: list[Request] = []
         for engine in self._serving():
-            found = engine.hold() if scenario.at_swap == "keep" else engine.cut()
-            for request in found:
-                self._leave(engine, request)
-            if scenario.at_swap != "keep":
-                cut += found
+            if scenario.at_swap == "keep":
+                for request in engine.hold():
+                    self._label(engine, request)
+            else:
+                cut += self._interrupt(engine)
         yield rest
-        for request in cut:
-            # Interrupted requests return to the servers at once, and wait there.
-            request.work = Work.AGAIN if request.tokens else request.work
-            self._through_agents(request)
+        # Interrupted requests return to the servers at once, and wait there.
+        self._resume(cut)
         yield max(0.0, times.swap_s - rest)
         self._timed(self.ledger.announce)
         if not scenario.shared:
@@ -270,8 +268,22 @@ class Simulation:
             request.versions.append((self.ledger.announced, more))
 
     def _leave(self, engine: Engine, request: Request) -> None:
-        """Take note of a request that is held or interrupted at its engine."""
+        """Note that a request has left its engine, because it is complete or interrupted."""
         self._label(engine, request)
+        self._at.pop(request.name, None)
+
+    def _interrupt(self, engine: Engine) -> list[Request]:
+        """Interrupt all requests of an engine, and return them."""
+        found = engine.cut()
+        for request in found:
+            self._leave(engine, request)
+        return found
+
+    def _resume(self, requests: Iterable[Request]) -> None:
+        """Send interrupted requests to the engines again."""
+        for request in requests:
+            request.work = Work.AGAIN if request.tokens else request.work
+            self._through_agents(request)
 
     def _open_engines(self) -> None:
         for engine in self.engines:
@@ -282,9 +294,7 @@ class Simulation:
         """End the generation turn, and return the seconds until the engines' current steps end."""
         rest = max(engine.rest_s for engine in self.engines)
         for engine in self.engines:
-            for request in engine.cut():
-                self._label(engine, request)
-                self._at.pop(request.name, None)
+            for request in self._interrupt(engine):
                 self._held[request.group, request.index] = request
             engine.close(Class.WAIT_OTHER_SIDE)
         self._timed(self.manager.close_turn)
@@ -321,10 +331,7 @@ class Simulation:
 
     def _go_on(self) -> None:
         """Resume the requests that the end of the last turn interrupted, oldest group first."""
-        for key in sorted(self._held):
-            request = self._held.pop(key)
-            request.work = Work.AGAIN if request.tokens else request.work
-            self._through_agents(request)
+        self._resume([self._held.pop(key) for key in sorted(self._held)])
 
     def _through_agents(self, request: Request) -> None:
         """Send a request to an engine after the agent loops have processed it, one request at a time."""
@@ -350,8 +357,8 @@ class Simulation:
             heapq.heappush(self._loads, (self.engines[number].load, number))
 
     def _sampled(self, request: Request) -> None:
-        number = self._at.pop(request.name)
-        self._label(self.engines[number], request)
+        number = self._at[request.name]
+        self._leave(self.engines[number], request)
         heapq.heappush(self._loads, (self.engines[number].load, number))
         self.clock.after(self.times.end_s, lambda: self._free(request))
 

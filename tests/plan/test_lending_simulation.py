@@ -80,9 +80,18 @@ def check(run: LendingSimulation) -> None:
     st.floats(0, 5),
     st.floats(0, 5),
     st.integers(0, 1000),
+    st.sampled_from(["interrupt", "keep", "drain"]),
 )
 def test_bound_and_books_hold_whatever_the_policy_says(
-    standalone: int, hybrid: int, bound: int, batches: int, answers: list[bool], wake: float, sleep: float, seed: int
+    standalone: int,
+    hybrid: int,
+    bound: int,
+    batches: int,
+    answers: list[bool],
+    wake: float,
+    sleep: float,
+    seed: int,
+    at_swap: str,
 ) -> None:
     scenario = replace(
         SCENARIO,
@@ -91,6 +100,7 @@ def test_bound_and_books_hold_whatever_the_policy_says(
         max_staleness=bound,
         pipeline_depth=float(bound),
         batches_per_version=batches,
+        at_swap=at_swap,
     )
     check(LendingSimulation(scenario, times(), Switch(wake, sleep), Capricious(answers), seed))
 

@@ -95,7 +95,7 @@ class LendingPolicy:
         if places.standalone == 0 or self.group_place_s.value is None:
             # Nothing else generates, or nothing is known yet: one switch measures it.
             return True
-        return self._gain_s(self._rate(places.standalone), self._rate(hybrid), self._missing(demand)) > 0
+        return self._gain_s(self._in_groups(places.standalone), self._in_groups(hybrid), self._missing(demand)) > 0
 
     def calls_back(self, places: Places, demand: Demand) -> bool:
         """Return whether the hybrid replicas should go back to sleep now, so that the trainer trains."""
@@ -112,7 +112,7 @@ class LendingPolicy:
         most = max(1, demand.most_live // demand.batch_groups - 1)
         if switch == 0.0 or self.group_place_s.value is None or self.train_s.value is None:
             return 1
-        alone, every = self._rate(places.standalone), self._rate(places.standalone + places.hybrid)
+        alone, every = self._in_groups(places.standalone), self._in_groups(places.standalone + places.hybrid)
         if every == 0.0:
             return 1
         train = self.train_s.value
@@ -120,15 +120,15 @@ class LendingPolicy:
         lost = switch * (1 - alone / every)
         return min(most, max(1, math.ceil(lost / (SWITCH_SHARE * step)))) if step > 0 else 1
 
-    def _rate(self, places: int) -> float:
-        """Return the groups a second that so many places generate."""
+    def _in_groups(self, places: float) -> float:
+        """Return the groups a second that so many places generate, or the groups of so many place-seconds."""
         assert self.group_place_s.value is not None
         return places / max(self.group_place_s.value, 1e-9)
 
     def _missing(self, demand: Demand) -> float:
         """Return how many groups, or parts of them, are still to be generated for the next batch."""
         missing = max(0.0, demand.batch_groups - demand.ready - demand.sampled)
-        begun = demand.spent / max(self.group_place_s.value or 0.0, 1e-9)
+        begun = self._in_groups(demand.spent)
         # Some of what runs belongs to later batches, so at most half of what is missing counts as generated.
         return missing - min(begun, missing / 2)
 

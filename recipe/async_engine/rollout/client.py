@@ -175,12 +175,11 @@ class ResumingClient(LLMServerClient):
         async_training = config.async_training
         self._resume = bool(async_training.partial_rollout)
         self._timeout_s = float(async_training.timeouts.generation)
-        interval = async_training.partial_tokens_interval
+        interval, rollout = async_training.partial_tokens_interval, config.actor_rollout_ref.rollout
         # A server returns the expert choices of a mixture-of-experts router only with a request's answer, and not with
         # the tokens that are fetched while the request is open.
-        self._keeps_parts = not config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False)
+        self._keeps_parts = not rollout.get("enable_rollout_routing_replay", False)
         self._fetch_every_s = float(interval) if interval is not None and self._keeps_parts else None
-        rollout = config.actor_rollout_ref.rollout
         self._by_age = rollout.get("scheduling_policy") == "priority"
         self._prompt_length, self._response_length = rollout.get("prompt_length"), rollout.get("response_length")
         timeouts = async_training.timeouts
