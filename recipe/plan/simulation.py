@@ -232,7 +232,7 @@ class Simulation:
     def _bring(self) -> Process:
         scenario, times = self.scenario, self.times
         yield times.stage_s
-        if scenario.at_swap == "drain" and not scenario.shared:
+        if scenario.at_swap == "drain" and self._serving():
             if not scenario.whole_batches:
                 self.manager.drain()
             yield lambda: not self.manager.running and not (scenario.whole_batches and self._may_start())
