@@ -128,6 +128,9 @@ class Case:
         self.kinds = kinds
         for kind in self.kinds:
             self.parameters |= choices[kind]
+        if "structure" in self.kinds:
+            # A short grammar may end before that many tokens, and the answer fails, interrupted or not.
+            self.parameters["min_tokens"] = 0
         if "thinking" in self.kinds and rng.random() < 0.5:
             self.prompt[-rng.randint(1, len(self.prompt))] = 1
 
@@ -136,8 +139,9 @@ KINDS = [
     *("structure", "thinking", "stop", "penalties", "processor", "repetition", "returned", "words"),
     *("special", "least", "filters", "end", "silent", "bias", "allowed"),
 ]
-# These may forbid every token that a grammar allows: such an answer fails, interrupted or not.
-FORBIDDING = {"processor", "allowed", "words"}
+# These may forbid every token that a grammar allows: such an answer fails, interrupted or not. With xgrammar a token of
+# `stop_token_ids` can only end an answer.
+FORBIDDING = {"processor", "allowed", "words", "least", "end"}
 
 
 def batches(rng: random.Random) -> Iterator[Sequence[str]]:

@@ -178,7 +178,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             raise RequestFailed(
                 f"the engine of rollout replica {self.replica_rank} ended a request with the finish reason "
                 f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length, "
-                "repetition or abort"
+                "repetition or abort; vLLM ends an answer so if its sampling parameters, such as min_tokens or "
+                "stop_token_ids, forbid every token that its structured output allows"
             )
         submitted = self._versions.submitted(request_id)
         output.extra_fields["submitted_version"] = self.global_steps if submitted is None else submitted
