@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from recipe.async_engine.trainer.probe import Answer, RehearsalFailed
 from recipe.async_engine.trainer.rehearsal import Rehearsal
+from recipe.async_engine.weights.hybrid_publisher import HybridPublisher
 from recipe.async_engine.weights.publisher import PublishFailed
-from recipe.partial_rollout.publisher import TurnPublisher
 
 
 class TurnRehearsal(Rehearsal):
     """Rehearses one turn of the rollout and one turn of the trainer."""
 
-    publisher: TurnPublisher
+    publisher: HybridPublisher
 
     def rehearse(self) -> None:
         self.publisher.begin_generation()

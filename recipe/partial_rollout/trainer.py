@@ -14,20 +14,17 @@ from verl import DataProto
 
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.async_engine.trainer.shared_worker import HybridActorWorker
 from recipe.async_engine.trainer.startup import RolloutSide, side_by_side, start_agents
-from recipe.partial_rollout.publisher import TurnPublisher
+from recipe.async_engine.weights.hybrid_publisher import HybridPublisher
 from recipe.partial_rollout.rehearsal import TurnRehearsal
 
 
 class PartialRolloutTrainer(AsyncPPOTrainer):
     """The trainer of partial rollout, which trains and generates in turns."""
 
-    actor_worker = HybridActorWorker
-    actor_role = "actor_rollout"
     in_turns = True
-    publisher_class = TurnPublisher
-    publisher: TurnPublisher
+    publisher_class = HybridPublisher
+    publisher: HybridPublisher
     rehearsal_class = TurnRehearsal
 
     def init_workers(self) -> None:

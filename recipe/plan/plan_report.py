@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from recipe.async_engine.config.plan import (
     batch_size,
+    hybrid_replicas,
     places_per_replica,
     proximal_source,
     replica_size,
@@ -19,7 +20,7 @@ from recipe.async_engine.config.plan import (
 from recipe.async_engine.config.problems import ConfigError
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.rules.servers import reward_accelerators
-from recipe.async_engine.config.sections import SHARED
+from recipe.async_engine.config.sections import ELASTIC, SHARED
 from recipe.async_engine.config.validation import Findings
 from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.items import Item, Part, gib
@@ -70,6 +71,9 @@ def _processes(context: RuleContext) -> Iterator[str]:
         yield _row("reference policy's ranks", ranks, "in the training ranks' processes")
     replicas = f"of {size} accelerator{'s' * (size > 1)} each" + (", where training is" if shared else "")
     yield _row("rollout replicas", generation // size, replicas)
+    if settings.async_training.placement == ELASTIC:
+        hybrid = hybrid_replicas(context.config, settings)
+        yield _row("hybrid replicas", hybrid, "on the training ranks' accelerators, while these wait")
     yield _row("agent-loop workers", context.get(f"{ROLLOUT}.agent.num_workers"))
     yield _row("reward workers", context.get("reward.num_workers"), f"each with {_scorers(context)}")
     if servers.enabled:

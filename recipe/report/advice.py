@@ -312,6 +312,10 @@ RULES: Mapping[Class, Said | Rule] = {
         "accelerators change hands between the two sides",
         "larger turns: data.train_batch_size up",
     ),
+    Class.WAIT_SWITCH: (
+        "the trainer's accelerators are lent and called back",
+        "deeper generation, so that a switch collects more batches: async_training.staleness_threshold up",
+    ),
     Class.RE_PREFILL: (
         "answers that a swap of weights cut are sent to the engine again",
         "async_training.weights.at_swap interrupt -> keep; or rarer syncs",

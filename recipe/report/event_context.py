@@ -21,6 +21,7 @@ from recipe.async_engine.record.events import (
     ROLLOUT,
     SCHEDULER,
     SCORES,
+    SWITCH,
     TRAINER,
     Away,
     Class,
@@ -40,6 +41,7 @@ PHASES: Mapping[str, Class] = {
     SCORES: Class.WAIT_LOG_PROBS,
     VALIDATE: Class.WAIT_VALIDATION,
     WAIT: Class.WAIT_BATCH,
+    SWITCH: Class.WAIT_SWITCH,
     Class.START_UP: Class.START_UP,
 }
 """The class of the trainer's time, by the phase in its timeline."""
@@ -121,8 +123,12 @@ class Context(NamedTuple):
             _any_of(lanes[AGENTS], lambda event: () if event.what == NOWHERE else event.what.split("+")),
         )
 
-    def during(self, event: Event, until: float, shared: bool) -> Iterator[Part]:
-        """Yield the parts of an event up to ``until``; ``shared`` is whether trainer and engine share accelerators."""
+    def during(self, event: Event, until: float, shared: bool, lent: bool = False) -> Iterator[Part]:
+        """Yield the parts of an event up to ``until``.
+
+        ``shared`` is whether trainer and engine share accelerators, and ``lent`` whether the trainer may wait without
+        lending them.
+        """
         if event.lane == TRAINER and event.what != WAIT:
             yield event.start, until, PHASES.get(event.what, Class.NOT_KNOWN)
             return
@@ -136,6 +142,8 @@ class Context(NamedTuple):
             for start, end, phase in self.phases.during(begin, stop):
                 if phase in (None, Class.START_UP) and event.what == Class.WAIT_OTHER_SIDE:
                     yield start, end, Class.START_UP
+                elif lent and phase == WAIT and event.what == Class.WAIT_OTHER_SIDE:
+                    yield from self._of_waiting_trainer(start, end, why)
                 elif phase not in (WAIT, VALIDATE, Class.START_UP, None):
                     yield start, end, PHASES.get(phase, Class.NOT_KNOWN)
                 else:

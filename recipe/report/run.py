@@ -145,7 +145,7 @@ def load(folder: Path) -> Run:
     lanes = table["lane"]
     many = pc.is_in(lanes, pa.array([TRAJECTORIES, GROUPS, TOKENS]))
     events = events_of(table.filter(pc.invert(many)))
-    devices = Devices(header.accelerators, header.shared)
+    devices = Devices(header.accelerators, header.shared, header.hybrid)
     found_pieces = list(pieces(events, devices, until))
     return Run(
         folder=folder,

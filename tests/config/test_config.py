@@ -358,9 +358,15 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         ),
         ({"async_training.max_staleness": 0}, "async_training.staleness_threshold", "the bound of 0 versions"),
         (
-            {"async_training.use_dynamic_resource_scheduling": True},
-            "async_training.use_dynamic_resource_scheduling",
-            "false",
+            {
+                "async_training.placement": "elastic",
+                "async_training.admission_policy": "whole_batches",
+                "async_training.max_staleness": 1,
+                "async_training.staleness_threshold": 1,
+                "async_training.trigger_parameter_sync_step": 1,
+            },
+            "async_training.admission_policy",
+            "another one with placement=elastic",
         ),
         ({"algorithm.adv_estimator": "gae", "critic.enable": False}, "critic.enable", "true or null"),
         ({**GAE, "critic.strategy": "megatron"}, "critic.strategy", "model_engine=dp"),
@@ -745,3 +751,10 @@ def test_versions_travel_beside_training_where_nothing_that_trains_next_needs_th
     changes: dict[str, Any], expected: str
 ) -> None:
     assert read_settings(configured(changes))[0].weights.publish == expected
+
+
+def test_stocks_lending_means_the_elastic_placement() -> None:
+    for placement, meant in (("separate", "elastic"), ("shared", "shared"), ("elastic", "elastic")):
+        changes = {"async_training.use_dynamic_resource_scheduling": True, "async_training.placement": placement}
+        settings, problems = read_settings(configured(changes))
+        assert not problems and settings.async_training.placement == meant

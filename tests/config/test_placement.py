@@ -60,6 +60,18 @@ def test_parts_are_what_verl_reserves_larger_groups_first_and_the_trainer_before
     ]
 
 
+def test_standalone_replicas_are_numbered_after_those_on_the_trainers_accelerators() -> None:
+    elastic = {
+        "async_training.placement": "elastic",
+        "trainer.n_gpus_per_node": 4,
+        "rollout.n_gpus_per_node": 6,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+    }
+    config = configured(elastic)
+    parts = wanted(config, read_settings(config)[0])
+    assert [item.pool for item in parts] == ["trainer_pool", "rollout_pool_2", "rollout_pool_3", "rollout_pool_4"]
+
+
 @pytest.mark.parametrize(
     ("change", "servers"),
     [

@@ -56,7 +56,7 @@ HELD = {
     ("weights.publisher", "record.replica"): REPLICA,
     ("engines.manager", "replica"): REPLICA,
     ("actors.replacement", "replica"): REPLICA,
-    ("recipe.partial_rollout.publisher", "record.replica"): REPLICA,
+    ("recipe.async_engine.weights.hybrid_publisher", "record.replica"): REPLICA,
     ("log_prob_servers.adapter", "self.worker"): TRAINER_RANK,
     ("log_prob_servers.worker", "self.server_adapter.worker"): TRAINER_RANK,
     ("trainer.actor_worker", "self.actor"): TRAINER_RANK,

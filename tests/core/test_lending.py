@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.lending import Average, Demand, LendingPolicy, Places
+from recipe.async_engine.core.lending import Average, Demand, LendingPolicy, PlaceMeter, Places
 
 PLACES = Places(standalone=64, hybrid=64, waiting=64)
 DEMAND = Demand(batch_groups=16, ready=0, sampled=0, spent=0.0, may_take=False, most_live=64)
@@ -151,3 +151,45 @@ def test_more_batches_are_collected_where_a_switch_is_longer() -> None:
     # Places make 1 and 2 groups a second, so a step takes 10 + (16 - 10) / 2 = 13 s, of which 5% are 0.65 s. During a
     # switch of 1.1, 3 or 21 s standalone places still make half of the groups.
     assert [policy(wake_s=wake).batches(PLACES, wanted) for wake in (0.1, 2.0, 20.0)] == [1, 3, 17]
+
+
+class Trajectory:
+    """A trajectory as an independent count sees it: its group, and the place-seconds it has had."""
+
+    def __init__(self, group: int, began: float) -> None:
+        self.group, self.began, self.spent = group, began, 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "leave", "fail", "end", "places"]),
+            st.integers(0, 3),
+            st.floats(0, 10),
+            st.integers(1, 6),
+        ),
+        max_size=60,
+    )
+)
+def test_place_seconds_are_those_of_a_recount(steps: list[tuple[str, int, float, int]]) -> None:
+    now, places = 0.0, 4
+    meter = PlaceMeter(lambda: now, places)
+    running: list[Trajectory] = []
+    ended: dict[int, float] = {}
+    for what, group, seconds, count in steps:
+        for each in running:
+            each.spent += seconds * min(1.0, places / len(running))
+        now += seconds
+        if what == "places":
+            places = count
+            meter.use(places)
+        elif what == "begin":
+            running.append(Trajectory(group, meter.begin()))
+        elif what in ("leave", "fail") and running:
+            each = running.pop(group % len(running))
+            meter.leave(each.began, each.group if what == "leave" else None)
+            if what == "leave":
+                ended[each.group] = ended.get(each.group, 0.0) + each.spent
+        elif what == "end":
+            assert meter.end(group) == pytest.approx(ended.pop(group, 0.0), abs=1e-6)
+        assert meter.spent == pytest.approx(sum(ended.values()) + sum(each.spent for each in running), abs=1e-6)

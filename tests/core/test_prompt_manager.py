@@ -111,9 +111,9 @@ def test_what_was_interrupted_keeps_its_slot_and_the_oldest_that_waits_gets_a_fr
     finish(manager, 0)
     assert fill(manager, 2) == [Trajectory(2, 0)]
     train(manager)
-    assert manager.counts() == PromptCounts(0, 2, 0, 2)
+    assert manager.counts() == PromptCounts(0, 2, 0, 2, 0)
     manager.open_turn()
-    assert manager.counts() == PromptCounts(0, 0, 2, 0)
+    assert manager.counts() == PromptCounts(0, 0, 2, 0, 0)
     assert manager.begin_again(Trajectory(1, 0)), "a failed attempt has its slot still"
     assert fill(manager, 3) == []
     finish(manager, 2, version=0)
@@ -194,7 +194,7 @@ def test_what_is_left_of_a_restored_group_fits_where_a_whole_one_does_not() -> N
     manager = new_manager(size=2, slots=3, stream=True)
     for index, states in enumerate((["sampled", "pending"], ["pending", "pending"], ["pending", "pending"])):
         manager.adopt(manager.ledger.issue(prompt(index)), [TrajectoryState(state) for state in states])
-    assert manager.counts() == PromptCounts(3, 0, 0, 0)
+    assert manager.counts() == PromptCounts(3, 0, 0, 0, 0)
     manager.open_turn()
     assert fill(manager, 3) == [Trajectory(0, 1), Trajectory(1, 0), Trajectory(1, 1)]
 

@@ -55,7 +55,7 @@ class Capricious(LendingPolicy):
         return (wanted and not demand.may_take) or places.standalone == 0
 
     def calls_back(self, places: Places, demand: Demand) -> bool:
-        """Return what was given, unless the policy calls back: it might not be asked again if nothing changes any more."""
+        """Return what was given, unless the policy calls back: it might not be asked again."""
         return super().calls_back(places, demand) or (self._answers.pop() if self._answers else demand.may_take)
 
 

@@ -92,6 +92,26 @@ def test_shared_accelerators_are_the_engines_while_the_trainer_waits() -> None:
     }
 
 
+def test_a_lent_accelerator_is_the_trainers_and_its_replicas_in_turn() -> None:
+    events = [
+        *lane(TRAINER, ("wait", 1, 2), ("switch", 2, 3), ("wait", 3, 5), ("switch", 5, 6), ("update", 6, 10)),
+        *lane(SCHEDULER, (Why.GENERATING, 1, 10)),
+        *lane(ENGINE, (Class.WAIT_OTHER_SIDE, 0, 3), (Class.DECODING, 3, 5), (Class.WAIT_OTHER_SIDE, 5, 10)),
+        *lane(OTHER, (Class.DECODING, 1, 10)),
+    ]
+    account = close(events, Devices({TRAINER: 1, ROLLOUT: 1}, hybrid=1), 10.0)
+    assert account.closes
+    assert account.devices.keys() == {ENGINE, OTHER}
+    assert seconds(account, ENGINE) == {
+        Class.START_UP: 1,
+        Class.WAIT_BATCH: 1,
+        Class.WAIT_SWITCH: 2,
+        Class.DECODING: 2,
+        Class.TRAINING: 4,
+    }
+    assert seconds(account, OTHER) == {Class.START_UP: 1, Class.DECODING: 9}
+
+
 def test_what_no_event_covers_is_not_known_and_taken_by_no_class() -> None:
     account = close(lane(TRAINER, ("update", 1, 4), ("update", 6, 10)), APART, 12.0)
     assert seconds(account, TRAINER) == {Class.START_UP: 1, Class.TRAINING: 7, Class.NOT_KNOWN: 4}

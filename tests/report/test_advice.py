@@ -339,4 +339,4 @@ def test_every_loss_that_a_setting_can_change_has_a_rule_and_a_planted_cause() -
     # A log-prob server without work, and the end of the run.
     assert losses - RULES.keys() == {Class.WAIT_REQUESTS, Class.WAIT_END}
     planted = {what for _, _, what, _ in CAUSES.values()}
-    assert RULES.keys() - planted == {Class.LOST, Class.WAIT_OTHER_SIDE}
+    assert RULES.keys() - planted == {Class.LOST, Class.WAIT_OTHER_SIDE, Class.WAIT_SWITCH}

@@ -84,9 +84,16 @@ REMOVED = {name: ("nothing: it is no setting any more", advice) for name, advice
 """For each removed setting, the allowed values and what to use instead."""
 
 
+LENDS = "use_dynamic_resource_scheduling"
+"""Stock's setting for hybrid replicas on the trainer's accelerators, which this package calls `placement=elastic`."""
+
+
 def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration without `UNREAD_OF_STOCK`, and with `INTERRUPTS` translated to `weights.at_swap`."""
+    """Return the configuration without `UNREAD_OF_STOCK`, and with `INTERRUPTS` and `LENDS` translated."""
     found = dict(config)
+    training = found.get("async_training")
+    if isinstance(training, Mapping) and training.get(LENDS) is True and training.get("placement") == "separate":
+        found["async_training"] = {**training, "placement": "elastic"}
     for setting in (*UNREAD_OF_STOCK, INTERRUPTS):
         name, _, last = setting.partition(".")
         if isinstance(section := found.get(name), Mapping) and last in section:

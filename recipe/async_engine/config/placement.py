@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe.async_engine.config.facts import NodeRoom
-from recipe.async_engine.config.plan import replica_size, rollout_accelerators
+from recipe.async_engine.config.plan import hybrid_replicas, replica_size, rollout_accelerators
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.config.sections import SHARED, Settings
 
@@ -55,7 +55,9 @@ def wanted(config: Mapping[str, Any], settings: Settings) -> list[Wanted]:
     if settings.async_training.placement != SHARED:
         size, per_node = replica_size(config), settings.rollout.n_gpus_per_node
         count = rollout_accelerators(config, settings) // size
-        parts += _replicas("rollout replica", "rollout.n_gpus_per_node", "", count, size, per_node)
+        # Hybrid replicas have the first numbers; they use the trainer's accelerators.
+        first = hybrid_replicas(config, settings)
+        parts += _replicas("rollout replica", "rollout.n_gpus_per_node", "", count, size, per_node, first)
     if (servers := settings.servers).enabled:
         setting, count = "model_engine_server.n_gpus_per_node", servers.replicas + servers.reference_replicas
         parts += _replicas("log-prob server", setting, "servers_", count, servers.ranks, servers.n_gpus_per_node)
@@ -68,10 +70,12 @@ def wanted(config: Mapping[str, Any], settings: Settings) -> list[Wanted]:
     return sorted(parts, key=lambda part: -part.on_a_node)
 
 
-def _replicas(what: str, setting: str, kind: str, count: int, size: int, per_node: int) -> Iterator[Wanted]:
+def _replicas(
+    what: str, setting: str, kind: str, count: int, size: int, per_node: int, first: int = 0
+) -> Iterator[Wanted]:
     on_a_node = min(per_node, size)
     # `on_a_node` is 0 only in a configuration that a rule refuses.
-    for number in range(count if on_a_node else 0):
+    for number in range(first, first + count if on_a_node else 0):
         pool = replica_pool(number, kind)
         yield Wanted(pool, f"{what} {number}", setting, on_a_node, size // on_a_node, REPLICA_CPUS)
 

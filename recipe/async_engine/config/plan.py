@@ -12,7 +12,7 @@ from typing import Any
 from recipe.async_engine.config.fields import is_count
 from recipe.async_engine.config.log_prob_servers import Proximal
 from recipe.async_engine.config.problems import ConfigError, Problem, lookup
-from recipe.async_engine.config.sections import SHARED, AsyncTraining, Settings, read_settings
+from recipe.async_engine.config.sections import ELASTIC, SHARED, AsyncTraining, Settings, read_settings
 
 USUAL_BOUND = 4
 """Default staleness bound in versions: long answers fit within it, and learning is no worse (docs/benchmarks.md)."""
@@ -29,7 +29,8 @@ class RunPlan:
     max_staleness: int  # S: the hard staleness bound in versions
     pipeline_depth: float  # how far generation runs ahead, in versions; at most S
     trainer_ranks: int  # processes of the training engine
-    rollout_replicas: int
+    rollout_replicas: int  # with `placement=elastic`, without the hybrid ones
+    hybrid_replicas: int  # replicas on the trainer's accelerators
     # Greatest number of steps; filtered and failed groups lower it. 0 until the number of data rows is known.
     total_steps: int
     total_groups: int | None  # greatest number of prompt groups issued; None if only `total_steps` limits it
@@ -97,6 +98,13 @@ def rollout_accelerators(config: Mapping[str, Any], settings: Settings) -> int:
     if settings.async_training.placement == SHARED:
         return trainer_ranks(config)
     return settings.rollout.nnodes * settings.rollout.n_gpus_per_node
+
+
+def hybrid_replicas(config: Mapping[str, Any], settings: Settings) -> int:
+    """Return the number of replicas that generate on the trainer's accelerators while the trainer waits."""
+    if settings.async_training.placement not in (SHARED, ELASTIC):
+        return 0
+    return trainer_ranks(config) // replica_size(config)
 
 
 def trainer_ranks(config: Mapping[str, Any]) -> int:
@@ -209,6 +217,7 @@ def plan_of(config: Mapping[str, Any], settings: Settings, dataset_rows: int | N
         pipeline_depth=training.staleness_threshold,
         trainer_ranks=trainer_ranks(config),
         rollout_replicas=replicas,
+        hybrid_replicas=hybrid_replicas(config, settings),
         total_steps=min(steps, default=0),
         total_groups=min(groups, default=None),
         max_concurrent_trajectories=slots,

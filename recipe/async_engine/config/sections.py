@@ -19,6 +19,7 @@ from recipe.async_engine.core.deadlines import TRACKERS_S
 from recipe.async_engine.core.scoring import Anchor
 
 SHARED: Final = "shared"
+ELASTIC: Final = "elastic"
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -163,10 +164,11 @@ class AsyncTraining:
         " nothing.",
     )
     trigger_parameter_sync_step: int = setting(4, "Batches trained from one weight sync to the next.", ge=1)
-    placement: Literal["separate", "shared"] = setting(
+    placement: Literal["separate", "shared", "elastic"] = setting(
         "separate",
         "Where trainer and replicas run: `separate` gives the replicas accelerators of their own (`rollout.nnodes`,"
-        " `rollout.n_gpus_per_node`); `shared` has both take turns on the trainer's, and these two settings have no"
+        " `rollout.n_gpus_per_node`); `elastic` has further replicas on the trainer's, which generate while the trainer"
+        " waits (docs/elastic.md); `shared` has both take turns on the trainer's, and these two settings have no"
         " effect. Each mode's own configuration sets it.",
     )
     off_policy_mask: int | None = setting(

@@ -143,11 +143,6 @@ TABLE: tuple[Verdict, ...] = (
         refuses=lambda device: device not in (None, "cuda", "cpu"),
     ),
     *_refused(
-        "Set it to false; to share accelerators between training and generation, use recipe.partial_rollout, which"
-        " places both on them.",
-        "TRAINING.use_dynamic_resource_scheduling",
-    ),
-    *_refused(
         "Rollout servers need their own scheduler, which continues answers that a weight sync has cut. Remove it.",
         "ROLLOUT.engine_kwargs.vllm.scheduler_cls",
         allowed="null",
@@ -226,12 +221,12 @@ TABLE: tuple[Verdict, ...] = (
     *_none(
         "replicas keep their memory, since nothing else uses their accelerators",
         "ROLLOUT.free_cache_engine",
-        here=separate,
+        here=lambda context: context.settings.async_training.placement == "separate",
         quiet=(False,),
     ),
     *_none("rollout replicas validate, with the same scores", "TRAINING.use_trainer_do_validate"),
     *_none(
-        "it is read with use_dynamic_resource_scheduling alone",
+        "when the trainer's accelerators are lent is decided by measured times",
         "TRAINING.dynamic_schedule_{policy,deactivate_ratio,enable_rebalance}",
     ),
     *_none(

@@ -24,6 +24,7 @@ Plain state: no clock, no threads, no events. Tests: tests/core/test_lending.py,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 SWITCH_SHARE = 0.05
@@ -77,6 +78,65 @@ class Demand:
     spent: float
     may_take: bool
     most_live: int
+
+
+class PlaceMeter:
+    """Measures the place-seconds of groups, the seconds that their trajectories spend in places of engines.
+
+    If more trajectories run than the engines have places, each of them has a part of a place.
+
+    Args:
+        clock: a clock in seconds.
+        places: number of places of all engines that are awake.
+    """
+
+    def __init__(self, clock: Callable[[], float], places: int) -> None:
+        self._clock, self._places, self._running = clock, places, 0
+        self._since = clock()
+        # `_of_each` has the place-seconds of a trajectory that runs from the beginning; `_begun` is the sum of its
+        # values at which the running trajectories began.
+        self._of_each = self._begun = self._of_groups = 0.0
+        self._of_group: dict[int, float] = {}
+
+    def use(self, places: int) -> None:
+        """Set how many places there are from now on."""
+        self._advance()
+        self._places = places
+
+    def begin(self) -> float:
+        """Count one more running trajectory; return a value to pass to :meth:`leave`."""
+        self._advance()
+        self._running += 1
+        self._begun += self._of_each
+        return self._of_each
+
+    def leave(self, began: float, group: int | None) -> None:
+        """Count one running trajectory less, and add its place-seconds to its group, if that has not ended."""
+        self._advance()
+        self._running -= 1
+        self._begun -= began
+        if group is not None:
+            spent = self._of_each - began
+            self._of_group[group] = self._of_group.get(group, 0.0) + spent
+            self._of_groups += spent
+
+    def end(self, group: int) -> float:
+        """Forget a group that has ended, and return its place-seconds."""
+        spent = self._of_group.pop(group, 0.0)
+        self._of_groups -= spent
+        return spent
+
+    @property
+    def spent(self) -> float:
+        """Place-seconds of all trajectories that run and of all groups that have not ended."""
+        self._advance()
+        return max(0.0, self._of_groups + self._running * self._of_each - self._begun)
+
+    def _advance(self) -> None:
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        if self._running:
+            self._of_each += seconds * min(1.0, self._places / self._running)
 
 
 class LendingPolicy:

@@ -86,12 +86,14 @@ class PromptCounts:
 
     pending: groups without a running trajectory that wait for a slot. Between turns running trajectories are
     interrupted: ``interrupted`` is the number of their groups, ``interrupted_trajectories`` that of the trajectories.
+    sampled: groups whose trajectories are all sampled, but not all rewarded.
     """
 
     pending: int
     interrupted: int
     running_trajectories: int
     interrupted_trajectories: int
+    sampled: int
 
 
 class PromptManager:
@@ -273,6 +275,7 @@ class PromptManager:
             interrupted=self._groups_in[TrajectoryState.RUNNING] if interrupted else 0,
             running_trajectories=self.generating,
             interrupted_trajectories=self.running - self.generating,
+            sampled=self._groups_in[TrajectoryState.SAMPLED],
         )
 
     def anything_waits(self) -> bool:
@@ -340,12 +343,13 @@ class Slots:
     in proportion to the time that ended trajectories spent at tools, relative to their time at engines, up to ``most``.
     Without tools there are ``least`` slots. Older trajectories have less weight. Test: tests/core/test_slots.py.
 
-    count: present number of slots.
+    share: factor of all numbers, such as 2 while twice as many replicas are awake.
     """
 
     def __init__(self, least: int, most: int) -> None:
-        self.count = self._least = least
+        self._count = self._least = least
         self._most = most
+        self.share = 1.0
         self._at_engines_s = self._at_tools_s = 0.0
 
     def ended(self, at_engines_s: float, at_tools_s: float) -> int:
@@ -355,5 +359,10 @@ class Slots:
         self._at_tools_s = kept * self._at_tools_s + at_tools_s
         if self._at_engines_s > 0:
             at_tools = self._least * self._at_tools_s / self._at_engines_s
-            self.count = int(min(self._most, self._least + at_tools))
+            self._count = int(min(self._most, self._least + at_tools))
         return self.count
+
+    @property
+    def count(self) -> int:
+        """Present number of slots."""
+        return int(self._count * self.share)

@@ -29,11 +29,18 @@ from recipe.async_engine.engines.reservation import Reservations
 class ReplicaManager(LLMServerManager):
     """verl's server manager for the run's rollout engine, used in two steps: construct it, then call :meth:`launch`."""
 
-    def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        reservations: Reservations | None = None,
+        first: int = 0,
+        load_balancer: ray.actor.ActorHandle | None = None,
+    ) -> None:
+        """Create a manager of replicas with numbers from ``first`` on, and a load balancer if none is given."""
         engine = engine_class(config.actor_rollout_ref.rollout.name)
         self.rollout_replica_class = partial(engine, reservations=reservations)
-        super().__init__(config)
-        self.global_load_balancer = self._new_load_balancer()
+        super().__init__(config, start_rank=first)
+        self.global_load_balancer = load_balancer or self._new_load_balancer()
 
     def _new_load_balancer(self) -> Any:
         """Create the load balancer that the user has configured, or else this package's own.

@@ -70,6 +70,7 @@ class Class(StrEnum):
     WAIT_VALIDATION = "wait_validation"
     WAIT_CHECKPOINT = "wait_checkpoint"
     WAIT_OTHER_SIDE = "wait_other_side"
+    WAIT_SWITCH = "wait_switch"
     WAIT_END = "wait_end"
     IDLE_PLACES = "idle_places"
     START_UP = "start_up"
@@ -209,6 +210,8 @@ RECORDED = "recorded"
 """Key of the `Recorded` in the trainer's state, which the writer of the summary reads."""
 SCORES = "scores"
 """Phase of the trainer's timeline in which the trainer waits for log-prob servers."""
+SWITCH = "switch"
+"""Phase of the trainer's timeline in which hybrid replicas wake or go back to sleep."""
 BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
 """Events on the lane `RUN` about the device named in ``text``: it began late, ended early, was lost, or is new."""
 
@@ -219,16 +222,25 @@ class Devices:
 
     Attributes:
         accelerators: number of accelerators of one device, by the first word of the device's lane.
-        shared: whether training and generation use the same accelerators; if so, the trainer is not a separate device.
+        shared: whether all replicas are on the trainer's accelerators.
+        hybrid: number of replicas on the trainer's accelerators if others have their own. They have the first numbers.
+
+    If any replica is on the trainer's accelerators, these are counted as its device, and the trainer is not one itself.
     """
 
     accelerators: Mapping[str, int]
     shared: bool = False
+    hybrid: int = 0
 
     def counts(self, lane: str) -> bool:
         """Return whether this lane is the lane of a device in the time account."""
         kind = lane.partition(" ")[0]
-        return kind in (ROLLOUT, LOG_PROBS) or (lane == TRAINER and not self.shared)
+        return kind in (ROLLOUT, LOG_PROBS) or (lane == TRAINER and not (self.shared or self.hybrid))
+
+    def is_of_trainer(self, lane: str) -> bool:
+        """Return whether this is the lane of a replica on the trainer's accelerators."""
+        kind, _, number = lane.partition(" ")
+        return kind == ROLLOUT and (self.shared or int(number) < self.hybrid)
 
     def size(self, lane: str) -> int:
         """Return the number of accelerators of a device. All of them do the same at any time."""

@@ -68,11 +68,13 @@ class Settings(TypedDict, total=False):
 class Header(BaseModel):
     """The header of an event record.
 
-    ``accelerators``: accelerators of one device, by the first word of its lane. ``began``: seconds since 1970.
+    ``accelerators``: accelerators of one device, by the first word of its lane. ``shared``, ``hybrid``: see `Devices`.
+    ``began``: seconds since 1970.
     """
 
     accelerators: dict[str, Count]
     shared: bool
+    hybrid: Count = 0
     began: Moment
     settings: Settings = {}
 

@@ -71,6 +71,7 @@ class SchedulerSettings:
         prompt_timeout_s: seconds within which the data loader has to return a prompt.
         turns: whether generation happens in turns, each of which ends when its batch is taken. Otherwise generation is
             a continuous stream.
+        places: sequence slots of all engines together; 0 means ``slots``.
     """
 
     group_size: int
@@ -83,6 +84,7 @@ class SchedulerSettings:
     on_non_finite: OnNonFinite = OnNonFinite.FAIL
     prompt_timeout_s: float = 600.0
     turns: bool = False
+    places: int = 0
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ class GroupRun:
         fetched: the payloads themselves, once the trainer has fetched them.
         scores: object references of log-probs by the newest version, if log-prob servers score waiting groups.
         issued_at, ready_at: times of `time.monotonic` at which the group was issued and became ready.
+        sampled_at: time of the last token of the trajectory that was sampled last, or None.
         given_up: whether the group failed or was dropped, so that none of its trajectories is retried.
     """
 
@@ -208,6 +211,7 @@ class GroupRun:
         self.scores: list[Any] = []
         self.given_up = False
         self.issued_at, self.ready_at = time.monotonic(), 0.0
+        self.sampled_at: float | None = None
 
     @property
     def payloads(self) -> list[Any]:

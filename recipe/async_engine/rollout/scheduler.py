@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.core.alarms import AlarmLimit
@@ -47,6 +47,7 @@ from recipe.async_engine.core.groups import (
     Prompt,
 )
 from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.lending import Demand, LendingPolicy, PlaceMeter
 from recipe.async_engine.core.prompt_manager import PromptManager, Slots, Trajectory
 from recipe.async_engine.record.events import Event, TokenBooks
 from recipe.async_engine.record.timeline import Timeline
@@ -65,6 +66,8 @@ from recipe.async_engine.rollout.prompts import PromptFeed, PromptSource, failur
 from recipe.async_engine.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
+
+Decided = TypeVar("Decided")
 
 PORTION, PAUSE_S = 1_024, 0.001
 """`PORTION` is the number of trajectories that begin under one hold of the lock. Then the scheduler pauses for
@@ -108,6 +111,7 @@ class RolloutScheduler:
         self._books = timeline.rollout
         if settings.turns:
             self._books.wait_for_turns()
+        self.lending, self.places = LendingPolicy(), PlaceMeter(time.monotonic, settings.places or settings.slots)
         self._rescore = rescore
         self._group_ended = group_ended
         self._closing = False
@@ -187,6 +191,69 @@ class RolloutScheduler:
                 self._account()
         self._poke()
         return batch
+
+    def wait_for(self, decide: Callable[[], Decided | None], timeout_s: float) -> Decided | None:
+        """Wait for a decision of the trainer, while it waits for a batch.
+
+        Args:
+            decide: a cheap function that returns a decision or None. It is called at each change, under the lock.
+            timeout_s: deadline in seconds.
+
+        Returns:
+            The decision, or None if no further batch can form or the deadline has passed while a batch may be taken.
+
+        Raises:
+            RolloutFailed: generation cannot continue, or no batch was ready in time.
+        """
+        found: Decided | None = None
+
+        def decided() -> bool:
+            nonlocal found
+            try:
+                found = decide()
+                return found is not None or self._error is not None or self._ending or self._over()
+            except RecipeError as error:  # the admission policy may raise this
+                self._error = error
+                return True
+
+        with self._changed:
+            self._books.set(waiting=True)
+            self._account()
+            in_time = self._changed.wait_until(decided, time.monotonic() + timeout_s)
+            self._books.set(waiting=False)
+            self._account()
+            self._raise_error()
+            if not in_time and not self.ledger.may_take():
+                raise RolloutFailed(self._diagnosis(timeout_s))
+            return None if self._ending else found
+
+    def use_places(self, places: int, share: float) -> None:
+        """Generate in ``places`` places from now on, ``share`` times as many as at the beginning of the run."""
+        with self._changed:
+            self._slots.share = share
+            self.manager.slots = self._slots.count
+            self.places.use(places)
+            self._books.set(capacity=places)
+        self._poke()
+
+    def demand(self) -> tuple[Demand, int, int]:
+        """Return what the trainer needs next, how many trajectories run, and how many more could run at once.
+
+        The caller holds the lock, as in `wait_for`.
+        """
+        ledger, manager, n = self.ledger, self.manager, self._settings.group_size
+        counts = ledger.counts()
+        sampled = manager.counts().sampled
+        demand = Demand(
+            ledger.settings.batch_groups,
+            counts.ready,
+            sampled,
+            self.places.spent,
+            ledger.may_take(),
+            ledger.most_live,
+        )
+        new = ledger.most_live - counts.live if ledger.can_issue() and self._prompts.left else 0
+        return demand, manager.running, manager.pending + max(0, new) * n
 
     def _wait_for_batch(self, timeout_s: float) -> list[GroupRun] | None:
         if not self._batch_is_decided():
@@ -493,6 +560,9 @@ class RolloutScheduler:
         kept = not (self._settings.filter_groups and run.is_uniform)
         self._filter.ended(run.group.id, kept)
         run.ready_at = time.monotonic()
+        if run.sampled_at is not None:
+            self.lending.group_place_s.add(self.places.end(run.group.id))
+            self.lending.reward_s.add(run.ready_at - run.sampled_at)
         if kept:
             run.group = self.manager.complete(run.group.id, max(run.group.start, run.oldest_version))
             self._score([run.group])
@@ -510,6 +580,7 @@ class RolloutScheduler:
 
     def _end(self, run: GroupRun, end: Callable[[int, str], Group], reason: str) -> None:
         self.manager.forget(run.group.id)
+        self.places.end(run.group.id)
         group = end(run.group.id, reason)
         self._filter.forget(run.group.id)
         del self._runs[run.group.id]
@@ -520,7 +591,7 @@ class RolloutScheduler:
 
     async def _follow(self, each: TrajectoryRun) -> None:
         """Run an attempt and handle its result. The generation slot is freed when the last token is sampled."""
-        run, began = each.of, time.monotonic()
+        run, began, place_began = each.of, time.monotonic(), self.places.begin()
         sampled_at: float | None = None
         scoring = False
         self._ends[each.key] = over = self._thread.loop.create_future()
@@ -528,8 +599,7 @@ class RolloutScheduler:
         def is_sampled() -> None:
             nonlocal sampled_at
             sampled_at = time.monotonic()
-            if not run.given_up:
-                self._change(lambda: self.manager.sampled(Trajectory(run.group.id, each.n)))
+            self._change(lambda: self._sampled(each, place_began))
 
         def is_scored_now() -> None:
             nonlocal scoring
@@ -544,6 +614,9 @@ class RolloutScheduler:
                 is_sampled()
             self._take_in(each)
         finally:
+            if sampled_at is None:
+                with self._changed:
+                    self.places.leave(place_began, None if run.given_up else run.group.id)
             if scoring:
                 self._count_scoring(-1)
             self._tell_all(attempt_events(run, each.n, began, sampled_at))
@@ -555,6 +628,14 @@ class RolloutScheduler:
     def _use_slots(self, count: int) -> None:
         if count != self.manager.slots:
             self._change(lambda: setattr(self.manager, "slots", count))
+
+    def _sampled(self, each: TrajectoryRun, place_began: float) -> None:
+        if each.of.given_up:
+            self.places.leave(place_began, None)
+            return
+        self.places.leave(place_began, each.of.group.id)
+        each.of.sampled_at = time.monotonic()
+        self.manager.sampled(Trajectory(each.of.group.id, each.n))
 
     def _take_in(self, each: TrajectoryRun) -> None:
         scored = each.scored

@@ -260,8 +260,8 @@ class PublishedWeights:
 
     def __init__(self, workers: Any, plan: RunPlan, saves: bool) -> None:
         self._workers = workers
-        computes = plan.proximal in (Proximal.RECOMPUTE, Proximal.SERVER)
-        self._are_kept = plan.batches_per_version > 1 and (computes or saves)
+        needed = saves or plan.hybrid_replicas > 0 or plan.proximal in (Proximal.RECOMPUTE, Proximal.SERVER)
+        self._are_kept = plan.batches_per_version > 1 and needed
 
     def keep(self) -> None:
         """Have the workers copy their current weights, which are the published ones, if the run needs the copy."""

@@ -45,6 +45,7 @@ from recipe.async_engine.trainer.alarm_stage import (
 from recipe.async_engine.trainer.checkpoints import RunState
 from recipe.async_engine.trainer.data_sets import data_sets
 from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStage, PrometheusExporter
+from recipe.async_engine.trainer.lending_stage import LendingStage
 from recipe.async_engine.trainer.log_probs.proximal import (
     ProximalLogProbs,
 )
@@ -55,6 +56,7 @@ from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.rehearsal import Rehearsal
 from recipe.async_engine.trainer.rollout_state import new_ledger
 from recipe.async_engine.trainer.save_stage import SavedRun, SaveStage, teller
+from recipe.async_engine.trainer.shared_worker import HybridActorWorker
 from recipe.async_engine.trainer.startup import scheduler_settings
 from recipe.async_engine.trainer.step_metrics import StepMetrics
 from recipe.async_engine.trainer.trackers import Trackers, begin_tracking
@@ -86,6 +88,8 @@ class AsyncPPOTrainer(SavedRun):
         self.plan = derive(settings, dataset_rows=len(data[0]))
         derive_verl_settings(config, self.plan)
         self.timeline = Timeline(time.monotonic, self.plan.engine_places)
+        if self.plan.hybrid_replicas:
+            self.actor_worker, self.actor_role = HybridActorWorker, "actor_rollout"
         workers = self.actor_worker, self.actor_role, self.timeline.phase, self._updated
         self.stages = VerlTrainer(config, tokenizer, processor, data, *workers)
         self.timeouts = self.plan.settings.async_training.timeouts
@@ -115,6 +119,7 @@ class AsyncPPOTrainer(SavedRun):
         self.global_steps, self.is_last_step, self.max_steps_duration = 0, False, 0.0
         self.metrics, self.timing_raw = {}, {}
         self.server_meter = ServerMeter()
+        self.lending: LendingStage | None = None
         self._validated_at = -1
         self.trackers: Trackers | None = None
         self.stopped_by: str | None = None
@@ -138,7 +143,8 @@ class AsyncPPOTrainer(SavedRun):
 
     def _asked(self) -> Sequence[Any]:
         """Return the servers whose activity the event record has."""
-        return [*self.publisher.replicas, *self.references] if self.is_up else ()
+        hybrid = [] if self.hybrid is None else self.hybrid.replicas
+        return [*hybrid, *self.publisher.replicas, *self.references] if self.is_up else ()
 
     def _agents(self) -> Sequence[Any]:
         """Return the agent-loop workers whose activity the event record has."""
@@ -175,6 +181,9 @@ class AsyncPPOTrainer(SavedRun):
             self.timeline,
             self.fail,
         )
+        if self.hybrid is not None:
+            parts = self.hybrid, self.publisher, self.published
+            self.lending = LendingStage(self.plan, self.scheduler, *parts, self.timeline)
         self._publish_again()
         rehearsed = self._rehearse()
         if self.config.get("rehearse_only"):
@@ -274,7 +283,8 @@ class AsyncPPOTrainer(SavedRun):
         self.metrics.update(self.step_metrics.of_step(batch, self.metrics, self.timing_raw))
         if self.publishing.is_over:
             self.publishing.finish(self.metrics)
-        self.metrics["fully_async/count/restarts"] = self.publisher.restarts
+        hybrid_restarts = 0 if self.hybrid is None else self.hybrid.restarts
+        self.metrics["fully_async/count/restarts"] = self.publisher.restarts + hybrid_restarts
         if self.plan.settings.servers.enabled:
             self.metrics.update(self.server_meter.read(self.publisher.told, self.ledger.announced))
         assert self.figures is not None
@@ -305,6 +315,10 @@ class AsyncPPOTrainer(SavedRun):
         return None
 
     def _next_groups(self) -> list[GroupRun] | None:
+        if self.lending is not None:
+            finish = partial(self.publishing.finish, self.metrics)
+            self.lending.wait(self.timeouts.batch_wait, self.is_within_version, finish)
+            self.metrics.update(self.lending.metrics())
         return self.running.take_batch(self.timeouts.batch_wait)
 
     def _end_without_batch(self) -> None:

@@ -129,7 +129,8 @@ def _devices(config: Any, plan: RunPlan) -> Devices:
         ROLLOUT: replica_size(OmegaConf.to_container(config)),
         LOG_PROBS: plan.settings.servers.ranks,
     }
-    return Devices(sizes, shared=plan.settings.async_training.placement == SHARED)
+    shared = plan.settings.async_training.placement == SHARED
+    return Devices(sizes, shared, 0 if shared else plan.hybrid_replicas)
 
 
 def _advised(config: Any, plan: RunPlan) -> dict[str, Any]:

@@ -38,7 +38,11 @@ class HybridActorWorker(ActorWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> str | None:
-        """Update the rollout engine as verl does, and return the checksum of the weights that the engine loaded."""
-        await super().update_weights(global_steps=global_steps, mode=mode)
-        return self.rollout.checksum
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
+        """Update the rollout engine as verl does, and return the checksum of the weights that the engine loaded.
+
+        With another ``mode`` than "naive" (or "auto", if that means it), send the weights and return the metrics.
+        """
+        sent = await super().update_weights(global_steps=global_steps, mode=mode)
+        backend = self.config.rollout.checkpoint_engine.backend if mode == "auto" else mode
+        return self.rollout.checksum if backend == "naive" else sent

@@ -29,7 +29,7 @@ from recipe.async_engine.actors.replacement import Replacements, clear_replica
 from recipe.async_engine.config.log_prob_servers import LogProbServers
 from recipe.async_engine.config.placement import wanted
 from recipe.async_engine.config.plan import RunPlan
-from recipe.async_engine.config.sections import Timeouts
+from recipe.async_engine.config.sections import ELASTIC, Timeouts
 from recipe.async_engine.config.verdicts import PLACEHOLDER
 from recipe.async_engine.core.groups import OnNonFinite
 from recipe.async_engine.core.plain import postponed
@@ -44,6 +44,8 @@ from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager, ma
 from recipe.async_engine.rollout.trajectory_worker import filter_metric
 from recipe.async_engine.trainer.actor_worker import ActorWorker, PublishedWeights
 from recipe.async_engine.trainer.stages import Stages, TrainingFailed
+from recipe.async_engine.trainer.verl_settings import for_hybrid_replicas
+from recipe.async_engine.weights.hybrid_publisher import HybridPublisher
 from recipe.async_engine.weights.publisher import Handles, WeightPublisher
 from recipe.async_engine.weights.snapshot import widest
 
@@ -80,11 +82,14 @@ def _users_manager(config: Any) -> str | None:
     return None if named == PLACEHOLDER else named
 
 
-def start_agents(config: Any, reservations: Reservations) -> RolloutSide:
-    """Create the agent-loop workers, the reward workers and the replicas, whose servers are launched later."""
+def start_agents(config: Any, reservations: Reservations, first: int = 0) -> RolloutSide:
+    """Create the agent-loop workers, the reward workers and the replicas, whose servers are launched later.
+
+    The replicas have numbers from ``first`` on.
+    """
     manager = manager_class(_users_manager(config))
     rewards = ScoringManager(config, reservations)
-    replicas = ReplicaManager(config, reservations)
+    replicas = ReplicaManager(config, reservations, first)
     agents = manager.create(
         config=config,
         llm_client=replicas.get_client(ResumingClient),
@@ -146,6 +151,7 @@ def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerS
         filter_limit=max(0, batches or 0) * plan.batch_groups,
         prompt_timeout_s=training.timeouts.prompt,
         turns=in_turns,
+        places=plan.engine_places,
     )
 
 
@@ -169,6 +175,13 @@ class Startup:
     """Whether the rollout has started, so that ``publisher`` and ``published`` exist."""
     publisher: WeightPublisher
     published: PublishedWeights
+    hybrid: HybridPublisher | None = None
+    """Wakes the hybrid replicas that stand beside standalone ones (``placement=elastic``)."""
+
+    @property
+    def hybrid_replicas(self) -> int:
+        """Number of hybrid replicas beside standalone ones. They have the first numbers."""
+        return self.plan.hybrid_replicas if self.plan.settings.async_training.placement == ELASTIC else 0
 
     def init_workers(self) -> None:
         """Start every process of the run."""
@@ -186,6 +199,8 @@ class Startup:
             parts["the servers of the reference policy"] = partial(launch_servers, numbers=numbers, static=True)
         started = side_by_side(parts, self.timeouts.startup)
         self.use_rollout(started["the rollout side"])
+        if self.hybrid_replicas:
+            self._start_hybrid(started["the rollout side"])
         if servers.enabled:
             self._use_servers(started["the log-prob servers"], servers)
         if servers.reference_replicas:
@@ -214,7 +229,7 @@ class Startup:
         self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
 
     def _start_rollout(self) -> RolloutSide:
-        side = start_agents(self.config, self.reservations)
+        side = start_agents(self.config, self.reservations, self.hybrid_replicas)
         timeout_s = self.timeouts.startup
         side_by_side({"the rollout servers": side.replicas.launch, **side.workers(timeout_s)}, timeout_s)
         return side
@@ -236,6 +251,25 @@ class Startup:
         self.published = PublishedWeights(self.actor_rollout_wg, self.plan, self.config.trainer.save_freq > 0)
         self._replace_lost(rollout)
         self.is_up = True
+
+    def _start_hybrid(self, rollout: RolloutSide) -> None:
+        """Start the hybrid replicas on the trainer's accelerators, and put them to sleep."""
+        config, timeout_s = for_hybrid_replicas(self.config), self.timeouts.startup
+        replicas = ReplicaManager(config, load_balancer=rollout.replicas.global_load_balancer)
+        side_by_side({"the hybrid replicas": lambda: replicas.launch(self.actor_rollout_wg)}, timeout_s)
+        self.hybrid = HybridPublisher(
+            config=omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine),
+            actor_wg=self.actor_rollout_wg,
+            replicas=replicas.get_replicas(),
+            load_balancer=rollout.replicas.global_load_balancer,
+            timeout_s=self.timeouts.weight_sync,
+            weights=self.plan.settings.weights,
+        )
+        self.hybrid.ranks_agree = self.config.actor_rollout_ref.actor.strategy != "megatron"
+        budget = self.plan.settings.async_training.max_replica_restarts
+        self.hybrid.restart_lost(lambda lost: replicas.start_again(lost, timeout_s), budget)
+        self.hybrid.pause()
+        self.hybrid.release()
 
     def _dtypes_of_receivers(self) -> list[str]:
         """Return the dtypes, by verl's names, in which the rollout engines and log-prob servers compute."""

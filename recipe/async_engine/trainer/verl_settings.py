@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes this package's settings to those places of the configuration where verl reads them."""
 
+import copy
 from typing import Any
 
 from omegaconf import OmegaConf, open_dict
@@ -11,6 +12,20 @@ from recipe.async_engine.config.rules import algorithm
 from recipe.async_engine.config.rules.names import OWN_ENGINES
 from recipe.async_engine.config.sections import SHARED, Timeouts, Weights
 from recipe.async_engine.trainer.log_probs.losses import BYPASS, CHOSEN, LOGLINEAR
+
+HYBRID_SHARE = "recipe_hybrid_gpu_memory_utilization"
+"""Key in ``rollout.custom`` of the share of memory for an engine on the trainer's accelerators."""
+
+
+def for_hybrid_replicas(config: Any) -> Any:
+    """Return the configuration, after `derive_verl_settings`, as replicas on the trainer's accelerators need it."""
+    config = copy.deepcopy(config)
+    with open_dict(config):
+        rollout = config.actor_rollout_ref.rollout
+        rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
+        rollout.gpu_memory_utilization = rollout.custom[HYBRID_SHARE]
+        rollout.checkpoint_engine.backend, rollout.checkpoint_engine.custom_backend_module = "naive", None
+    return config
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
@@ -28,6 +43,7 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
         shared = plan.settings.async_training.placement == SHARED
         resources = config.trainer if shared else config.rollout
         rollout.nnodes, rollout.n_gpus_per_node = resources.nnodes, resources.n_gpus_per_node
+        rollout.custom = {**(rollout.get("custom") or {}), HYBRID_SHARE: rollout.gpu_memory_utilization}
         if not shared and rollout.get("standalone_gpu_memory_utilization") is not None:
             # Stock verl's fully-async rollouter does the same (fully_async_rollouter.py:113).
             rollout.gpu_memory_utilization = rollout.standalone_gpu_memory_utilization

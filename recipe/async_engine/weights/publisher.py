@@ -172,6 +172,11 @@ class WeightPublisher(CheckpointEngineManager):
         """Number of replicas that the load balancer routes to; all of them hold the last announced version."""
         return sum(record.routed for record in self.known.records)
 
+    @property
+    def serving(self) -> list[ray.actor.ActorHandle]:
+        """Servers of the replicas that the load balancer routes to."""
+        return [record.replica.server_handle for record in self.known.records if record.routed]
+
     def publish(self, version: int) -> dict[str, float]:
         """Perform a whole publication: snapshot, stage, swap and resume; return metrics."""
         self.snapshot(version)

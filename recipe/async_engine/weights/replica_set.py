@@ -2,7 +2,7 @@
 """The replicas that receive weights, their states, and which of them the load balancer routes to.
 
 Contract: every call to a replica has a deadline, and a replica that fails or is late is treated as dead from then on.
-Shown by tests/integration/test_publisher.py and test_turn_publisher.py.
+Shown by tests/integration/test_publisher.py and test_hybrid_publisher.py.
 """
 
 import asyncio

@@ -208,8 +208,8 @@ class Engine:
         return max(0, int(self.share * device) - self.weights) // self.token_bytes
 
 
-def rollout_engine(config: Mapping[str, Any], shape: ModelShape) -> Engine:
-    """Return the memory of one accelerator of a rollout replica."""
+def rollout_engine(config: Mapping[str, Any], shape: ModelShape, hybrid: bool = False) -> Engine:
+    """Return the memory of one accelerator of a rollout replica; a hybrid one is on the trainer's accelerators."""
     tensor = int(lookup(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)
     ranks, item = replica_size(config), dtype_bytes(lookup(config, f"{ROLLOUT}.dtype", "bfloat16"), 2)
     # With expert parallelism, experts are split over all ranks of a replica; other weights are split over a tensor
@@ -219,7 +219,7 @@ def rollout_engine(config: Mapping[str, Any], shape: ModelShape) -> Engine:
     # A tied embedding is stored once, as in the model's files.
     weights = item * (dense // tensor + shape.expert_parameters // spread)
     heads = max(1, shape.kv_heads // tensor)
-    own = standalone_share(config)
+    own = None if hybrid else standalone_share(config)
     share = own if own is not None else float(lookup(config, f"{ROLLOUT}.gpu_memory_utilization") or 0.5)
     return Engine(weights, share, 2 * shape.layers * heads * shape.head_dim * item)
 

@@ -21,7 +21,7 @@ from recipe.async_engine.config.plan import (
 )
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
-from recipe.async_engine.config.sections import SHARED, Settings
+from recipe.async_engine.config.sections import ELASTIC, SHARED, Settings
 from recipe.plan.memory.engines import (
     ACTOR,
     BUCKET,
@@ -78,9 +78,10 @@ def parts_of(context: RuleContext, models: Models, device: int | None) -> list[P
         device: bytes of memory of an accelerator, if known; rollout engines take a share of this memory.
     """
     run = _Run(context, models, device)
-    if context.settings.async_training.placement == SHARED:
+    placement = context.settings.async_training.placement
+    if placement == SHARED:
         return [run.in_turns()]
-    parts = [run.trainer(), run.rollout()]
+    parts = [run.in_turns() if placement == ELASTIC else run.trainer(), run.rollout()]
     return [*parts, run.servers()] if context.settings.servers.enabled else parts
 
 
@@ -190,9 +191,9 @@ class _Run:
         devices = rollout_accelerators(self.config, self.settings)
         return Part("rollout replica", devices, (moment,), settings, host, notes=self._cache())
 
-    def _engine(self) -> tuple[Item, ...]:
+    def _engine(self, hybrid: bool = False) -> tuple[Item, ...]:
         """Return the memory of a rollout engine, or only its weights if the device's size is not known."""
-        engine = rollout_engine(self.config, self.models.policy)
+        engine = rollout_engine(self.config, self.models.policy, hybrid)
         if self.device is None:
             return (Item("rollout engine: weights", engine.weights),)
         cache = max(0, int(engine.share * self.device) - engine.weights)
@@ -201,8 +202,8 @@ class _Run:
             Item("rollout engine: KV cache and activations", cache),
         )
 
-    def _cache(self) -> tuple[str, ...]:
-        engine = rollout_engine(self.config, self.models.policy)
+    def _cache(self, hybrid: bool = False) -> tuple[str, ...]:
+        engine = rollout_engine(self.config, self.models.policy, hybrid)
         request = room(self.config, self.models.positions)
         if self.device is None or not request:
             return ()
@@ -224,9 +225,12 @@ class _Run:
     def in_turns(self) -> Part:
         """Return the memory of accelerators that training and generation use in turns."""
         actor = actor_rank(self.config, self.models.policy)
-        engine = rollout_engine(self.config, self.models.policy)
+        engine = rollout_engine(self.config, self.models.policy, hybrid=True)
+        elastic = self.settings.async_training.placement == ELASTIC
         sleeps = self.context.get(f"{ROLLOUT}.free_cache_engine", True)
-        beside = (asleep(self.config),) if sleeps else self._engine()
+        beside = (asleep(self.config),) if sleeps else self._engine(hybrid=True)
+        # Versions are also sent to standalone replicas, through buckets on the trainer's devices.
+        beside += listed(device_buckets(self.config, hands_over=False)) if elastic else ()
         turns = [Moment(moment.name, (*moment.items, *beside)) for moment in self._training()]
         bucket = Item("weight-sync bucket", bucket_bytes(self.config))
         whole = Item("gathered parameters", 2 * self.models.policy.embedding * 2, certain=False)
@@ -235,13 +239,16 @@ class _Run:
         )
         others = self._beside(POLICY)
         handing = (*states, *others, Item("rollout engine: weights", engine.weights), bucket, whole, CONTEXT)
-        resting = (*actor.at_rest, *others, *self._engine(), CONTEXT)
+        resting = (*actor.at_rest, *others, *self._engine(hybrid=True), CONTEXT)
         moments = (*turns, Moment("handing weights over", handing), Moment("generation", resting))
         engine_settings = f"{ACTOR}.megatron" if is_megatron(self.config, ACTOR) else f"{ACTOR}.fsdp_config"
         offload = (f"{engine_settings}.param_offload", f"{engine_settings}.optimizer_offload")
         settings = (f"{ROLLOUT}.gpu_memory_utilization", *offload, *self._less_training())
-        devices, host = trainer_ranks(self.config), self._on_host()
-        return Part("accelerator in turns", devices, moments, settings, host, notes=self._cache())
+        devices, host, notes = trainer_ranks(self.config), self._on_host(), self._cache(hybrid=True)
+        if elastic:
+            host, once = (*host, *self._kept()), self._snapshot()
+            return Part("accelerator that is lent", devices, moments, settings, host, once, notes=notes)
+        return Part("accelerator in turns", devices, moments, settings, host, notes=notes)
 
 
 def _of(name: str, item: Item) -> Item:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from recipe.async_engine.config.plan import group_limits, staleness_bound, synchronous_batch
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
-from recipe.async_engine.config.sections import SHARED
+from recipe.async_engine.config.sections import ELASTIC, SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 from recipe.async_engine.core.policy import POLICIES
 
@@ -89,7 +89,8 @@ def admission_policy(context: RuleContext) -> Iterator[Problem]:
     except (ImportError, ValueError):
         found = False
     if not found:
-        advice = f"There is no module {module!r}: put it on PYTHONPATH." if module else ""
+        missing = f"There is no module {module!r}: put it on PYTHONPATH."
+        advice = missing if module else "A class is named with its module; null takes the default of the placement."
         yield context.problem("async_training.admission_policy", allowed, advice)
 
 
@@ -113,8 +114,7 @@ def shared_placement(context: RuleContext) -> Iterator[Problem]:
         allowed = f"1 with {'placement=shared' if training.placement == SHARED else 'whole batches'}"
         advice = "Weights are published after every batch; remove the setting."
         yield context.problem("async_training.trigger_parameter_sync_step", allowed, advice)
-    if training.placement != SHARED:
-        return
-    if training.whole_batches:
+    if training.placement in (SHARED, ELASTIC) and training.whole_batches:
         advice = "A step trains the oldest prompts whose answers are ready. Remove the setting."
-        yield context.problem("async_training.admission_policy", "another one with placement=shared", advice)
+        allowed = f"another one with placement={training.placement}"
+        yield context.problem("async_training.admission_policy", allowed, advice)

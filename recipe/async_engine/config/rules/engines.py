@@ -13,7 +13,7 @@ from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.rules.names import UNTRIED_ENGINES
 from recipe.async_engine.config.rules.servers import reward_accelerators
-from recipe.async_engine.config.sections import SHARED
+from recipe.async_engine.config.sections import ELASTIC, SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 AT_SWAP = "async_training.weights.at_swap"
@@ -288,6 +288,9 @@ def resources(context: RuleContext) -> Iterator[Problem]:
     if shared and (nodes is None or per_node is None):
         return
     generation, size = rollout_accelerators(context.config, context.settings), replica_size(context.config)
+    if context.settings.async_training.placement == ELASTIC and nodes and per_node and nodes * per_node % size:
+        advice = "Hybrid replicas fill the trainer's accelerators; change their number or the parallel sizes."
+        yield context.problem("trainer.n_gpus_per_node", f"such that {nodes * per_node} divides by {size}", advice)
     setting = "trainer.n_gpus_per_node" if shared else "rollout.n_gpus_per_node"
     if generation % size:
         advice = "A replica takes tensor x data x pipeline parallel size; change those or the number of accelerators."

@@ -199,6 +199,12 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             # vLLM aborts a request when the task that waits for it is cancelled.
             task.cancel()
 
+    async def give_back_waiting(self) -> None:
+        """Return requests without a token so far as aborted, so that their clients may use other servers."""
+        for request_id in list(self._tasks):
+            if not self._outputs.asked_tokens(request_id):
+                await self.drop_request(request_id)
+
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
         while True:
             try:

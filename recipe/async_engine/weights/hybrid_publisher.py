@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight publisher for a trainer and rollout engines that take turns on the same accelerators.
+"""The weight publisher for hybrid replicas, whose engines are on the trainer's accelerators and sleep while it trains.
 
 Contract: engines generate only between :meth:`begin_generation` and :meth:`pause`. `pause` returns when every live
 engine has returned its requests. Requests that reach a server later are returned unanswered, so no request waits at a
@@ -13,13 +13,17 @@ FSDP ranks gather their weights from the same shards, so all must pass identical
 Megatron ranks each pass their own copy of parameters that are not sharded (norms, biases, routers), and these copies
 may differ in single bits; with Megatron a difference is only logged, once.
 
-Shown by tests/integration/test_turn_publisher.py, tests/e2e/test_partial_rollout.py and test_lost_replica.py.
+If other replicas generate meanwhile (``placement=elastic``), :meth:`wake` and :meth:`sleep` also change the routing.
+
+Shown by tests/integration/test_hybrid_publisher.py, tests/e2e/test_partial_rollout.py, test_elastic.py and
+test_lost_replica.py.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from verl.workers.rollout.replica import RolloutReplica
 
@@ -31,7 +35,7 @@ from recipe.async_engine.weights.transfer_group import ChecksumMismatch
 logger = logging.getLogger(__name__)
 
 
-class TurnPublisher(WeightPublisher):
+class HybridPublisher(WeightPublisher):
     """Publishes weights between a turn of the trainer and a turn of the rollout.
 
     Attributes:
@@ -76,6 +80,33 @@ class TurnPublisher(WeightPublisher):
         """Free the memory of all engines, including their weights."""
         self._each("free its memory", lambda record: record.replica.sleep())
         self.is_awake = False
+
+    def wake(self, version: int) -> None:
+        """Load the trainer's weights as ``version``, and have the load balancer route to the replicas.
+
+        Raises:
+            NoReplicaLeft: no replica is alive.
+            PublishFailed: a lost replica could not be started again, or the weights did not arrive.
+        """
+        self.swap(self.stage(version))
+        self.begin_generation()
+
+    def sleep(self) -> None:
+        """Take the replicas out of routing, interrupt their requests, and free their memory."""
+        asyncio.run(self.known.unroute([record for record in self.known.records if record.routed]))
+        self.pause()
+        self.release()
+
+    def spread(self, servers: Sequence[Any]) -> None:
+        """Have ``servers`` give back the requests that wait there without a token, so that other servers get them."""
+        asyncio.run(self._spread(servers))
+
+    async def _spread(self, servers: Sequence[Any]) -> None:
+        asked = [server.give_back_waiting.remote() for server in servers]
+        # A conversation would stay with its server otherwise.
+        answers = await self.outcomes([self.known.load_balancer.clear_sticky_cache.remote(), *asked])
+        for error in (answer for answer in answers if isinstance(answer, BaseException)):
+            logger.warning("requests may be spread unevenly over the rollout replicas: %s", error)
 
     def _each(self, what: str, action: Action, timeout_s: float | None = None) -> None:
         asyncio.run(self.known.each(what, self.known.present, action, timeout_s))

@@ -15,9 +15,9 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.config.sections import Weights
 from recipe.async_engine.core.errors import EngineDied
+from recipe.async_engine.weights.hybrid_publisher import HybridPublisher
 from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed
 from recipe.async_engine.weights.transfer_group import ChecksumMismatch
-from recipe.partial_rollout.publisher import TurnPublisher
 
 
 class Engine:
@@ -79,7 +79,7 @@ class Turn:
         self.ranks = Ranks(self.journal)
         self.balancer = GlobalRequestLoadBalancer({})
         config = SimpleNamespace(backend="naive", custom_backend_module=None)
-        self.publisher = TurnPublisher(config, self.ranks, self.engines, Handle(self.balancer), 5.0, Weights())
+        self.publisher = HybridPublisher(config, self.ranks, self.engines, Handle(self.balancer), 5.0, Weights())
 
     def publish(self, version: int) -> None:
         staged = self.publisher.stage(version)
