@@ -142,8 +142,9 @@ class Context(NamedTuple):
             for start, end, phase in self.phases.during(begin, stop):
                 if phase in (None, Class.START_UP) and event.what == Class.WAIT_OTHER_SIDE:
                     yield start, end, Class.START_UP
-                elif lent and phase == WAIT and event.what == Class.WAIT_OTHER_SIDE:
-                    yield from self._of_waiting_trainer(start, end, why)
+                elif lent and phase in (WAIT, VALIDATE) and event.what == Class.WAIT_OTHER_SIDE:
+                    asleep = self._of_waiting_trainer(start, end, why)
+                    yield from asleep if phase == WAIT else [(start, end, Class.WAIT_VALIDATION)]
                 elif phase not in (WAIT, VALIDATE, Class.START_UP, None):
                     yield start, end, PHASES.get(phase, Class.NOT_KNOWN)
                 else:

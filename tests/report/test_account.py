@@ -94,7 +94,8 @@ def test_shared_accelerators_are_the_engines_while_the_trainer_waits() -> None:
 
 def test_a_lent_accelerator_is_the_trainers_and_its_replicas_in_turn() -> None:
     events = [
-        *lane(TRAINER, ("wait", 1, 2), ("switch", 2, 3), ("wait", 3, 5), ("switch", 5, 6), ("update", 6, 10)),
+        *lane(TRAINER, ("wait", 1, 2), ("switch", 2, 3), ("wait", 3, 5), ("switch", 5, 6), ("update", 6, 9)),
+        *lane(TRAINER, ("validate", 9, 10)),
         *lane(SCHEDULER, (Why.GENERATING, 1, 10)),
         *lane(ENGINE, (Class.WAIT_OTHER_SIDE, 0, 3), (Class.DECODING, 3, 5), (Class.WAIT_OTHER_SIDE, 5, 10)),
         *lane(OTHER, (Class.DECODING, 1, 10)),
@@ -107,7 +108,8 @@ def test_a_lent_accelerator_is_the_trainers_and_its_replicas_in_turn() -> None:
         Class.WAIT_BATCH: 1,
         Class.WAIT_SWITCH: 2,
         Class.DECODING: 2,
-        Class.TRAINING: 4,
+        Class.TRAINING: 3,
+        Class.WAIT_VALIDATION: 1,
     }
     assert seconds(account, OTHER) == {Class.START_UP: 1, Class.DECODING: 9}
 
