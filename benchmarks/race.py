@@ -70,7 +70,7 @@ def cell(name: str, setting: str, task_name: str, folder: Path) -> dict[str, Any
         emulation = Emulation(
             replica_devices=devices,
             trainer_devices=devices,
-            shared=side.shared,
+            shared=side.shared or side.lends,
             token_scale=TOKEN_SCALE,
             time_scale=task.time_scale,
             record=str(record),

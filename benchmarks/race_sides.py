@@ -81,7 +81,8 @@ SETTINGS: Mapping[str, Setting] = {
 class Side:
     """A trainer: its main and its own overrides.
 
-    settings: the settings that make a difference to it; a side with a setting of its own runs only that one.
+    settings: the settings that make a difference to it; a side with a setting of its own runs only that one. lends:
+    whether engines also sleep on the trainer's devices, to generate while the trainer waits.
     """
 
     main: str
@@ -89,6 +90,7 @@ class Side:
     shared: bool
     settings: tuple[str, ...]
     own: tuple[str, ...] = ()
+    lends: bool = False
 
 
 V1 = "verl.trainer.main_ppo"
@@ -104,6 +106,7 @@ SIDES: Mapping[str, Side] = {
     "stock colocate_async": Side(V1, False, True, BOTH, ("trainer.v1.trainer_mode=colocate_async", WAIT)),
     "stock synchronous": Side(V1, False, True, ("threshold 1",), ("trainer.v1.trainer_mode=sync",)),
     "fully_async": Side("recipe.fully_async.main", True, False, OURS),
+    "elastic": Side("recipe.fully_async.main", True, False, BOTH, (f"{ASYNC}.placement=elastic",), lends=True),
     "one_step_off": Side("recipe.one_step_off.main", True, False, ("threshold 1",)),
     "partial_rollout": Side("recipe.partial_rollout.main", True, True, IN_TURNS),
 }
@@ -137,7 +140,7 @@ def overrides(name: str, setting: str, task: Task) -> list[str]:
     side, asked = SIDES[name], SETTINGS[setting]
     found = [*side.own, *([] if side.shared else APART)]
     depth = [f"{ASYNC}.staleness_threshold={asked.threshold}", f"{ASYNC}.trigger_parameter_sync_step={asked.batches}"]
-    if name in ("fully_async", "stock fully_async"):
+    if name in ("fully_async", "elastic", "stock fully_async"):
         found += [*depth, f"rollout.total_rollout_steps={task.steps * BATCH}"]
     if name == "partial_rollout" and setting != "defaults":
         found += [depth[0]]

@@ -147,20 +147,28 @@ def test_devices_on_other_clocks_die_and_are_replaced_and_the_account_closes(clu
     }
 
 
-def test_server_that_is_started_again_in_its_place_goes_on_in_its_account(cluster: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("missed", [False, True], ids=["at once", "after the list of parts lacked it"])
+def test_server_that_is_started_again_in_its_place_goes_on_in_its_account(
+    cluster: None, tmp_path: Path, missed: bool
+) -> None:
     parts = {"rollout 0": make_engine(0.0)}
     recording = Recording(str(tmp_path), DEVICES, {}, lambda: parts)
     recording.ask()
     ray.get(parts["rollout 0"].turn_to.remote(Class.DECODING), timeout=SOON)
     ray.kill(parts["rollout 0"])
     until(lambda: recording.deaths == 1)
+    if missed:
+        del parts["rollout 0"]
+        until(lambda: not recording._known)
     parts["rollout 0"] = make_engine(100.0)
-    until(lambda: not recording._known["rollout 0"].down)
+    until(lambda: "rollout 0" in recording._known and not recording._known["rollout 0"].down)
     ray.get(parts["rollout 0"].turn_to.remote(Class.PREFILL), timeout=SOON)
     time.sleep(0.3)
-    account = account_of(recording.close(time.monotonic(), TokenBooks()))
+    ended = time.monotonic()
+    account = account_of(recording.close(ended, TokenBooks()))
     assert account.closes
     assert recording.deaths == 1
+    assert account.devices["rollout 0"].life == pytest.approx(account.duration)
     seconds = account.devices["rollout 0"].seconds
     assert seconds[Class.DOWN] > 0 and seconds[Class.PREFILL] >= 0.25
     assert account.devices["rollout 0"].not_known <= 0.01 * account.duration

@@ -239,7 +239,7 @@ class Recording:
                 device.handle, device.asked = parts[name], None
         for name, handle in parts.items():
             if name not in self._known:
-                self._known[name] = _Device(name, handle, 0.0)
+                self._known[name] = self._again(name, handle) or _Device(name, handle, 0.0)
         asked = {}
         for device in self._known.values():
             if device.asked is None:
@@ -254,6 +254,15 @@ class Recording:
             answered, waiting = ray.wait(waiting, timeout=left)
             for reference in answered:
                 self._take(asked[reference], reference)
+
+    def _again(self, name: str, handle: Any) -> _Device | None:
+        """Return the device that was lost under this name, if any, which another process continues."""
+        for device in self._gone:
+            if device.name == name:
+                self._gone.remove(device)
+                device.handle, device.asked = handle, None
+                return device
+        return None
 
     def _take(self, device: _Device, reference: Any) -> None:
         came = self._clock()
