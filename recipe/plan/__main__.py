@@ -32,6 +32,8 @@ WIDEST = 10.0
 
 def of_run(run: Run, steps: int) -> Scenario:
     """Return the scenario of a recorded run, to be simulated for ``steps`` steps."""
+    if run.devices.hybrid:
+        raise CannotPlan("a run with placement=elastic cannot be predicted yet: see benchmarks/plan_lending.py")
     said = run.settings
     replicas = max(1, said["rollout_replicas"])
     return Scenario(

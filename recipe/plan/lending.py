@@ -98,7 +98,7 @@ class LendingSimulation(Simulation):
         decided = self.clock.now
         yield self.switch.wake_s
         yield lambda: not self._publishing
-        self.policy.wake_s.add(self.clock.now - decided)
+        self.policy.woke(self.clock.now - decided)
         woken = self.clock.now
         for number in sorted(self._asleep):
             self.engines[number].reopen()

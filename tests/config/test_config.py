@@ -360,6 +360,18 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         (
             {
                 "async_training.placement": "elastic",
+                "trainer.n_gpus_per_node": 6,
+                "trainer.nnodes": 2,
+                "actor_rollout_ref.actor.ppo_mini_batch_size": 48,
+                "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
+                "rollout.n_gpus_per_node": 4,
+            },
+            "trainer.n_gpus_per_node",
+            "a multiple or a divisor of a replica's 4 accelerators",
+        ),
+        (
+            {
+                "async_training.placement": "elastic",
                 "async_training.admission_policy": "whole_batches",
                 "async_training.max_staleness": 1,
                 "async_training.staleness_threshold": 1,

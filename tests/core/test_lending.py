@@ -20,8 +20,9 @@ def policy(
 ) -> LendingPolicy:
     """A policy that has measured these."""
     measured = LendingPolicy()
+    measured.woke(100.0)
+    measured.woke(wake_s)
     for average, value in (
-        (measured.wake_s, wake_s),
         (measured.sleep_s, sleep_s),
         (measured.train_s, train_s),
         (measured.group_place_s, group_place_s),
@@ -151,6 +152,20 @@ def test_more_batches_are_collected_where_a_switch_is_longer() -> None:
     # Places make 1 and 2 groups a second, so a step takes 10 + (16 - 10) / 2 = 13 s, of which 5% are 0.65 s. During a
     # switch of 1.1, 3 or 21 s standalone places still make half of the groups.
     assert [policy(wake_s=wake).batches(PLACES, wanted) for wake in (0.1, 2.0, 20.0)] == [1, 3, 17]
+
+
+def test_the_first_switches_measure_and_the_very_first_is_forgotten() -> None:
+    measured = LendingPolicy()
+    measured.group_place_s.add(64.0)
+    for seconds in (1000.0, 1000.0):
+        assert measured.lends(PLACES, DEMAND)
+        measured.woke(seconds)
+    assert not measured.lends(PLACES, DEMAND)
+    quick = LendingPolicy()
+    quick.group_place_s.add(64.0)
+    quick.woke(1000.0)
+    quick.woke(0.5)
+    assert quick.lends(PLACES, DEMAND) and quick.wake_s.value == 0.5
 
 
 class Trajectory:

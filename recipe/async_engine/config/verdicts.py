@@ -248,7 +248,11 @@ TABLE: tuple[Verdict, ...] = (
     # Settings that nothing in verl reads.
     *_none(UNREAD, "ACTOR.use_rollout_log_probs", quiet=(True, False)),
     *_none(UNREAD, "data.return_raw_chat", quiet=(True,)),
-    *_none(UNREAD, "ROLLOUT.layered_summon", here=separate),
+    *_none(
+        UNREAD,
+        "ROLLOUT.layered_summon",
+        here=lambda context: context.settings.async_training.placement == "separate",
+    ),
     *_none(
         UNREAD,
         """ROLLOUT.{do_sample,over_sample_rate,multi_stage_wake_up,skip,engine_kwargs.sglang,engine_kwargs.trtllm}

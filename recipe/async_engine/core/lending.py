@@ -33,6 +33,9 @@ SWITCH_SHARE = 0.05
 EMPTY_SHARE = 0.5
 """With more of the hybrid places empty than this, and nothing that waits, generation has run out of work."""
 
+MEASURED = 2
+"""Number of switches with which a run begins, whatever they cost: the first one of a run is slower than others."""
+
 KEPT = 0.8
 """Weight of the past in a moving average: about the last five measurements count."""
 
@@ -143,6 +146,7 @@ class LendingPolicy:
     """The policy with what it has measured; see the module's contract."""
 
     def __init__(self) -> None:
+        self._wakes = 0
         self.wake_s, self.sleep_s = Average(), Average()
         self.train_s, self.reward_s = Average(), Average()
         self.group_place_s = Average()
@@ -152,10 +156,17 @@ class LendingPolicy:
         hybrid = min(places.hybrid, places.waiting)
         if demand.may_take or hybrid == 0:
             return False
-        if places.standalone == 0 or self.group_place_s.value is None:
-            # Nothing else generates, or nothing is known yet: one switch measures it.
+        if places.standalone == 0 or self.group_place_s.value is None or self._wakes < MEASURED:
+            # Nothing else generates, or too little is known yet: a switch measures it.
             return True
         return self._gain_s(self._in_groups(places.standalone), self._in_groups(hybrid), self._missing(demand)) > 0
+
+    def woke(self, seconds: float) -> None:
+        """Take in how long a wake-up took. The first one of a run is slower than others, and only counts until then."""
+        if self._wakes == 1:
+            self.wake_s = Average()
+        self._wakes += 1
+        self.wake_s.add(seconds)
 
     def calls_back(self, places: Places, demand: Demand) -> bool:
         """Return whether the hybrid replicas should go back to sleep now, so that the trainer trains."""

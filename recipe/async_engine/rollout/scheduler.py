@@ -210,8 +210,10 @@ class RolloutScheduler:
         def decided() -> bool:
             nonlocal found
             try:
+                if self._error is not None or self._ending or self._over():
+                    return True
                 found = decide()
-                return found is not None or self._error is not None or self._ending or self._over()
+                return found is not None
             except RecipeError as error:  # the admission policy may raise this
                 self._error = error
                 return True
@@ -225,7 +227,7 @@ class RolloutScheduler:
             self._raise_error()
             if not in_time and not self.ledger.may_take():
                 raise RolloutFailed(self._diagnosis(timeout_s))
-            return None if self._ending else found
+            return found
 
     def use_places(self, places: int, share: float) -> None:
         """Generate in ``places`` places from now on, ``share`` times as many as at the beginning of the run."""
@@ -591,7 +593,9 @@ class RolloutScheduler:
 
     async def _follow(self, each: TrajectoryRun) -> None:
         """Run an attempt and handle its result. The generation slot is freed when the last token is sampled."""
-        run, began, place_began = each.of, time.monotonic(), self.places.begin()
+        run, began = each.of, time.monotonic()
+        with self._changed:
+            place_began = self.places.begin()
         sampled_at: float | None = None
         scoring = False
         self._ends[each.key] = over = self._thread.loop.create_future()
@@ -625,10 +629,6 @@ class RolloutScheduler:
             del self._ends[each.key]
             over.set_result(None)
 
-    def _use_slots(self, count: int) -> None:
-        if count != self.manager.slots:
-            self._change(lambda: setattr(self.manager, "slots", count))
-
     def _sampled(self, each: TrajectoryRun, place_began: float) -> None:
         if each.of.given_up:
             self.places.leave(place_began, None)
@@ -640,8 +640,11 @@ class RolloutScheduler:
     def _take_in(self, each: TrajectoryRun) -> None:
         scored = each.scored
         assert scored is not None
-        self._use_slots(self._slots.ended(scored.asked_s, scored.tool_s))
         with self._changed:
+            if (slots := self._slots.ended(scored.asked_s, scored.tool_s)) != self.manager.slots:
+                self.manager.slots = slots
+                self._changed.made()
+                self._wake.set()
             self._books.arrived(scored, not each.of.given_up)
             if each.of.given_up:
                 # The trajectory was complete before its worker got the cancellation of the group.
@@ -694,6 +697,7 @@ class RolloutScheduler:
         with self._changed:
             version = self.ledger.announce()
             self._books.end_version()
+            self._changed.made()
             ready = self.ledger.in_state(GroupState.READY) if self._rescore else ()
         self._wake.set()
         # The trainer takes no batch during this loop, because it waits for the announcement to end.

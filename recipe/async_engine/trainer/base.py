@@ -146,6 +146,9 @@ class AsyncPPOTrainer(SavedRun):
         hybrid = [] if self.hybrid is None else self.hybrid.replicas
         return [*hybrid, *self.publisher.replicas, *self.references] if self.is_up else ()
 
+    def _live_replicas(self) -> int:
+        return self.publisher.live_replicas + (0 if self.hybrid is None else self.hybrid.live_replicas)
+
     def _agents(self) -> Sequence[Any]:
         """Return the agent-loop workers whose activity the event record has."""
         return self.async_rollout_manager.agent_loop_workers if self.is_up else ()
@@ -168,7 +171,7 @@ class AsyncPPOTrainer(SavedRun):
             self.scheduler,
             self.timeline,
             self.alarms,
-            lambda: self.publisher.live_replicas,
+            self._live_replicas,
             PrometheusExporter(str(self.config.trainer.experiment_name)),
         )
         self.publishing = PublishStage(
@@ -312,6 +315,8 @@ class AsyncPPOTrainer(SavedRun):
             if not lost:
                 return groups
             self.running.payloads_lost(lost)
+            if self.lending is not None:
+                self.lending.again()
         return None
 
     def _next_groups(self) -> list[GroupRun] | None:
@@ -360,6 +365,11 @@ class AsyncPPOTrainer(SavedRun):
             return {}
         self.rehearsal = self.rehearsal_class.of(self)
         self.rehearsal.run()
+        if self.hybrid is not None:
+            with self.rehearsal.checking("hybrid replicas wake with the weights, and give their memory back"):
+                with self.rehearsal.published():
+                    self.hybrid.wake(self.ledger.version)
+                self.hybrid.sleep()
         return self.rehearsal.result.metrics()
 
     def _validate_now(self) -> dict[str, float]:

@@ -6,7 +6,8 @@ trainer waits, the lending policy (`recipe.async_engine.core.lending`) decides w
 sleep. They wake with the announced version, which each trainer rank passes to the engine beside it, and only after a
 publication under way is complete. Then the load balancer routes to them, and more trajectories may run. Before they
 sleep, they leave routing; their unfinished answers are interrupted, keep their tokens, and continue on the standalone
-replicas. If a hybrid replica dies, its answers continue elsewhere, and the next wake-up first starts it again.
+replicas. If a hybrid replica dies, its answers continue elsewhere, and the next wake-up first starts it again. If that
+is not possible, nothing is lent any more.
 
 Shown by tests/e2e/test_elastic.py and tests/integration/test_hybrid_publisher.py.
 """
@@ -24,7 +25,7 @@ from recipe.async_engine.record.events import SWITCH
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
-from recipe.async_engine.weights.hybrid_publisher import HybridPublisher
+from recipe.async_engine.weights.hybrid_publisher import CannotRestart, HybridPublisher
 from recipe.async_engine.weights.publisher import NoReplicaLeft, WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -55,10 +56,9 @@ class LendingStage:
         self._scheduler, self._hybrid, self._standalone = scheduler, hybrid, standalone
         self._published, self._timeline = published, timeline
         self._policy = scheduler.lending
-        self._places = plan.engine_places
-        self._more = plan.engine_places * plan.hybrid_replicas // plan.rollout_replicas
-        self._share = 1 + plan.hybrid_replicas / plan.rollout_replicas
-        self._is_awake = False
+        self._at_each = plan.engine_places // plan.rollout_replicas
+        self._at_first = plan.rollout_replicas
+        self._is_awake = self._is_over = False
         self._taken_at: float | None = None
         self._switches, self._lent_s = 0, 0.0
 
@@ -75,10 +75,14 @@ class LendingStage:
             self._policy.train_s.add(asked - self._taken_at)
         while self._scheduler.wait_for(self._decide, timeout_s) == LEND:
             finish()
-            self._lend(is_within_version)
-            self._scheduler.wait_for(lambda: TAKE if self._policy.calls_back(*self._view()) else None, timeout_s)
-            self._call_back()
+            if self._lend(is_within_version):
+                self._scheduler.wait_for(lambda: TAKE if self._policy.calls_back(*self._view()) else None, timeout_s)
+                self._call_back()
         self._taken_at = time.monotonic()
+
+    def again(self) -> None:
+        """Note that the batch was not trained, because answers were lost."""
+        self._taken_at = None
 
     def metrics(self) -> dict[str, float]:
         """Return the number of switches and the seconds lent since the run began, and the mean seconds of a switch."""
@@ -93,35 +97,53 @@ class LendingStage:
         places, demand = self._view()
         if demand.may_take:
             return TAKE
+        ledger = self._scheduler.ledger
+        if self._is_over or ledger.version > ledger.announced:
+            # While a version is on its way, its announcement is waited for; it is asked again then.
+            return None
         return LEND if self._policy.lends(places, demand) else None
 
     def _view(self) -> tuple[Places, Demand]:
         demand, running, waiting = self._scheduler.demand()
         free = self._scheduler.manager.slots - running
-        places = self._places + self._more
-        taken = min(running, places) * self._more // places if self._is_awake else 0
-        return Places(self._places, self._more, max(0, waiting - free), taken), demand
+        alone, more = self._places_of(self._standalone), self._places_of(self._hybrid)
+        taken = min(running, alone + more) * more // (alone + more) if self._is_awake and more else 0
+        if not self._is_awake:
+            more = self._at_each * len(self._hybrid.replicas)
+        return Places(alone, more, max(0, waiting - free), taken), demand
 
-    def _lend(self, is_within_version: bool) -> None:
-        began = time.monotonic()
-        self._switches += 1
+    def _places_of(self, publisher: WeightPublisher) -> int:
+        return self._at_each * publisher.live_replicas
+
+    def _lend(self, is_within_version: bool) -> bool:
+        """Wake the hybrid replicas, and return whether any of them generates."""
+        began, restarts = time.monotonic(), self._hybrid.restarts
         with self._timeline.phase(SWITCH):
-            with self._published.in_use() if is_within_version else nullcontext():
-                try:
+            try:
+                with self._published.in_use() if is_within_version else nullcontext():
                     self._hybrid.wake(self._scheduler.ledger.announced)
-                except NoReplicaLeft as error:
-                    logger.error("no hybrid replica woke, so the standalone ones generate alone: %s", error)
-            self._hybrid.spread(self._standalone.serving)
+            except (NoReplicaLeft, CannotRestart) as error:
+                logger.error("the trainer's accelerators are not lent any more: %s", error)
+                self._is_over = True
+                return False
             self._is_awake = True
-            self._scheduler.use_places(self._places + self._more, self._share)
+            self._use_places()
+            self._hybrid.spread(self._standalone.serving)
         self._woken_at = time.monotonic()
-        self._policy.wake_s.add(self._woken_at - began)
+        self._switches += 1
+        if self._hybrid.restarts == restarts:
+            self._policy.woke(self._woken_at - began)
+        return True
 
     def _call_back(self) -> None:
         began = time.monotonic()
         self._lent_s += began - self._woken_at
         with self._timeline.phase(SWITCH):
             self._is_awake = False
-            self._scheduler.use_places(self._places, 1.0)
+            self._use_places()
             self._hybrid.sleep()
         self._policy.sleep_s.add(time.monotonic() - began)
+
+    def _use_places(self) -> None:
+        live = self._standalone.live_replicas + (self._hybrid.live_replicas if self._is_awake else 0)
+        self._scheduler.use_places(self._at_each * live, live / self._at_first)

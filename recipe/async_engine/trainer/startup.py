@@ -23,6 +23,7 @@ import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.utils import update_prometheus_config
 
 from recipe.async_engine.actors.control import sign_of_life
 from recipe.async_engine.actors.replacement import Replacements, clear_replica
@@ -268,6 +269,10 @@ class Startup:
         self.hybrid.ranks_agree = self.config.actor_rollout_ref.actor.strategy != "megatron"
         budget = self.plan.settings.async_training.max_replica_restarts
         self.hybrid.restart_lost(lambda lost: replicas.start_again(lost, timeout_s), budget)
+        prometheus = self.config.actor_rollout_ref.rollout.prometheus
+        if prometheus.enable:
+            addresses = [*rollout.replicas.get_addresses(), *replicas.get_addresses()]
+            update_prometheus_config(prometheus, addresses, self.config.actor_rollout_ref.rollout.name)
         self.hybrid.pause()
         self.hybrid.release()
 

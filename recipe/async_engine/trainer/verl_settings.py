@@ -10,7 +10,7 @@ from recipe.async_engine.config.log_prob_servers import Proximal
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.config.rules import algorithm
 from recipe.async_engine.config.rules.names import OWN_ENGINES
-from recipe.async_engine.config.sections import SHARED, Timeouts, Weights
+from recipe.async_engine.config.sections import ELASTIC, SHARED, Timeouts, Weights
 from recipe.async_engine.trainer.log_probs.losses import BYPASS, CHOSEN, LOGLINEAR
 
 HYBRID_SHARE = "recipe_hybrid_gpu_memory_utilization"
@@ -24,6 +24,8 @@ def for_hybrid_replicas(config: Any) -> Any:
         rollout = config.actor_rollout_ref.rollout
         rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
         rollout.gpu_memory_utilization = rollout.custom[HYBRID_SHARE]
+        # Each launch of replicas writes the whole list of targets.
+        rollout.prometheus.enable = False
         rollout.checkpoint_engine.backend, rollout.checkpoint_engine.custom_backend_module = "naive", None
     return config
 
@@ -51,7 +53,8 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
             # This is verl's name for the transfer of weights between processes on the same accelerators.
             rollout.checkpoint_engine.backend = "naive"
         # The agent loops' client reads here whether an interrupted answer may continue under another version.
-        config.async_training.partial_rollout = plan.settings.weights.at_swap != "drain"
+        lends = plan.settings.async_training.placement == ELASTIC
+        config.async_training.partial_rollout = lends or plan.settings.weights.at_swap != "drain"
         _tell_tokenizer(rollout, config.actor_rollout_ref.model.get("tokenizer_path"))
         places = plan.engine_places // plan.rollout_replicas
         tell_servers(rollout, plan.settings.async_training.timeouts, plan.settings.weights, places)

@@ -27,12 +27,17 @@ from typing import Any
 
 from verl.workers.rollout.replica import RolloutReplica
 
-from recipe.async_engine.core.deadlines import PING_S
+from recipe.async_engine.actors.replacement import end_servers
+from recipe.async_engine.core.deadlines import PING_S, SERVERS_END_S
 from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, StagedVersion, WeightPublisher
 from recipe.async_engine.weights.replica_set import Action, ReplicaRecord
 from recipe.async_engine.weights.transfer_group import ChecksumMismatch
 
 logger = logging.getLogger(__name__)
+
+
+class CannotRestart(PublishFailed):
+    """A lost replica cannot be started again, so its trainer rank has no engine to which it could pass weights."""
 
 
 class HybridPublisher(WeightPublisher):
@@ -86,16 +91,20 @@ class HybridPublisher(WeightPublisher):
 
         Raises:
             NoReplicaLeft: no replica is alive.
-            PublishFailed: a lost replica could not be started again, or the weights did not arrive.
+            CannotRestart: a lost replica could not be started again.
+            PublishFailed: the weights did not arrive.
         """
         self.swap(self.stage(version))
         self.begin_generation()
 
     def sleep(self) -> None:
-        """Take the replicas out of routing, interrupt their requests, and free their memory."""
+        """Take the replicas out of routing, interrupt their requests, and free their memory, by force if need be."""
         asyncio.run(self.known.unroute([record for record in self.known.records if record.routed]))
         self.pause()
         self.release()
+        for record in (record for record in self.known.records if record.dead):
+            # It may be alive and late, and would keep the memory that the trainer needs.
+            end_servers(record.replica, SERVERS_END_S)
 
     def spread(self, servers: Sequence[Any]) -> None:
         """Have ``servers`` give back the requests that wait there without a token, so that other servers get them."""
@@ -125,7 +134,7 @@ class HybridPublisher(WeightPublisher):
         """Restart lost replicas. Nothing is staged: `swap` loads the weights in place, when the memory is free again.
 
         Raises:
-            PublishFailed: a lost replica could not be restarted, or the restart budget is used up.
+            CannotRestart: a lost replica could not be restarted, or the restart budget is used up.
         """
         cause = self.find_dead()
         for lost in self.take_lost():
@@ -134,7 +143,7 @@ class HybridPublisher(WeightPublisher):
 
     def _in_place_of(self, lost: RolloutReplica, cause: str) -> RolloutReplica:
         if self._restarts >= self._budget:
-            raise PublishFailed(
+            raise CannotRestart(
                 f"rollout replica {lost.replica_rank} died ({cause}) after {self._restarts} restarts, as many as "
                 f"async_training.max_replica_restarts={self._budget} allows"
             )
@@ -142,9 +151,9 @@ class HybridPublisher(WeightPublisher):
         logger.warning("rollout replica %d died and is started again: %s", lost.replica_rank, cause)
         try:
             return self._restart(lost)
-        except Exception as error:  # Any error that prevents the restart ends the run.
+        except Exception as error:  # any error prevents the restart
             what = f"rollout replica {lost.replica_rank} died ({cause}) and could not be started again"
-            raise PublishFailed(f"{what}: {error}") from error
+            raise CannotRestart(f"{what}: {error}") from error
 
     async def _swap(self, staged: StagedVersion) -> None:
         version = staged.version

@@ -147,13 +147,14 @@ class _Run:
 
     def _kept(self) -> tuple[Item, ...]:
         """Return the host copies of a rank's weights that exist if several steps are trained per published version."""
-        saves, scores = (self.context.get("trainer.save_freq") or -1) > 0, self.context.trainer_scores
+        saves = (self.context.get("trainer.save_freq") or -1) > 0
+        scores = self.context.trainer_scores or self.settings.async_training.placement == ELASTIC
         if self.settings.async_training.trigger_parameter_sync_step == 1 or not (saves or scores):
             return ()
         weights = self._ranks()[POLICY].weights
         return listed(
             Item("copy of the published weights", weights),
-            Item("copy of the trained weights, while log-probs are computed", weights) if scores else None,
+            Item("copy of the trained weights, while the published ones are in use", weights) if scores else None,
         )
 
     def _less_training(self) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ def engine(context: RuleContext) -> Iterator[Problem]:
 def _torchtitan(context: RuleContext) -> Iterator[Problem]:
     """Check torchtitan: verl has no critic on it, and cannot copy its weights (separation/engine_workers.py:118)."""
     setting, training = "async_training.trigger_parameter_sync_step", context.settings.async_training
-    keeps = context.trainer_scores or (context.get("trainer.save_freq") or -1) > 0
+    keeps = context.trainer_scores or training.placement == ELASTIC or (context.get("trainer.save_freq") or -1) > 0
     if context.get(f"{ACTOR}.strategy") == "torchtitan" and training.trigger_parameter_sync_step > 1 and keeps:
         advice = "verl keeps no copy of published weights with this engine, which scoring and checkpoints would need."
         yield context.problem(setting, f"1 with {ACTOR}.strategy=torchtitan", advice)
@@ -288,9 +288,14 @@ def resources(context: RuleContext) -> Iterator[Problem]:
     if shared and (nodes is None or per_node is None):
         return
     generation, size = rollout_accelerators(context.config, context.settings), replica_size(context.config)
-    if context.settings.async_training.placement == ELASTIC and nodes and per_node and nodes * per_node % size:
+    if context.settings.async_training.placement == ELASTIC and nodes and per_node:
         advice = "Hybrid replicas fill the trainer's accelerators; change their number or the parallel sizes."
-        yield context.problem("trainer.n_gpus_per_node", f"such that {nodes * per_node} divides by {size}", advice)
+        within = min(size, per_node)
+        if nodes * per_node % size:
+            yield context.problem("trainer.n_gpus_per_node", f"such that {nodes * per_node} divides by {size}", advice)
+        elif size % within or per_node % within:
+            allowed = f"a multiple or a divisor of a replica's {size} accelerators"
+            yield context.problem("trainer.n_gpus_per_node", allowed, advice)
     setting = "trainer.n_gpus_per_node" if shared else "rollout.n_gpus_per_node"
     if generation % size:
         advice = "A replica takes tensor x data x pipeline parallel size; change those or the number of accelerators."
