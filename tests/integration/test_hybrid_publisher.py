@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The publisher of shared accelerators: what happens between two generation turns, and in which order."""
+"""The publisher of hybrid replicas: what happens between two turns, or when they are lent, and in which order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.config.sections import Weights
 from recipe.async_engine.core.errors import EngineDied
-from recipe.async_engine.weights.hybrid_publisher import HybridPublisher
+from recipe.async_engine.weights.hybrid_publisher import CannotRestart, HybridPublisher
 from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed
 from recipe.async_engine.weights.transfer_group import ChecksumMismatch
 
@@ -49,6 +49,9 @@ class Engine:
 
     async def resume_generation(self) -> None:
         await self._do("open")
+
+    def give_back_waiting(self) -> None:
+        self.journal.append(("spread", self.replica_rank))
 
     def leave_routing(self) -> None:
         self.journal.append(("leave", self.replica_rank))
@@ -210,3 +213,34 @@ def test_a_replica_that_does_not_start_again_ends_the_run_with_both_causes() -> 
     turn.publisher.restart_lost(restart, budget=1)
     with pytest.raises(PublishFailed, match=r"replica 0 died .*could not be started again: no memory"):
         turn.publisher.publish(1)
+
+
+def test_engines_that_are_lent_are_in_routing_only_while_they_are_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = Turn()
+    ended: list[int] = []
+    monkeypatch.setattr(
+        "recipe.async_engine.weights.hybrid_publisher.end_servers",
+        lambda replica, timeout_s: ended.append(replica.replica_rank),
+    )
+    turn.publisher.wake(5)
+    assert turn.routed == ["server-0", "server-1"] and turn.publisher.is_awake
+    assert [event for event, _ in turn.journal] == ["load 5 naive", "load 5 naive", "open", "open"]
+    turn.journal.clear()
+    standalone = Engine(7, turn.journal)
+    turn.balancer._request_id_to_server["a conversation"] = "server-0"
+    turn.publisher.spread([standalone.server_handle])
+    assert turn.journal == [("spread", 7)]
+    assert not turn.balancer._request_id_to_server
+    turn.journal.clear()
+    turn.publisher.sleep()
+    assert turn.routed == [] and turn.publisher.live_replicas == 0 and not turn.publisher.is_awake
+    assert [event for event, _ in turn.journal] == ["refuse", "refuse", "sleep", "sleep"]
+    assert ended == []
+    # An engine that does not give its memory back is ended, because the trainer needs the memory.
+    turn.publisher.wake(6)
+    turn.engines[1].alive = False
+    turn.publisher.sleep()
+    assert ended == [1]
+    turn.publisher.restart_lost(lambda lost: Engine(lost.replica_rank, turn.journal), budget=0)
+    with pytest.raises(CannotRestart, match="max_replica_restarts=0"):
+        turn.publisher.wake(7)

@@ -614,6 +614,47 @@ def test_batch_timeout_says_what_runs_and_for_which_version(start: Any) -> None:
         scheduler.take_batch(0.02)
 
 
+def test_a_trainer_that_waits_decides_by_what_it_needs_and_by_what_waits_for_a_place(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=2), make_source(20), pool, slots=1))
+    pool.of(0).generate()
+    settled(scheduler)
+    seen = []
+
+    def decide() -> str | None:
+        demand, running, waiting = scheduler.demand()
+        seen.append((demand.ready, running, waiting))
+        return "take" if demand.may_take else "lend" if waiting and running < 2 else None
+
+    assert scheduler.wait_for(decide, SOON) == "lend"
+    assert seen[-1][:2] == (0, 1)
+    scheduler.use_places(2, 2.0)
+    pool.began(2)
+    settled(scheduler)
+    assert scheduler.manager.slots == 2
+    pool.of(0).finish()
+    pool.of(1).finish()
+    assert scheduler.wait_for(decide, SOON) == "take"
+    # What runs keeps its place when places go, and nothing begins until it has ended.
+    settled(scheduler)
+    scheduler.use_places(1, 1.0)
+    assert (scheduler.manager.slots, scheduler.manager.running) == (1, 2)
+    assert scheduler.places.spent > 0
+    assert scheduler.lending.group_place_s.value is not None
+    assert train(scheduler) == [0, 1]
+
+
+def test_a_trainer_that_waits_at_the_end_of_the_data_decides_nothing_and_is_late_with_its_own_error(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=2), make_source(2), pool, slots=1, retries=0, failures=9))
+    pool.began(1)
+    with pytest.raises(RolloutFailed, match=r"timeouts\.batch_wait"):
+        scheduler.wait_for(lambda: None, 0.05)
+    pool.of(0).fail(TrajectoryFailed("odd"))
+    assert scheduler.wait_for(lambda: None, SOON) is None
+    assert scheduler.wait_for(lambda: "lend", SOON) is None
+
+
 @pytest.mark.parametrize(("prompts", "target", "trained"), [(5, None, [[0, 1], [2, 3]]), (20, 4, [[0, 1], [2, 3]])])
 def test_no_batch_is_left_at_the_end_of_the_data_and_at_the_target(
     start: Any, prompts: int, target: int | None, trained: list[list[int]]
