@@ -49,7 +49,7 @@ def holds(worker: ActorWorker, value: float) -> bool:
 
 
 def published(worker: ActorWorker, **changes: object) -> PublishedWeights:
-    plan = SimpleNamespace(**({"batches_per_version": 4, "proximal": Proximal.BYPASS} | changes))
+    plan = SimpleNamespace(**({"batches_per_version": 4, "proximal": Proximal.BYPASS, "hybrid_replicas": 0} | changes))
     return PublishedWeights(worker, plan, saves=bool(changes.get("saves", True)))
 
 
@@ -144,6 +144,8 @@ def test_copies_are_the_weights_as_published_also_from_disk_and_an_absent_one_is
         ({"proximal": Proximal.SERVER, "saves": False}, True),
         ({"proximal": Proximal.LOGLINEAR, "saves": False}, False),
         ({"proximal": Proximal.BYPASS, "saves": True}, True),
+        ({"hybrid_replicas": 1, "saves": False}, True),
+        ({"batches_per_version": 1, "hybrid_replicas": 1}, False),
     ],
 )
 def test_memory_is_taken_only_where_the_trainer_may_compute_or_a_checkpoint_may_need_them(
