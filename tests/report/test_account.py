@@ -31,6 +31,7 @@ from recipe.report.event_context import PHASES
 
 APART = Devices({TRAINER: 2, ROLLOUT: 1, LOG_PROBS: 1})
 SHARED = Devices({TRAINER: 2, ROLLOUT: 1}, shared=True)
+LENT = Devices({TRAINER: 1, ROLLOUT: 1}, hybrid=1)
 ENGINE, OTHER = f"{ROLLOUT} 0", f"{ROLLOUT} 1"
 
 
@@ -100,7 +101,7 @@ def test_a_lent_accelerator_is_the_trainers_and_its_replicas_in_turn() -> None:
         *lane(ENGINE, (Class.WAIT_OTHER_SIDE, 0, 3), (Class.DECODING, 3, 5), (Class.WAIT_OTHER_SIDE, 5, 10)),
         *lane(OTHER, (Class.DECODING, 1, 10)),
     ]
-    account = close(events, Devices({TRAINER: 1, ROLLOUT: 1}, hybrid=1), 10.0)
+    account = close(events, LENT, 10.0)
     assert account.closes
     assert account.devices.keys() == {ENGINE, OTHER}
     assert seconds(account, ENGINE) == {
@@ -340,16 +341,15 @@ def tiling(name: str, whats: list[str], lengths: list[float], begin: float) -> l
     return events
 
 
-@given(LENGTHS, LENGTHS, LENGTHS, st.floats(0, 20), st.booleans(), st.randoms())
+@given(LENGTHS, LENGTHS, LENGTHS, st.floats(0, 20), st.sampled_from([APART, SHARED, LENT]), st.randoms())
 def test_the_sums_close_whatever_the_lanes_did(
     trained: list[float],
     scheduled: list[float],
     engines: list[float],
     begin: float,
-    shared: bool,
+    devices: Devices,
     random: object,
 ) -> None:
-    devices = SHARED if shared else APART
     engine_does = [EMPTY, Class.DECODING, Class.WAIT_WEIGHTS, EMPTY, Class.VALIDATING, Class.WAIT_OTHER_SIDE]
     events = [
         *tiling(TRAINER, list(PHASES), trained, begin),
