@@ -55,6 +55,7 @@ COLORS: Mapping[Class, str] = {
     Class.WAIT_VALIDATION: "#3182bd",
     Class.WAIT_CHECKPOINT: "#636363",
     Class.WAIT_OTHER_SIDE: "#e7ba52",
+    Class.WAIT_SWITCH: "#bd9e39",
     Class.WAIT_END: "#bdbdbd",
     Class.IDLE_PLACES: "#dadaeb",
     Class.START_UP: "#969696",

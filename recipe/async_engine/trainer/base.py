@@ -89,7 +89,9 @@ class AsyncPPOTrainer(SavedRun):
         derive_verl_settings(config, self.plan)
         self.timeline = Timeline(time.monotonic, self.plan.engine_places)
         if self.plan.hybrid_replicas:
-            self.actor_worker, self.actor_role = HybridActorWorker, "actor_rollout"
+            self.actor_role = "actor_rollout"
+            if not issubclass(self.actor_worker, HybridActorWorker):
+                self.actor_worker = HybridActorWorker
         workers = self.actor_worker, self.actor_role, self.timeline.phase, self._updated
         self.stages = VerlTrainer(config, tokenizer, processor, data, *workers)
         self.timeouts = self.plan.settings.async_training.timeouts
