@@ -69,6 +69,11 @@ def separate(context: RuleContext) -> bool:
     return not shared(context)
 
 
+def apart(context: RuleContext) -> bool:
+    """Return whether no replica is on the trainer's accelerators."""
+    return context.settings.async_training.placement == "separate"
+
+
 def by_flag(context: RuleContext) -> bool:
     """Return whether stock verl's main runs, with a mode of this package chosen by ``trainer.v1.trainer_mode``."""
     return str(context.get(f"{V1}.trainer_mode", "")).startswith("recipe_")
@@ -221,7 +226,7 @@ TABLE: tuple[Verdict, ...] = (
     *_none(
         "replicas keep their memory, since nothing else uses their accelerators",
         "ROLLOUT.free_cache_engine",
-        here=lambda context: context.settings.async_training.placement == "separate",
+        here=apart,
         quiet=(False,),
     ),
     *_none("rollout replicas validate, with the same scores", "TRAINING.use_trainer_do_validate"),
@@ -248,11 +253,7 @@ TABLE: tuple[Verdict, ...] = (
     # Settings that nothing in verl reads.
     *_none(UNREAD, "ACTOR.use_rollout_log_probs", quiet=(True, False)),
     *_none(UNREAD, "data.return_raw_chat", quiet=(True,)),
-    *_none(
-        UNREAD,
-        "ROLLOUT.layered_summon",
-        here=lambda context: context.settings.async_training.placement == "separate",
-    ),
+    *_none(UNREAD, "ROLLOUT.layered_summon", here=apart),
     *_none(
         UNREAD,
         """ROLLOUT.{do_sample,over_sample_rate,multi_stage_wake_up,skip,engine_kwargs.sglang,engine_kwargs.trtllm}

@@ -183,9 +183,9 @@ class RolloutScheduler:
         """
         with self._changed:
             try:
-                batch = self._wait_for_batch(timeout_s)
+                may_take = self.wait_for(lambda: self.ledger.may_take() or None, timeout_s)
+                batch = [self._runs[group.id] for group in self.ledger.take()] if may_take else None
             finally:
-                self._books.set(waiting=False)
                 if self._settings.turns:
                     self._books.end_turn(self.manager.close_turn())
                 self._account()
@@ -209,6 +209,7 @@ class RolloutScheduler:
 
         def decided() -> bool:
             nonlocal found
+            found = None
             try:
                 if self._error is not None or self._ending or self._over():
                     return True
@@ -221,9 +222,11 @@ class RolloutScheduler:
         with self._changed:
             self._books.set(waiting=True)
             self._account()
-            in_time = self._changed.wait_until(decided, time.monotonic() + timeout_s)
-            self._books.set(waiting=False)
-            self._account()
+            try:
+                in_time = self._changed.wait_until(decided, time.monotonic() + timeout_s)
+            finally:
+                self._books.set(waiting=False)
+                self._account()
             self._raise_error()
             if not in_time and not self.ledger.may_take():
                 raise RolloutFailed(self._diagnosis(timeout_s))
@@ -256,28 +259,6 @@ class RolloutScheduler:
         )
         new = ledger.most_live - counts.live if ledger.can_issue() and self._prompts.left else 0
         return demand, manager.running, manager.pending + max(0, new) * n
-
-    def _wait_for_batch(self, timeout_s: float) -> list[GroupRun] | None:
-        if not self._batch_is_decided():
-            self._books.set(waiting=True)
-            self._account()
-        in_time = self._changed.wait_until(self._batch_is_decided, time.monotonic() + timeout_s)
-        self._raise_error()
-        if self._ending:
-            return None
-        if self.ledger.may_take():
-            return [self._runs[group.id] for group in self.ledger.take()]
-        if not in_time:
-            raise RolloutFailed(self._diagnosis(timeout_s))
-        return None
-
-    def _batch_is_decided(self) -> bool:
-        """Return whether a batch may be taken or no further batch will come. Any thread may call this."""
-        try:
-            return self._error is not None or self._ending or self.ledger.may_take() or self._over()
-        except RecipeError as error:  # the admission policy may raise this
-            self._error = error
-            return True
 
     def end_turn(self, timeout_s: float) -> Future[TokenAccount]:
         """Have every worker hold its trajectories' requests from now on.

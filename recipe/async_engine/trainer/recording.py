@@ -117,8 +117,12 @@ class Recording:
     ) -> None:
         self._devices, self._parts, self._clock = devices, parts, clock
         self._began = clock()
-        about = {"accelerators": dict(devices.accelerators), "shared": devices.shared, "hybrid": devices.hybrid}
-        about["began"] = time.time()
+        about = {
+            "accelerators": dict(devices.accelerators),
+            "shared": devices.shared,
+            "hybrid": devices.hybrid,
+            "began": time.time(),
+        }
         self._file = EventFile(folder, {**header, **about})
         self._lanes: dict[str, Lane] = {}
         self._told: deque[Event] = deque()
