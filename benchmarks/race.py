@@ -63,13 +63,13 @@ STALENESS = ("fully_async/staleness/oldest_token_max", "training/off_policy/traj
 def cell(name: str, setting: str, task_name: str, folder: Path) -> dict[str, Any]:
     """Run a side once and evaluate what its devices did."""
     task, side = TASKS[task_name], SIDES[name]
-    devices = DEVICES if side.shared else DEVICES // 2
+    training = DEVICES if side.shared else side.training
     paths = ensure_task(folder / task.lengths, TaskSettings(lengths=task.lengths))
     with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         record = Path(out) / "devices"
         emulation = Emulation(
-            replica_devices=devices,
-            trainer_devices=devices,
+            replica_devices=DEVICES if side.shared else DEVICES - training,
+            trainer_devices=training,
             shared=side.shared or side.lends,
             token_scale=TOKEN_SCALE,
             time_scale=task.time_scale,
@@ -106,7 +106,8 @@ def settings_of(name: str, setting: str, task: Task, steps: int, out: Path) -> l
     """Return the settings of a side: preset, agent loop and overrides."""
     loops = out / "agent_loops.yaml"
     # Stock's fully_async asks for verl's own agent loop by name, whatever is configured.
-    loops.write_text("".join(f"- name: {loop}\n  _target_: {task.loop}\n" for loop in ("race", "single_turn_agent")))
+    target = f"{task.loop}\n  prompts: {steps * BATCH}" if task.loop.endswith("GrowingLengthLoop") else task.loop
+    loops.write_text("".join(f"- name: {loop}\n  _target_: {target}\n" for loop in ("race", "single_turn_agent")))
     return [own_preset(task, name), *common(task, steps, loops), *overrides(name, setting, task)]
 
 

@@ -2,8 +2,8 @@
 """The sides of the race and their overrides: stock verl's synchronous and asynchronous trainers, and this package's
 modes.
 
-Each side has `DEVICES` accelerators. With separate placement the trainer has half of them and one replica the other
-half; with shared placement both have all of them in turns. Everything else is the same preset, task and agent loop.
+Each side has `DEVICES` accelerators. With separate placement the trainer has half of them, or as many as the side's
+name says, and one replica the others; with shared placement both have all of them in turns. Everything else is the same preset, task and agent loop.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ TASKS: Mapping[str, Task] = {
     "uniform": Task("tiny_cpu", "fixed_lengths.FixedLengthLoop", steps=18, skip=4, time_scale=0.16),
     "long_tail": Task("tiny_cpu_long_tail", "fixed_lengths.FixedLengthLoop", steps=26, skip=6, time_scale=0.08),
     "tools": Task("tiny_cpu", "race_loops.ToolLoop", steps=18, skip=4, time_scale=0.16),
+    "growing": Task("tiny_cpu", "fixed_lengths.GrowingLengthLoop", steps=24, skip=2, time_scale=0.24),
     "slow_rewards": Task("tiny_cpu", "fixed_lengths.FixedLengthLoop", steps=18, skip=4, time_scale=0.16, reward_s=2.0),
 }
 
@@ -91,6 +92,8 @@ class Side:
     settings: tuple[str, ...]
     own: tuple[str, ...] = ()
     lends: bool = False
+    training: int = DEVICES // 2
+    """The trainer's number of accelerators, if placement is separate."""
 
 
 V1 = "verl.trainer.main_ppo"
@@ -107,6 +110,10 @@ SIDES: Mapping[str, Side] = {
     "stock synchronous": Side(V1, False, True, ("threshold 1",), ("trainer.v1.trainer_mode=sync",)),
     "fully_async": Side("recipe.fully_async.main", True, False, OURS),
     "elastic": Side("recipe.fully_async.main", True, False, BOTH, (f"{ASYNC}.placement=elastic",), lends=True),
+    **{
+        f"fully_async, {training} train": Side("recipe.fully_async.main", True, False, BOTH, training=training)
+        for training in (2, 3, 5, 6)
+    },
     "one_step_off": Side("recipe.one_step_off.main", True, False, ("threshold 1",)),
     "partial_rollout": Side("recipe.partial_rollout.main", True, True, IN_TURNS),
 }
@@ -140,7 +147,7 @@ def overrides(name: str, setting: str, task: Task) -> list[str]:
     side, asked = SIDES[name], SETTINGS[setting]
     found = [*side.own, *([] if side.shared else APART)]
     depth = [f"{ASYNC}.staleness_threshold={asked.threshold}", f"{ASYNC}.trigger_parameter_sync_step={asked.batches}"]
-    if name in ("fully_async", "elastic", "stock fully_async"):
+    if name == "stock fully_async" or side.main == "recipe.fully_async.main":
         found += [*depth, f"rollout.total_rollout_steps={task.steps * BATCH}"]
     if name == "partial_rollout" and setting != "defaults":
         found += [depth[0]]
