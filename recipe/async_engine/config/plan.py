@@ -29,14 +29,14 @@ class RunPlan:
     max_staleness: int  # S: the hard staleness bound in versions
     pipeline_depth: float  # how far generation runs ahead, in versions; at most S
     trainer_ranks: int  # processes of the training engine
-    rollout_replicas: int  # with `placement=elastic`, without the hybrid ones
-    hybrid_replicas: int  # replicas on the trainer's accelerators
+    rollout_replicas: int  # if some replicas are hybrid, only the others
+    hybrid_replicas: int  # replicas that use the trainer's accelerators while it waits
     # Greatest number of steps; filtered and failed groups lower it. 0 until the number of data rows is known.
     total_steps: int
     total_groups: int | None  # greatest number of prompt groups issued; None if only `total_steps` limits it
     max_concurrent_trajectories: int  # trajectories at the engines at the same time, over all replicas
     max_trajectories_with_tools: int  # trajectories in progress at once if some of them wait for tools
-    engine_places: int  # sequence slots (max_num_seqs) of all engines; further trajectories queue there
+    engine_places: int  # sequence slots (max_num_seqs) of all engines; further trajectories queue
     proximal: Proximal  # source of the proximal log-probs
     settings: Settings
 
@@ -54,7 +54,7 @@ def adapter_rank(config: Mapping[str, Any]) -> int:
 
 
 def has_adapter(config: Mapping[str, Any]) -> bool:
-    """Return whether verl trains LoRA adapters; their base model is the reference policy (ppo/ray_trainer.py:360)."""
+    """Return whether verl trains LoRA adapters; then the base model is the reference (ppo/ray_trainer.py:360)."""
     return adapter_rank(config) > 0 or lookup(config, f"{MODEL}.lora_adapter_path") is not None
 
 
@@ -72,9 +72,9 @@ def has_reference(config: Mapping[str, Any]) -> bool:
 def staleness_bound(training: AsyncTraining) -> int:
     """Return S, the hard bound in versions.
 
-    By default the bound leaves room for answers that take several versions to generate; the usual age of samples is
-    decided by `staleness_threshold`. If the bound were equal to that threshold, training would wait for the slowest
-    answer of each batch. Stock verl does not wait for it, since its threshold counts samples.
+    The default leaves room for answers that take several versions to generate, while `staleness_threshold` decides the
+    usual age of samples. If both were equal, training would wait for the slowest answer of each batch; stock verl does
+    not wait, since its threshold counts samples.
     """
     if training.max_staleness is not None:
         return training.max_staleness
@@ -131,11 +131,11 @@ arrive a step or two later.
 TOOLS_FACTOR = 4
 """Factor by which trajectories in progress may exceed those at the engines while some wait for tools.
 
-It applies only if `concurrent_samples_per_replica` is null."""
+The factor applies only if `concurrent_samples_per_replica` is null."""
 
 
 def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Return the number of trajectories that one replica has at the same time, at least one whole group."""
+    """Return the number of trajectories that one replica works on at once, at least one whole group."""
     answers = int(lookup(config, "actor_rollout_ref.rollout.n"))
     groups = training.concurrent_samples_per_replica
     if groups is not None:
@@ -156,7 +156,7 @@ def rehearses(config: Mapping[str, Any], training: AsyncTraining) -> bool:
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
-    """Return the number of prompts per epoch; as in verl, whole batches leave out an incomplete last batch."""
+    """Return the number of prompts per epoch; whole batches leave out an incomplete last batch, as in verl."""
     return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows
 
 

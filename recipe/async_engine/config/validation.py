@@ -65,13 +65,13 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
 
 
 class Judge(Protocol):
-    """A further check of configurations that a main can add to the rules, such as `recipe.plan.memory.estimate`."""
+    """A check that an entry point adds to the rules, such as `recipe.plan.memory.estimate`."""
 
     def problems(self, context: RuleContext) -> Iterable[Problem]:
-        """Return the problems for which the run is refused."""
+        """Return the problems because of which the run is refused."""
 
     def warnings(self, context: RuleContext) -> Iterable[str]:
-        """Return the texts of warnings, for which the run is not refused."""
+        """Return the warnings, despite which the run may start."""
 
 
 WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
@@ -120,9 +120,8 @@ def judge(
     Args:
         config: the composed configuration as a plain, resolved mapping.
         available: the accelerators and CPUs for the run, if known.
-        files: what was found at the paths that the configuration names.
+        files: facts about the paths that the configuration names.
         dataset_rows: number of prompts in the training data; if None, the result of `training_rows`.
-        judges: further checks.
     """
     config, problems = well_formed(migrated(config))
     settings, own = read_settings(config)

@@ -2,10 +2,10 @@
 """The expected types of verl's settings, derived from their default values in verl's own configuration.
 
 Contract: verl's own types accept any value for most settings, so text in place of a number fails only in the first
-update. `well_formed` reports every setting whose value is of another type than verl's default (number, bool, list,
-section, text) or outside of what `LIMITED` allows. In the configuration that it returns, each such setting is null, or
-an empty section, so that all rules can still be applied. null is accepted unless the setting is a parallel size or in
-`NEEDED`. The types of this package's own settings are in `sections`. Shown by tests/integration/test_config_fuzz.py.
+update. `well_formed` reports every setting whose value has another type than verl's default (number, bool, list,
+section, text) or is not allowed by `LIMITED`. In the returned configuration, each such setting is null, or an empty
+section, so that all rules can still be applied. A setting may be null if it is no parallel size and not in `NEEDED`.
+The types of this package's own settings are in `sections`. Shown by tests/integration/test_config_fuzz.py.
 """
 
 import contextlib
@@ -172,7 +172,7 @@ def verls_own(model_engine: str = "dp") -> Mapping[str, Any]:
 
 @functools.lru_cache
 def expected(model_engine: str = "dp") -> Mapping[str, Expected]:
-    """Return the accepted values by setting, outer sections first."""
+    """Return what each setting accepts, by the setting's name; outer sections come first."""
     found = {**dict(_kinds(verls_own(model_engine))), **ADDED, **NEEDED}
     return dict(sorted(found.items(), key=lambda item: item[0].count(".")))
 
@@ -240,7 +240,7 @@ def _too_deep(node: Any, above: str = "", level: int = 0) -> Iterator[str]:
 
 
 def _replace(config: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set the value at a path, after copying the mappings on it so that the caller's stay unchanged."""
+    """Set the value at a path; the mappings along the path are copied first, so that the caller's stay unchanged."""
     *parents, last = path
     node = config
     for parent in parents:

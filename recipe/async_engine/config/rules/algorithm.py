@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for advantages, losses and corrections.
 
-verl's functions that the rules accept run on a batch of this package, and those that they refuse fail:
-tests/integration/test_algorithms.py calls each function with the columns of such a batch.
+Each function of verl that the rules accept works on a batch of this package, and each that they refuse fails:
+tests/integration/test_algorithms.py calls all of them with the columns of such a batch.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ REJECTIONS = (
     *(f"seq_{over}_k{number}" for over in ("sum", "mean") for number in (1, 2, 3)),
     *("seq_max_k2", "seq_max_k3"),
 )
-# Losses with a ratio to the proximal policy. If the behaviour policy is proximal, the ratio is the importance weight.
+# Losses with a ratio to the proximal policy, which is the importance weight if that is the behaviour policy.
 RATIO_LOSSES = ("vanilla", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "geo_mean", "gspo", "kl_cov", "sapo")
 # Both are names of verl's PPO loss.
 PPO = ("vanilla", "bypass_mode")
@@ -92,7 +92,7 @@ def _group_filter(context: RuleContext) -> Iterator[Problem]:
 
 
 def _token_baseline(context: RuleContext, estimator: str) -> Iterator[Problem]:
-    """Check token baselines, which need each token's whole distribution: only the trainer's forward pass has it."""
+    """Check token baselines, which need each token's full distribution from the trainer's forward pass."""
     if not context.get(f"{ACTOR}.calculate_sum_pi_squared"):
         allowed = f"true with algorithm.adv_estimator={estimator}"
         yield context.problem(f"{ACTOR}.calculate_sum_pi_squared", allowed, "Set it, or choose another estimator.")
@@ -121,7 +121,7 @@ def losses(context: RuleContext) -> Iterator[Problem]:
 
 
 def correction(context: RuleContext) -> Iterator[Problem]:
-    """Check off-policy corrections, whose faults verl would report only at the first batch or update."""
+    """Check the off-policy correction; verl itself would fail only at the first batch or update."""
     section = "algorithm.rollout_correction"
     yield from _in_loss(context, section)
     rejection = context.get(f"{section}.rollout_rs")
@@ -156,7 +156,7 @@ def _in_loss(context: RuleContext, section: str) -> Iterator[Problem]:
 
 
 def without_effect(context: RuleContext) -> Iterator[str]:
-    """Warn if importance weights have no effect: with log-probs by bypass, verl's PPO loss only reports them."""
+    """Warn of importance weights that verl's PPO loss only reports, as it does with log-probs by bypass."""
     section = "algorithm.rollout_correction"
     level = context.get(f"{section}.rollout_is")
     if proximal_source(context.config, context.settings) is not Proximal.BYPASS or not level:

@@ -27,7 +27,6 @@ class RuleContext:
     files: Sequence[FileFact]
 
     def get(self, setting: str, default: Any = None) -> Any:
-        """Return the value of a setting."""
         return lookup(self.config, setting, default)
 
     def problem(self, setting: str, allowed: str, advice: str) -> Problem:
@@ -71,7 +70,7 @@ class RuleContext:
 
     @property
     def trainer_scores(self) -> bool:
-        """Whether the trainer computes log-probs, at least where log-prob servers fail to answer."""
+        """Whether the trainer computes log-probs, always or when log-prob servers fail to answer."""
         return proximal_source(self.config, self.settings) in (Proximal.RECOMPUTE, Proximal.SERVER)
 
     @property
@@ -97,5 +96,4 @@ class RuleContext:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the run asks for the CPU platform."""
         return bool(self.get("trainer.device") == "cpu")

@@ -18,8 +18,8 @@ from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 AT_SWAP = "async_training.weights.at_swap"
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
-# Model families whose experts have different names in Transformers' model than in a checkpoint. verl's FSDP engines
-# send the former names, and vLLM expects the latter.
+# Model families whose experts have one name in Transformers' model, which verl's FSDP engines send, and another in a
+# checkpoint, which vLLM expects.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 STRATEGIES = {
     "dp": ("fsdp", "fsdp2"),
@@ -107,7 +107,7 @@ def _relays(context: RuleContext) -> Iterator[Problem]:
 
 
 def _stageable(context: RuleContext) -> Iterator[Problem]:
-    """Refuse model settings with which weights can only be loaded in place, if weights are to be staged."""
+    """Refuse to stage weights with model settings that allow only loading in place."""
     for setting in (f"{ROLLOUT}.quantization", "actor_rollout_ref.model.mtp.enable_rollout"):
         if context.get(setting):
             advice = "Its weights can only be loaded in place: set async_training.weights.staging=none, or remove it."
@@ -133,7 +133,7 @@ def engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def _torchtitan(context: RuleContext) -> Iterator[Problem]:
-    """Check torchtitan: verl has no critic on it, and cannot copy its weights (separation/engine_workers.py:118)."""
+    """Check torchtitan, for which verl has no critic and no copy of weights (separation/engine_workers.py:118)."""
     setting, training = "async_training.trigger_parameter_sync_step", context.settings.async_training
     keeps = context.trainer_scores or training.placement == ELASTIC or (context.get("trainer.save_freq") or -1) > 0
     if context.get(f"{ACTOR}.strategy") == "torchtitan" and training.trigger_parameter_sync_step > 1 and keeps:

@@ -31,7 +31,7 @@ SERVERS, PARALLEL, REFERENCE = "model_engine_server", "model_parallel_size", "ac
 
 
 def ranks(context: RuleContext) -> Iterator[Problem]:
-    """Check `fsdp_size` of every engine, and the parallel sizes of critic and servers; `division` has the actor's."""
+    """Check each engine's `fsdp_size`, and the parallel sizes of critic and servers (`division`: the actor's)."""
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     if nodes is not None and per_node is not None:
         trainer = nodes * per_node

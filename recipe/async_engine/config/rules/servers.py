@@ -75,7 +75,7 @@ def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
 
 
 def _reference(context: RuleContext) -> Iterator[Problem]:
-    """Check that servers of the reference policy, if configured, would be used."""
+    """Check that log-prob servers of the reference policy, if configured, would be used."""
     servers, setting = context.settings.servers, f"{SERVERS}.reference_replicas"
     if servers.reference_replicas == 0:
         return
