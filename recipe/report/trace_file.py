@@ -2,10 +2,9 @@
 """Writes a trace in Perfetto's format incrementally: groups of tracks, slices, counters and flows.
 
 Contract: memory use does not grow with the trace. Slices on one track must be disjoint or nested; :class:`Slots`
-distributes overlapping slices over several tracks. Times are seconds of the run's clock, whose zero the trace relates
-to UTC. Perfetto connects slices with the same flow id by arrows, in order of time.
-
-Format: https://perfetto.dev/docs/reference/trace-packet-proto. Shown by tests/integration/test_trace.py.
+distributes overlapping slices over several tracks. Times are seconds of the run's clock; the trace contains the UTC
+time of its zero. Perfetto connects slices with the same flow id by arrows, in order of time. Format:
+https://perfetto.dev/docs/reference/trace-packet-proto. Shown by tests/integration/test_trace.py.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class TraceFile:
         self._builder.write_packet(packet)
 
     def group(self, name: str, parent: int | None = None) -> int:
-        """Create a group of tracks, shown in order of creation; return its number, which :meth:`track` takes.
+        """Create a group whose tracks are shown in order of creation; return its number for :meth:`track`.
 
-        Perfetto's page sorts groups without a parent by name, and processes by their number of slices.
+        Perfetto's page sorts groups without a parent by name; it would sort processes by their number of slices.
         """
         return self._described(name, parent, child_ordering=TrackDescriptor.EXPLICIT)
 
@@ -61,7 +60,7 @@ class TraceFile:
         flows: Iterable[int] = (),
         kind: int = TrackEvent.TYPE_SLICE_BEGIN,
     ) -> None:
-        """Begin a slice, or write an event of another ``kind``; values that are None are left out."""
+        """Begin a slice, or write an event of another ``kind``; None in ``values`` is left out."""
         packet, event = self._event(track, at, kind)
         event.name = name
         event.categories.append(category)
@@ -124,10 +123,7 @@ class TraceFile:
 
 @dataclass
 class Slots:
-    """Tracks for overlapping slices: each slice goes to the first track that is free at its start.
-
-    Slices must be added in order of start.
-    """
+    """Tracks for overlapping slices, which must come in order of start; each goes to the first free track."""
 
     file: TraceFile
     group: int
