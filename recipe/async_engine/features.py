@@ -9,7 +9,7 @@ verl loads `recipe.async_engine.plugin`, which installs the requested features. 
   DEBUG and continue (verl/__init__.py:71-74), and the run would fail later in unrelated code.
 - Installing twice is harmless, since both the entry point and VERL_USE_EXTERNAL_MODULES may load the plugin.
 
-The mains of this package call `check_loaded`, which refuses to start a run whose workers would not load the plugin.
+This package's commands call `check_loaded`, which refuses to start a run whose workers would not load the plugin.
 """
 
 from __future__ import annotations

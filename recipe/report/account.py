@@ -4,11 +4,11 @@
 Contract: each second of a device (the trainer, an engine or a server) belongs to exactly one class, such as training,
 decoding or waiting for a batch. Time before a device's first event is start-up. Later time that its events do not cover
 is `Class.NOT_KNOWN` and is never added to another class. Idle time of an engine or of a sequence slot is classified by
-the scheduler's reason for starting no more trajectories, or by what the unfinished trajectories do, such as tools. The
-trainer's wait for a batch is classified separately if only rewards or only log-prob servers hold up the run. If trainer
-and engine share accelerators, a second belongs to the engine while the trainer waits or validates, and to the trainer
-otherwise. :attr:`Account.closes` is False if the seconds of a device do not add up to its total time, or if the counts
-of sampled tokens disagree. Shown by tests/report/test_account.py and, with real runs, tests/accounts.py.
+the scheduler's reason for starting no more trajectories, or by what the unfinished trajectories do (tools, for
+example). The trainer's wait for a batch is classified separately if only rewards or only log-prob servers hold up the
+run. If trainer and engine share accelerators, a second belongs to the engine while the trainer waits or validates, and
+to the trainer otherwise. :attr:`Account.closes` is False if the seconds of a device do not add up to its total time, or
+if the counts of sampled tokens disagree. Shown by tests/report/test_account.py and, with real runs, tests/accounts.py.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[
 
 
 def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Class, float]]:
-    """Return, for each class in which trainer and engines wait for each other, what the awaited one did meanwhile.
+    """Return the time that trainer and engines waited for each other, split by what the awaited component did then.
 
     The trainer's accelerator-seconds in `Class.WAIT_BATCH` are split by the engines' classes at the time, as the mean
     over engines; the engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL` by the trainer's class.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice on the greatest losses of accelerator time in a run, and on the settings to change.
+"""Gives advice on the greatest losses of accelerator time in a run, and on the settings to change.
 
 Contract: advice is a pure function of the run's time account (accelerator-seconds by class, such as decoding or waiting
 for a batch). If the trainer waits for the engines or the engines for the trainer, the time is charged to what the
@@ -86,7 +86,7 @@ class Facts:
     speeds: Mapping[str, float] = field(default_factory=dict)
 
     def share(self, side: str, what: Class) -> float:
-        """Return the share of a class in the running time of one ``side``: trainer, engines or log-prob servers."""
+        """Return the share of a class in the time, without start-up, of one ``side``: trainer, engines or servers."""
         return _shares(sides(self.account).get(side, {})).get(what, 0.0)
 
     @property
@@ -222,7 +222,7 @@ def _batch(facts: Facts) -> Said:
 
 
 def _slots(facts: Facts) -> tuple[int | None, int, int]:
-    """Return the groups per replica (None if not set), and the numbers of used and of all sequence slots."""
+    """Return the prompt groups per replica (None if not set), the used sequence slots and all sequence slots."""
     settings = facts.settings
     places = int(settings.get("engine_places", 0))
     room = int(settings.get("max_num_seqs") or 0) * int(settings.get("rollout_replicas", 1))

@@ -73,7 +73,7 @@ KNOWN = frozenset(Class)
 
 
 class Track:
-    """A value over time that is constant between ``changes``, and None before the first of them."""
+    """A value that changes only at given times; before the first change it is None."""
 
     def __init__(self, changes: Mapping[float, str | None]) -> None:
         self._times = sorted(changes)
@@ -94,7 +94,7 @@ Part = tuple[float, float, Class]
 
 
 class Context(NamedTuple):
-    """The activities of a run over time.
+    """The activities of a run over time, each as a `Track`.
 
     Attributes:
         phases: phase of the trainer.
@@ -193,7 +193,7 @@ def _one_at_a_time(events: Iterable[Event]) -> Track:
 
 
 def _any_of(events: Iterable[Event], values: Callable[[Event], Iterable[str]]) -> Track:
-    """Return a `Track` with the ``values`` of all events at each time, which may overlap, joined by "+"."""
+    """Return a `Track` with the ``values`` of all events at each time, joined by "+"; the events may overlap."""
     steps = [
         (time, by, name)
         for event in events

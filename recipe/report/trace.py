@@ -221,7 +221,7 @@ def _rows(table: pa.Table) -> Iterator[Event]:
 
 
 def _batches(run: Run) -> list[Batch]:
-    """Return the trainer's batches: each has token counts of equal time, and the groups that end before the next."""
+    """Return the trainer's batches: the token counts of one time, with the groups that end until the next counts."""
     counts = sorted(events_of(run.tokens), key=lambda event: event.start)
     moments = [list(rows) for _, rows in groupby(counts, key=lambda event: event.start)]
     trained = sorted(_rows(about(run.groups, "trained")), key=lambda event: event.end)

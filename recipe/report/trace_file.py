@@ -60,7 +60,7 @@ class TraceFile:
         flows: Iterable[int] = (),
         kind: int = TrackEvent.TYPE_SLICE_BEGIN,
     ) -> None:
-        """Begin a slice, or write an event of another ``kind``; None in ``values`` is left out."""
+        """Begin a slice, or write an event of another ``kind``; entries of ``values`` that are None are left out."""
         packet, event = self._event(track, at, kind)
         event.name = name
         event.categories.append(category)
@@ -123,7 +123,7 @@ class TraceFile:
 
 @dataclass
 class Slots:
-    """Tracks for overlapping slices, which must come in order of start; each goes to the first free track."""
+    """Provides tracks for overlapping slices, added in order of start: each slice gets the first free track."""
 
     file: TraceFile
     group: int

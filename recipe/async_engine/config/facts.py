@@ -27,7 +27,7 @@ class Resources:
     # Number of accelerators if known; on the CPU platform, Ray's logical count.
     accelerators: int | None
     device_bytes: int | None = None  # bytes of memory of the smallest accelerator, if known
-    nodes: tuple[NodeRoom, ...] = ()  # one for each node, if known
+    nodes: tuple[NodeRoom, ...] = ()  # accelerators and CPUs of each node, if known
     absent: frozenset[str] = frozenset()  # modules of `packages.MODULES` that are not installed
 
     @classmethod
@@ -58,8 +58,8 @@ class RowFault:
 
     column: str
     what: Literal["empty", "too long", "text", "missing", "no mapping"]
-    first: int  # index of the first such row, from 0
-    count: int  # number of such rows that were found; there may be more
+    first: int  # index of the first row with this fault, from 0
+    count: int  # number of rows found with this fault; there may be more
     most: int | None = None  # tokens of the longest prompt, if prompts are too long
 
 

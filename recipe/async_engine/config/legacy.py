@@ -89,7 +89,7 @@ LENDS = "use_dynamic_resource_scheduling"
 
 
 def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with `INTERRUPTS` and `LENDS` translated, and without the settings `UNREAD_OF_STOCK`."""
+    """Return the configuration with settings of stock verl's modes translated, or removed if they are ignored."""
     found = dict(config)
     training = found.get("async_training")
     if isinstance(training, Mapping) and training.get(LENDS) is True and training.get("placement") == "separate":

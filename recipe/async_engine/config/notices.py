@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warns of settings that have no effect, and names what to use instead.
+"""Warns about settings that have no effect, and names what to use instead.
 
 Contract: there is a warning for a setting without effect whose value differs from verl's default, for a setting that
 neither verl nor this package knows, and for a setting in verl's old section `reward_model` that verl drops. Shown by
@@ -39,7 +39,7 @@ NOW = {
 
 
 def notices(context: RuleContext, defaults: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Yield warnings of settings without effect whose values differ from ``defaults`` (verl's, if not given)."""
+    """Yield warnings about settings without effect whose values differ from ``defaults`` (verl's, if not given)."""
     found: dict[str, list[str]] = {}
     defaults = verls_own(str(context.get("model_engine", "dp"))) if defaults is None else defaults
     for verdict in TABLE:
@@ -113,7 +113,7 @@ def leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def left_behind(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield warnings of settings in the old section `reward_model` that verl drops, with their replacements."""
+    """Yield warnings about settings in the old section `reward_model` that verl drops, with their replacements."""
     for setting, value in leaves({"reward_model": config.get("reward_model")}):
         moved = (*OLDER, *OF_LOOPS, "reward_model.rollout")
         if value not in (None, {}) and not any(f"{setting}.".startswith(f"{old}.") for old in moved):
@@ -123,7 +123,7 @@ def left_behind(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def beside_others(context: RuleContext) -> Iterator[str]:
-    """Yield warnings of settings that have no effect because of the values of other settings."""
+    """Yield warnings about settings that have no effect because of the values of other settings."""
     estimator = context.get("algorithm.adv_estimator")
     if context.get("algorithm.use_pf_ppo") and estimator != "gae":
         yield f"algorithm.use_pf_ppo=true has no effect: verl resamples with adv_estimator=gae alone, not {estimator}"

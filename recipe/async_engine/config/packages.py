@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optional packages that verl's engines import at run time and that an installation may lack.
+"""Determines which optional packages of verl's engines a run needs.
 
 Contract: `needs` yields each optional package that a run on accelerators imports, with the setting that requires it. A
-run on a CPU needs none of them. `inspection/check.py` looks for missing packages on this machine, and
+run on a CPU needs no optional package. `inspection/check.py` looks for missing packages on this machine, and
 `inspection/nodes.py` on the nodes of a cluster. Shown by tests/config/test_packages.py.
 """
 

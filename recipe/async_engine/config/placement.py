@@ -82,8 +82,8 @@ def _replicas(
 def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | None:
     """Return the first of ``parts`` that does not fit on the nodes together with those before it; None if all may fit.
 
-    For each group size, the function compares how many groups of this size fit on the nodes with how many ``parts``
-    take up, which is exact if the sizes divide each other. It adds one CPU for the trainer's process.
+    For each group size, the number of groups that fit on the nodes is compared with the number that ``parts`` take up.
+    The comparison is exact if the sizes divide each other. One more CPU is counted for the trainer's process.
     """
     groups = [(part.on_a_node, part.on_a_node * part.cpus) for part in parts for _ in range(part.groups)]
     groups.append((0, 1))

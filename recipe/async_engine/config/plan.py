@@ -21,7 +21,7 @@ MODEL = "actor_rollout_ref.model"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The sizes, bounds and sources of a run, derived from its configuration."""
+    """The batch sizes, bounds and process counts of a run, derived from its configuration."""
 
     batch_groups: int  # b: prompt groups per step
     batches_per_version: int  # k: steps from one weight sync to the next
@@ -29,13 +29,13 @@ class RunPlan:
     max_staleness: int  # S: the hard staleness bound in versions
     pipeline_depth: float  # how far generation runs ahead, in versions; at most S
     trainer_ranks: int  # processes of the training engine
-    rollout_replicas: int  # if some replicas are hybrid, only the others
-    hybrid_replicas: int  # replicas that use the trainer's accelerators while it waits
+    rollout_replicas: int  # rollout replicas; with `placement=elastic`, without the hybrid ones
+    hybrid_replicas: int  # hybrid replicas: those on the trainer's accelerators
     # Greatest number of steps; filtered and failed groups lower it. 0 until the number of data rows is known.
     total_steps: int
     total_groups: int | None  # greatest number of prompt groups issued; None if only `total_steps` limits it
-    max_concurrent_trajectories: int  # trajectories at the engines at the same time, over all replicas
-    max_trajectories_with_tools: int  # trajectories in progress at once if some of them wait for tools
+    max_concurrent_trajectories: int  # most trajectories at all engines together at once
+    max_trajectories_with_tools: int  # most trajectories in progress, if some wait for tools
     engine_places: int  # sequence slots (max_num_seqs) of all engines; further trajectories queue
     proximal: Proximal  # source of the proximal log-probs
     settings: Settings
@@ -115,8 +115,8 @@ def trainer_ranks(config: Mapping[str, Any]) -> int:
 def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
     """Return b, the number of prompt groups of a step.
 
-    With whole batches or a shared placement, b is `data.train_batch_size`, as in synchronous training. If that setting
-    is 0, and in the other modes, b is `ppo_mini_batch_size * require_batches`.
+    With whole batches or a shared placement, b is `data.train_batch_size`, as in synchronous training. In other modes,
+    or if that setting is 0, b is `ppo_mini_batch_size * require_batches`.
     """
     whole = int(lookup(config, "data.train_batch_size") or 0) if synchronous_batch(training) else 0
     return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size")) * training.require_batches
@@ -156,7 +156,7 @@ def rehearses(config: Mapping[str, Any], training: AsyncTraining) -> bool:
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
-    """Return the number of prompts per epoch; whole batches leave out an incomplete last batch, as in verl."""
+    """Return the number of prompts per epoch; with whole batches, an incomplete last batch is left out, as in verl."""
     return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows
 
 

@@ -357,7 +357,7 @@ SECTIONS: Mapping[str, type[Any]] = {
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
-    """Return this package's sections of a whole configuration, and the problems of all their settings."""
+    """Return this package's sections of a whole configuration, and the problems of the settings in them."""
     config = of_stock(config)
     training, problems = read_section(AsyncTraining, config.get("async_training"), "async_training")
     rollout, more = read_section(RolloutResources, config.get("rollout"), "rollout")

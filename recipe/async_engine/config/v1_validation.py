@@ -40,7 +40,7 @@ def judge_v1(
     files: Sequence[FileFact] = (),
     judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """Return all problems of a v1 trainer's configuration, including those of ``judges``, and the rules' context."""
+    """Return all problems of a v1 trainer's configuration, with those that ``judges`` find, and the rules' context."""
     config, problems = well_formed(config, misses=False)
     settings, own = read_settings(config)
     problems += own

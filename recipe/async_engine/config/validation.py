@@ -68,10 +68,10 @@ class Judge(Protocol):
     """A check that an entry point adds to the rules, such as `recipe.plan.memory.estimate`."""
 
     def problems(self, context: RuleContext) -> Iterable[Problem]:
-        """Return the problems because of which the run is refused."""
+        """Return the problems that prevent the run."""
 
     def warnings(self, context: RuleContext) -> Iterable[str]:
-        """Return the warnings, despite which the run may start."""
+        """Return the warnings, which do not prevent the run."""
 
 
 WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
@@ -115,7 +115,7 @@ def judge(
     dataset_rows: int | None = None,
     judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """Return all problems of a configuration, including those of ``judges``, and the context that the rules used.
+    """Return all problems of a configuration, including those that ``judges`` find, and the rules' context.
 
     Args:
         config: the composed configuration as a plain, resolved mapping.

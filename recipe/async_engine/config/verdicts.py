@@ -40,7 +40,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The effect of a setting, or of all settings in a section that have no verdict of their own, on a run.
+    """The effect of a setting on a run; for a section, that of all settings in it without verdicts of their own.
 
     Attributes:
         advice: what to use instead.
@@ -75,7 +75,7 @@ def apart(context: RuleContext) -> bool:
 
 
 def by_flag(context: RuleContext) -> bool:
-    """Return whether stock verl's main runs, with a mode of this package chosen by ``trainer.v1.trainer_mode``."""
+    """Return whether stock verl's main runs a mode of this package, chosen by ``trainer.v1.trainer_mode``."""
     return str(context.get(f"{V1}.trainer_mode", "")).startswith("recipe_")
 
 

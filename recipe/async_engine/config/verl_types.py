@@ -21,7 +21,7 @@ import yaml
 from recipe.async_engine.config.fields import is_count, is_number
 from recipe.async_engine.config.problems import Problem, lookup, render
 
-DEEPEST = 32  # greatest number of nested sections and lists; verl's own configuration has seven levels
+DEEPEST = 32  # The greatest allowed nesting of sections and lists; verl's own has seven levels.
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -204,7 +204,7 @@ def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[st
     """Return the configuration with each value of a wrong type removed, and a problem for each such value.
 
     Args:
-        misses: whether to report a missing setting of `NEEDED` too.
+        misses: whether to report missing settings of `NEEDED` too.
     """
     repaired, problems = dict(config), []
     for setting in _too_deep(config):

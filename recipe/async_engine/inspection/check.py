@@ -115,7 +115,7 @@ def check_types(settings: Mapping[str, Any]) -> None:
 
     usable = migrated(settings)
     problems, context = judge(usable, None, list(code_facts(usable)))
-    # The main process has checked everything else, with facts that are not collected again here.
+    # The main process has checked everything else.
     found = external_names(context)
     if context.on_cpu:
         found += [problem for problem in verl_problems(context, problems) if problem not in found]
@@ -134,9 +134,9 @@ def look(
     """Return all problems and warnings of a plain, resolved configuration that can be found before a process starts.
 
     Args:
-        with_verl: whether to check the configuration with verl's types too, which imports verl. If None, they are
-            used on accelerators; on a CPU, where the trainer's process calls `check_types`, only if a name is not one
-            of verl's own.
+        with_verl: whether to check the configuration with verl's types too, which imports verl. If None, verl's types
+            are used on accelerators; on a CPU only if a name is not one of verl's own, since the trainer's process
+            calls `check_types`.
         makes_task: whether the run would create the built-in task, which sets paths that are null.
     """
     dropped = list(left_behind(settings))
@@ -178,7 +178,7 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
 def _memory_here() -> int | None:
     """Return the bytes of memory of this machine's smallest accelerator; None if nvidia-smi is missing or fails.
 
-    Importing torch for this number would take seconds, and device memory.
+    nvidia-smi is used because importing torch would take seconds and device memory.
     """
     if shutil.which(QUERY[0]) is None:
         return None

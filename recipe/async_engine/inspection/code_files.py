@@ -71,7 +71,7 @@ def _local(config: Mapping[str, Any], setting: str) -> str:
 
 
 def _description(setting: str, path: str, names_modules: bool) -> FileFact:
-    """Return the fact about a YAML file of agent loops or tools; its `columns` are the names in the file."""
+    """Return a `FileFact` about a YAML file of agent loops or tools; `columns` has the names in the file."""
     file = next((place for place in _places(path) if os.path.isfile(place)), None)
     if file is None:
         return FileFact(setting, path, "description", "does not exist")

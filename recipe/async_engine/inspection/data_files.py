@@ -119,12 +119,12 @@ def _within(limit_s: float, path: str, reader: str) -> Dataset:
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
     if not sum(size for _, _, size in found):
-        raise Unreadable("it is empty")
+        raise Unreadable("the file is empty")
     reading = concurrent.thread(name="data-files", daemon=True)(_read)(path, reader, found)
     try:
         return reading.result(limit_s)
     except TimeoutError:
-        raise Unreadable(f"not within {limit_s:g} s, async_training.timeouts.startup") from None
+        raise Unreadable(f"reading took more than {limit_s:g} s, async_training.timeouts.startup") from None
 
 
 @lru_cache(maxsize=32)
@@ -160,7 +160,7 @@ ANSWER = "ground_truth"
 
 
 def row_faults(table: Dataset, config: Mapping[str, Any]) -> tuple[RowFault, ...]:
-    """Return the faults of a file's rows; rows with the same fault are one `RowFault`."""
+    """Return the faults of a file's rows; each `RowFault` covers all rows with the same fault."""
     key = str(lookup(config, "data.prompt_key", "prompt"))
     columns = {name: table.data.table.column(name) for name in table.column_names}
     found: list[RowFault] = []
@@ -176,7 +176,7 @@ def row_faults(table: Dataset, config: Mapping[str, Any]) -> tuple[RowFault, ...
 
 
 def _is_registered(config: Mapping[str, Any]) -> bool:
-    """Return whether the reward manager is one of verl's registry, which all need the column `reward_model`."""
+    """Return whether the reward manager is in verl's registry. Such managers need the column `reward_model`."""
     return bool(lookup(config, "reward.reward_manager.source", "register") == "register")
 
 

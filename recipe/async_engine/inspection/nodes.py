@@ -151,7 +151,7 @@ def memory_by_type(resources: Iterable[str]) -> int | None:
 
 
 def local_paths(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (setting, path) for each path in `PATHS` that exists on this machine, so that hub names are left out."""
+    """Return (setting, path) for each path in `PATHS` that exists on this machine; names on the hub are left out."""
     found = []
     for setting in PATHS:
         value = lookup(config, setting)

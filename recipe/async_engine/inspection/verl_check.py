@@ -62,7 +62,7 @@ def late_names(context: RuleContext, loaded: bool = False) -> Iterator[Problem]:
 
 
 def external_names(context: RuleContext) -> list[Problem]:
-    """Import the user's modules that may add names, as verl's trainer process does, and return `late_names`."""
+    """Import the user's modules that may add names, as verl's trainer process does, and return the unknown names."""
     from verl.utils.import_utils import import_external_libs
 
     if not unusual(context):
@@ -79,7 +79,7 @@ def external_names(context: RuleContext) -> list[Problem]:
 
 
 def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
-    """Return the problems that verl's types find or, without these and ``known``, those of `validate_config`."""
+    """Return the problems that verl's types find or, if no problem is known by then, those of `validate_config`."""
     config = OmegaConf.create(dict(context.config))
     with open_dict(config):
         # verl reads this setting as the number of prompts of a step.
@@ -154,7 +154,7 @@ def _validate(config: DictConfig, context: RuleContext) -> None:
 def _attempt(section: str, build: Callable[[], Any]) -> Iterator[Problem]:
     """Call ``build``, and yield its exception as a problem of the section."""
     try:
-        # What verl's types print and warn of is not meant for this check.
+        # Output and warnings of verl's types would only distract from the problems.
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
             build()
     except Exception as error:  # A worker would fail with the same exception.

@@ -37,7 +37,7 @@ TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
 class AwayActivity:
-    """Records what the trajectories of an agent-loop worker do between their requests. Only its event loop calls this.
+    """Records what the trajectories of an agent-loop worker do between requests. Only the event loop may call it.
 
     Attributes:
         lane: records the activities that at least one trajectory is in, joined by "+".
@@ -55,7 +55,7 @@ class AwayActivity:
         return ToolTime(self, loop)
 
     def change(self, what: Away, by: int) -> None:
-        """Record that ``by`` more trajectories are in activity ``what`` from now on."""
+        """Record that the number of trajectories in activity ``what`` changes by ``by``."""
         self._at[what] += by
         self.lane.turn_to("+".join(name for name in Away if self._at[name] > 0) or NOWHERE)
 

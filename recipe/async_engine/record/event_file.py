@@ -71,7 +71,7 @@ def files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 class EventFile:
-    """A new event file in ``folder`` for this launch of the run. The constructor may raise OSError.
+    """Writes the events of this launch of a run to a new file in ``folder``. The constructor may raise OSError.
 
     Attributes:
         lost: number of dropped events.
@@ -86,7 +86,7 @@ class EventFile:
         self._failed = False
         self._waiting: list[Event] = []
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 - it stays open as long as the run
-        # The stream's output that is not in the file yet, and the number of events in it.
+        # The stream's output that is not in the file yet, and the number of events in this output.
         self._bytes, self._in_bytes = io.BytesIO(), 0
         metadata = {FORMAT: str(VERSION).encode(), HEADER: json.dumps(header).encode()}
         self._schema = COLUMNS.with_metadata(metadata)

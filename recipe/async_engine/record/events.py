@@ -113,10 +113,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process did since it was last asked.
+    """The report of a process on what it did since its last report.
 
     Attributes:
-        now: reading of the process's clock when it answered, in seconds.
+        now: time of the report, in seconds of the process's clock.
         life: identifier that differs between a process and its replacement.
         tokens: the process's token counts so far, by name.
     """
@@ -128,7 +128,7 @@ class Activity:
 
 
 class Lane:
-    """Records what a component does that does one thing at a time. Any thread may call the methods."""
+    """Records the activity of a component that does one thing at a time. Any thread may call the methods."""
 
     def __init__(self, clock: Clock, what: str) -> None:
         self._clock, self._what, self._since = clock, what, clock()
@@ -189,7 +189,7 @@ class OtherClock:
         self._here = self._here_before = (first.asked + first.came) / 2
 
     def note(self, exchange: Exchange) -> None:
-        """Add an exchange, which is used from now on to convert times up to its answer."""
+        """Add an exchange; from now on, it is used to convert times up to its answer."""
         self._theirs_before, self._here_before = self._theirs, self._here
         guess = self._here + exchange.answered - self._theirs
         self._theirs = exchange.answered

@@ -25,7 +25,7 @@ SUMMED = ("reprefilled_tokens", "recovered_tokens", "restored_tokens")
 
 
 class RolloutBooks:
-    """Counts capacity, rewards, answers and tokens, as the module's docstring defines them.
+    """Counts the generation capacity of a run and its use, the time of rewards, and tokens by outcome.
 
     Args:
         clock: clock for capacity and rewards, in seconds; it may be stopped.
@@ -38,7 +38,7 @@ class RolloutBooks:
         offered: capacity-seconds so far.
         used: capacity-seconds that trajectories used. Trajectories beyond the capacity do not count.
         idle: capacity-seconds of the time in which no trajectory generated.
-        scored, exposed: reward seconds, and how many of them were exposed.
+        scored, exposed: seconds that rewards took, summed over trajectories, and the part that held up the run.
         tokens: numbers of tokens in complete answers: received since this launch, restored from a checkpoint, trained,
             filtered, failed and cut (discarded).
     """
@@ -62,7 +62,7 @@ class RolloutBooks:
     # The following methods count time.
 
     def set(self, **levels: int) -> None:
-        """Change the number `running`, `capacity` or `scoring`, or `waiting`: 1 if the trainer waits, else 0."""
+        """Set some of the current numbers `running`, `capacity`, `scoring` (trajectories) and `waiting` (0 or 1)."""
         self.advance()
         self._levels.update(levels)
 
@@ -174,7 +174,7 @@ class RolloutBooks:
             live: number of tokens in complete answers of groups that have not ended.
             workers: token counts `received`, `dropped` and `unfinished` of all workers; None if a worker's are unknown.
             before: token counts of the engines just before the unfinished trajectories are ended.
-            engines: token counts of the engines after that; None if an engine's counts are unknown.
+            engines: token counts of the engines after these have ended; None if an engine's counts are unknown.
         """
         of_workers = Counter(workers if workers is not None else {"received": self.tokens["received"]})
         known = before is not None and engines is not None
@@ -186,7 +186,7 @@ class RolloutBooks:
             trained=self.tokens["trained"],
             filtered=self.tokens["filtered"],
             failed=self.tokens["failed"],
-            # No worker received an answer to a trajectory that had ended before.
+            # No worker receives the answer to a trajectory that has already ended.
             cut=self.tokens["cut"]
             + _thrown_away(begun)
             + max(0, answered - of_workers["received"])
@@ -195,7 +195,7 @@ class RolloutBooks:
         )
 
     def metrics(self, groups: LedgerCounts, prompts: PromptCounts) -> dict[str, float]:
-        """Return metrics of docs/metrics.md and, if generation has turns, those of docs/partial-rollout.md."""
+        """Return metrics of docs/metrics.md; if generation and training take turns, of docs/partial-rollout.md too."""
         in_turns = {
             "partial_rollout/groups_pending": prompts.pending,
             "partial_rollout/groups_interrupted": prompts.interrupted,

@@ -126,7 +126,7 @@ class RunRecord:
         self.summary.update({name: value for name, value in state.items() if name != RECORDED})
 
     def settle(self, account: Callable[[Recorded], dict[str, Any]]) -> None:
-        """Compute the time account from the event record, if there is one; an error leaves the summary without it."""
+        """Compute the time account from the event record, if there is one; if that fails, the summary has none."""
         if self._recorded is None:
             return
         try:

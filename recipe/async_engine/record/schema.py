@@ -260,9 +260,9 @@ def marker_in(folder: Path, name: str) -> Marker:
     except FileNotFoundError:
         raise
     except ValidationError as error:
-        raise BadFile(f"its {name} cannot be read ({said(error)})") from None
+        raise BadFile(f"the checkpoint's {name} cannot be read ({said(error)})") from None
     except OSError as error:
-        raise BadFile(f"its {name} cannot be read ({error})") from None
+        raise BadFile(f"the checkpoint's {name} cannot be read ({error})") from None
 
 
 def unsaid(settings: Mapping[str, Any], but: Iterable[str] = ()) -> list[str]:

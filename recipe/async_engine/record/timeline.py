@@ -71,7 +71,7 @@ class Timeline:
 
     @contextmanager
     def during(self, what: str, version: int) -> Iterator[None]:
-        """Report the time inside the ``with`` block as part ``what`` of the weight sync to ``version``."""
+        """Report the time inside the ``with`` block as part ``what`` of the weight sync that brings ``version``."""
         began = self._clock()
         try:
             yield
@@ -79,7 +79,7 @@ class Timeline:
             self.tell(Event(WEIGHTS, what, began, self._clock(), version=version))
 
     def restart(self) -> None:
-        """Begin to count time anew, because the time before (start-up, loading) is not part of the run."""
+        """Start counting time anew, because the time until now (start-up, loading) is not part of the run."""
         self._advance()
         self._seconds.clear()
         self.rollout.reset()
@@ -95,7 +95,7 @@ class Timeline:
 
     @property
     def silent_s(self) -> float:
-        """The seconds since the last call of `note`; each phase calls it at its begin and at its end."""
+        """The seconds since the last call of `note`, which is called when a phase begins or ends, and elsewhere."""
         return self._clock() - max(self._noted.values())
 
     def notes(self) -> list[tuple[str, float]]:

@@ -62,7 +62,7 @@ def early_ends(context: RuleContext) -> Iterator[str]:
 
 
 def weights(context: RuleContext) -> Iterator[Problem]:
-    """Check the settings for staging and publishing weights, and for running answers at the swap."""
+    """Check the settings for how weights are sent and swapped, and what happens to running answers meanwhile."""
     training = context.settings.async_training
     chosen, at_swap = training.weights, context.settings.weights.at_swap
     # The problem names the setting that the user has set: `at_swap`, or stock verl's `partial_rollout`.
@@ -133,7 +133,7 @@ def engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def _torchtitan(context: RuleContext) -> Iterator[Problem]:
-    """Check torchtitan, for which verl has no critic and no copy of weights (separation/engine_workers.py:118)."""
+    """Check torchtitan: verl has no critic for it and cannot copy its weights (separation/engine_workers.py:118)."""
     setting, training = "async_training.trigger_parameter_sync_step", context.settings.async_training
     keeps = context.trainer_scores or training.placement == ELASTIC or (context.get("trainer.save_freq") or -1) > 0
     if context.get(f"{ACTOR}.strategy") == "torchtitan" and training.trigger_parameter_sync_step > 1 and keeps:
@@ -282,7 +282,7 @@ def _bucket(context: RuleContext) -> Iterator[Problem]:
 
 
 def resources(context: RuleContext) -> Iterator[Problem]:
-    """Check that replicas divide their accelerators, and that the cluster has enough accelerators in total."""
+    """Check that replicas divide their accelerators evenly, and that the cluster has enough accelerators in total."""
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     shared = context.settings.async_training.placement == SHARED
     if shared and (nodes is None or per_node is None):

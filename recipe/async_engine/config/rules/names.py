@@ -150,7 +150,7 @@ NAMES: tuple[Name, ...] = (
 
 
 def names(context: RuleContext) -> Iterator[Problem]:
-    """Refuse unknown names that no registry can have, unknown loggers, and unsuitable checkpoint engines."""
+    """Refuse unknown loggers, unsuitable checkpoint engines, and unknown names of which verl has no registry."""
     for name in NAMES:
         value = context.get(name.setting)
         if not name.registry and value is not None and name.used(context) and value not in name.own:
@@ -200,7 +200,7 @@ def _checkpoint_engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def untried(context: RuleContext) -> Iterator[str]:
-    """Warn of checkpoint engines that are accepted but have never been tried with this package."""
+    """Warn about checkpoint engines that are accepted but have never been tried with this package."""
     backend = context.get(BACKEND)
     if backend in UNTRIED_ENGINES and context.settings.async_training.placement != SHARED:
         yield f"{BACKEND}={backend} was never tried with this package; nccl was"

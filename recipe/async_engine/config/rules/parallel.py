@@ -31,7 +31,7 @@ SERVERS, PARALLEL, REFERENCE = "model_engine_server", "model_parallel_size", "ac
 
 
 def ranks(context: RuleContext) -> Iterator[Problem]:
-    """Check each engine's `fsdp_size`, and the parallel sizes of critic and servers (`division`: the actor's)."""
+    """Check each engine's `fsdp_size`, and the parallel sizes of critic and servers; `division` checks the actor's."""
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     if nodes is not None and per_node is not None:
         trainer = nodes * per_node
@@ -140,7 +140,7 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def _used(context: RuleContext) -> dict[str, Sizing]:
-    """Return the settings of the micro-batches that a run uses, by configuration section."""
+    """Return the settings that size a run's micro-batches, by configuration section."""
     sizings = {section: updating(section) for section in context.trained}
     # verl asserts the sizes for log-probs even if the trainer computes no log-probs.
     sizings[ROLLOUT] = scoring(ROLLOUT)

@@ -101,7 +101,7 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
     rollout = f"{REWARD_MODEL}.rollout"
     size = context.count(f"{rollout}.tensor_model_parallel_size") or 1
     total = reward_accelerators(context)
-    # If the total is 0, the loop above has reported it.
+    # The loop above has reported a total of 0.
     if total and total % size:
         advice = f"They are the {total} of {REWARD_MODEL}.nnodes * n_gpus_per_node."
         allowed = "a divisor of the reward model's accelerators"
