@@ -155,9 +155,8 @@ def close(
 ) -> Account:
     """Return the time account of a run from 0 to ``until``, in seconds of the run's clock.
 
-    Args:
-        events: events in any order, at least those of the lanes that `pieces` reads.
-        found: the result of `pieces` for these events, if already computed.
+    ``events`` may have any order, and events of trajectories and groups may be missing. ``found`` is the result of
+    `pieces`, if already computed.
     """
     lives = _lives(events, devices, until)
     seconds: dict[str, defaultdict[str, float]] = {device: defaultdict(float) for device in lives}
@@ -177,7 +176,7 @@ def close(
 
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:
-    """Yield the pieces of each device's time up to ``until``, including start-up; gaps between events are omitted."""
+    """Yield each device's time up to ``until``, start-up included, as pieces of one class; gaps are left out."""
     context = Context.of(events)
     lives = _lives(events, devices, until)
     starting = dict(lives)
@@ -237,7 +236,6 @@ def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each
 
 
 def account_of(recorded: Recorded) -> Account:
-    """Return the time account of a run that has ended."""
     table = read(recorded.file).events
     many = pc.is_in(table["lane"], pa.array([TRAJECTORIES, GROUPS]))
     return close(events_of(table.filter(pc.invert(many))), recorded.devices, recorded.until, recorded.tokens)

@@ -193,7 +193,7 @@ def _one_at_a_time(events: Iterable[Event]) -> Track:
 
 
 def _any_of(events: Iterable[Event], values: Callable[[Event], Iterable[str]]) -> Track:
-    """Return a `Track` with the ``values`` of all events at each time, joined by "+"; the events may overlap."""
+    """Return a `Track` of overlapping events: at each time, the ``values`` of the current ones, joined by "+"."""
     steps = [
         (time, by, name)
         for event in events

@@ -129,11 +129,7 @@ class Follower:
 
 
 def follow(folder: Path, wait_s: float, say: Say) -> int:
-    """Print the progress of the run in ``folder`` until it ends; return the exit status.
-
-    Args:
-        wait_s: seconds to wait for a run to begin.
-    """
+    """Print a run's progress until the run ends, and return the exit status; wait ``wait_s`` seconds for its begin."""
     follower, deadline, waits = Follower(folder), time.monotonic() + wait_s, False
     while not (follower.look() or follower.has_begun or follower.summary):
         if time.monotonic() >= deadline:

@@ -66,7 +66,6 @@ def write_trace(run: Run, path: Path) -> None:
 
 
 def answer_flow(group: int, trajectory: int) -> int:
-    """Return the flow id of one answer."""
     return group * ANSWERS_AT_MOST + trajectory + 1
 
 

@@ -25,11 +25,7 @@ Value = int | float | str | None
 
 
 class TraceFile:
-    """Writes one trace to ``file``.
-
-    Args:
-        began: time 0 of the run's clock, in seconds since 1970.
-    """
+    """Writes one trace to ``file``; ``began`` is the time 0 of the run's clock, in seconds since 1970."""
 
     def __init__(self, file: IO[bytes], began: float) -> None:
         self._builder = StreamingTraceProtoBuilder(file)
@@ -90,7 +86,6 @@ class TraceFile:
         self.end(track, max(start, end))
 
     def instant(self, track: int, name: str, at: float, category: str) -> None:
-        """Write an event without duration."""
         self.begin(track, name, at, category, kind=TrackEvent.TYPE_INSTANT)
 
     def count(self, track: int, at: float, value: float) -> None:

@@ -32,7 +32,6 @@ class Resources:
 
     @classmethod
     def of(cls, nodes: Iterable[NodeRoom], device_bytes: int | None = None) -> "Resources":
-        """Return the sum of the resources of all nodes."""
         nodes = tuple(nodes)
         return cls(sum(node.accelerators for node in nodes), device_bytes, nodes)
 
@@ -42,7 +41,7 @@ class NodeFact:
     """The results of the checks on one node of the cluster."""
 
     address: str
-    error: str | None = None  # why there are no results: "did not answer within 60 s"
+    error: str | None = None  # why the node gave no results: "did not answer within 60 s"
     recipe: str | None = None  # version of this package on the node; None if it cannot be imported
     verl: str | None = None  # version of verl on the node
     routes: tuple[str, ...] = ()  # mechanisms by which `import verl` loads this package on the node

@@ -19,10 +19,7 @@ SEPARATE = "separate_async"
 
 
 def read_v1(config: Mapping[str, Any], trainer: str = "") -> Settings:
-    """Read this package's sections of a v1 trainer's configuration.
-
-    Args:
-        trainer: the name of verl's v1 trainer; conditions that only this trainer has are checked too.
+    """Read this package's sections of the configuration of verl's v1 trainer ``trainer``.
 
     Raises:
         ConfigError: the configuration cannot run; the error has every problem found.

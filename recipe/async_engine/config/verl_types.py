@@ -203,8 +203,7 @@ def _kinds(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, E
 def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[str, Any], list[Problem]]:
     """Return the configuration with each value of a wrong type removed, and a problem for each such value.
 
-    Args:
-        misses: whether to report missing settings of `NEEDED` too.
+    ``misses`` is whether missing settings of `NEEDED` are reported too.
     """
     repaired, problems = dict(config), []
     for setting in _too_deep(config):

@@ -62,7 +62,6 @@ def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unresolved(error: OmegaConfBaseException) -> ConfigError:
-    """Return the `ConfigError` for an interpolation that cannot be resolved."""
     advice = str(error.msg or error).splitlines()[0]
     return ConfigError([Problem(str(error.full_key), "as configured", "a value that can be made", f"{advice}.")])
 
@@ -208,8 +207,7 @@ def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
         if not path:
             yield FileFact(setting, "null", "model", fault="is not set")
         elif not _is_remote(str(path)):
-            # Only a rule for runs on a CPU needs the largest tensor. Reading the headers of all files of a large model
-            # from a slow disk takes long.
+            # With accelerators, no rule needs the largest tensor, which takes long to find in a large model.
             on_cpu = setting == policy and lookup(config, "trainer.device") == "cpu"
             largest = _largest_tensor(Path(path)) if on_cpu else None
             sizes, fault = _model_config(str(path))

@@ -50,9 +50,9 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
             yield FileFact(setting, path, "code", fault="does not exist" if missing else None)
     for setting in FOLDERS:
         path = _local(config, setting)
-        # A path without such a prefix may be the name of a model on the hub.
+        # A path without one of these prefixes may be the name of a model on the hub.
         if path and path.startswith(("/", "~", "./", "../")):
-            # verl expands ~ only for the adapter (verl/utils/model.py:826).
+            # verl expands ~ only in the adapter's path (verl/utils/model.py:826).
             folder = Path(path).expanduser() if setting == FOLDERS[1] else Path(path)
             fault = None if os.path.isdir(folder) else "does not exist"
             yield FileFact(setting, path, "folder", fault=fault)
@@ -78,7 +78,7 @@ def _description(setting: str, path: str, names_modules: bool) -> FileFact:
     try:
         # verl reads the file with the same call.
         read = OmegaConf.to_container(OmegaConf.load(file))
-    except Exception as error:  # A user's file may be wrong in any way.
+    except Exception as error:  # A user's file may cause any exception.
         return FileFact(setting, path, "description", f"cannot be read ({' '.join(str(error).split())})")
     entries = [entry for entry in read if isinstance(entry, dict)] if isinstance(read, list) else []
     targets = [str(entry.get("_target_") or "") for entry in entries] if names_modules else []

@@ -144,7 +144,7 @@ def _read(path: str, reader: str, found: tuple[Any, ...]) -> Dataset:
 
 
 def _cannot_join(tables: list[Dataset]) -> str | None:
-    """Return why the last of these tables cannot be concatenated with the others; None if it can."""
+    """Return why the last of ``tables`` cannot be concatenated with the others; None if it can."""
     from datasets import concatenate_datasets
 
     try:
@@ -313,6 +313,6 @@ def _tokenizer(model: str) -> Any:
     try:
         json.loads(Path(path).read_bytes())
         return Tokenizer.from_file(path)
-    except Exception as error:  # `tokenizers` raises plain Exception.
+    except Exception as error:  # The library raises plain `Exception` objects.
         logger.warning("the lengths of the prompts are not checked: %s cannot be read (%s)", path, error)
         return None

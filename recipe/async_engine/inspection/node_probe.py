@@ -21,10 +21,8 @@ SEEN_S, POLL_S = 10.0, 0.2
 def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict[str, Any]:
     """Return the fields of `config.facts.NodeFact`, except the node's address.
 
-    Args:
-        paths: pairs of a setting and the path to check.
-        marker: the file that the main process has just written to the run's folder.
-        modules: names of the modules to look for.
+    ``paths`` are pairs of a setting and the path to check; ``marker`` is a file that the main process has just written
+    to the run's folder; ``modules`` are the names of modules to look for.
     """
     facts: dict[str, Any] = {"sees_folder": appears(marker), "absent": absent(modules)}
     with suppress(ImportError):

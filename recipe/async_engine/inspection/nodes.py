@@ -78,10 +78,8 @@ class NodesNotReady(RecipeError):
 def node_problems(facts: Sequence[NodeFact], recipe: str, folder: str, needs: Sequence[Need] = ()) -> list[str]:
     """Return the problems of all nodes; an empty list means that the run may start.
 
-    Args:
-        recipe: version of this package in the main process.
-        folder: `trainer.default_local_dir`.
-        needs: the packages that nodes with accelerators must have.
+    ``recipe`` is the version of this package in the main process, ``folder`` is `trainer.default_local_dir`, and
+    ``needs`` are the packages that nodes with accelerators must have.
     """
     releases = sorted({fact.verl for fact in facts if fact.verl is not None})
     found = [problem for fact in facts for problem in _problems(fact, recipe, releases, folder)]

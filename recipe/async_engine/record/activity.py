@@ -41,8 +41,8 @@ class AwayActivity:
 
     Attributes:
         lane: records the activities that at least one trajectory is in, joined by "+".
-        goes_on: whether the trajectories of an agent loop send further requests after an answer, as far as seen, by
-            the loop's name. If they do not, the loop uses no tools, and the time after an answer is not tool time.
+        goes_on: by name of the agent loop, whether its trajectories send further requests after an answer, as seen so
+            far. If they do not, the loop uses no tools, and the time after an answer is not tool time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -82,7 +82,6 @@ class ToolTime:
         self._is_between = self._is_in = False
 
     def asks(self) -> None:
-        """Record that the trajectory sends a request."""
         if self._activity is not None and self._is_between:
             self.seconds += self._activity.clock() - self._since
             self._activity.goes_on[self._loop] = True
@@ -184,7 +183,6 @@ class EngineActivity:
         self._told.pop(name, None)
 
     def enter(self, name: str) -> None:
-        """Record that a request has reached the engine."""
         if self._requests:
             self._advance()
         else:
@@ -214,7 +212,6 @@ class EngineActivity:
             self._turn(request, answers=False)
 
     def leave(self, name: str) -> None:
-        """Record that a request has left the engine."""
         if len(self._requests) > 1:
             self._advance()
         else:

@@ -40,7 +40,7 @@ Tell = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Do nothing; this is the `Tell` of a run that writes no event record."""
+    """Do nothing: this is the callback `Tell` of a run that writes no event record."""
 
 
 class Class(StrEnum):
@@ -137,7 +137,6 @@ class Lane:
 
     @property
     def what(self) -> str:
-        """What the component does now."""
         return self._what
 
     def turn_to(self, what: str) -> None:

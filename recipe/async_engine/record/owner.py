@@ -54,11 +54,9 @@ def owner_of(folder: str | os.PathLike[str]) -> str:
 
 
 class Owner:
-    """Owns a part of a run's folder until `release`, or until the process ends.
+    """Owns ``part`` (`RUN` or `CHECKPOINTS`) of a run's existing ``folder`` until `release`, or until the process ends.
 
     Args:
-        folder: the run's folder, ``trainer.default_local_dir``. It must exist.
-        part: `RUN` or `CHECKPOINTS`.
         wait_s: seconds to wait for another owner to end.
 
     Raises:

@@ -35,7 +35,7 @@ class RolloutBooks:
     Attributes:
         lane: records why no further trajectory begins to generate.
         seconds: seconds counted so far.
-        offered: capacity-seconds so far.
+        offered: capacity-seconds so far (capacity multiplied by time).
         used: capacity-seconds that trajectories used. Trajectories beyond the capacity do not count.
         idle: capacity-seconds of the time in which no trajectory generated.
         scored, exposed: seconds that rewards took, summed over trajectories, and the part that held up the run.
@@ -68,7 +68,6 @@ class RolloutBooks:
 
     @property
     def waits_for_rewards(self) -> bool:
-        """Whether the run waits only for rewards."""
         running, _, scoring, waiting = self._levels.values()
         return bool(running == 0 and scoring and waiting)
 
@@ -108,7 +107,7 @@ class RolloutBooks:
 
     @property
     def hidden_share(self) -> float:
-        """The share of reward seconds that did not hold up the run, or 1.0 if no rewards were computed."""
+        """The share of the time for rewards that did not hold up the run, or 1.0 if no rewards were computed."""
         self.advance()
         return 1.0 - self.exposed / self.scored if self.scored else 1.0
 

@@ -98,7 +98,6 @@ class RunRecord:
             self._lost(error)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Append the metrics of one step."""
         if self.summary["first_step_seconds"] is None:
             self.summary["first_step_seconds"] = time.time() - self._began
         numbers = {key: value if math.isfinite(value) else None for key, value in _scalars(metrics)}
@@ -135,7 +134,6 @@ class RunRecord:
             logger.exception("there is no account of the run")
 
     def fail(self, error: BaseException | Mapping[str, str]) -> None:
-        """Record the error that ended the run."""
         if isinstance(error, BaseException):
             error = {"name": type(error).__name__, "message": str(error)}
         self.summary["error"] = {"name": error["name"], "message": error["message"]}

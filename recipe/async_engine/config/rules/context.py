@@ -30,7 +30,6 @@ class RuleContext:
         return lookup(self.config, setting, default)
 
     def problem(self, setting: str, allowed: str, advice: str) -> Problem:
-        """Return a `Problem` with the current value of a setting."""
         return Problem(setting, render(self.get(setting)), allowed, advice)
 
     def count(self, setting: str) -> int | None:

@@ -173,9 +173,7 @@ def division(context: RuleContext) -> Iterator[Problem]:
 def _divisors(context: RuleContext, mini: int, batch: int) -> Iterator[Problem]:
     """Check that micro-batches sized by sequences divide a rank's trajectories.
 
-    Args:
-        mini: number of trajectories of a rank in one update.
-        batch: number of trajectories of a rank in one step.
+    ``mini`` and ``batch`` are the numbers of trajectories of a rank in one update and in one step.
     """
     works = {ACTOR: (updating(ACTOR), mini, "mini-batch")}
     if context.trainer_scores:

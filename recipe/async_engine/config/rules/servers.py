@@ -109,7 +109,6 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
 
 
 def reward_accelerators(context: RuleContext) -> int:
-    """Return the number of accelerators of the reward model's servers."""
     if not context.get(f"{REWARD_MODEL}.enable") or not context.get(f"{REWARD_MODEL}.enable_resource_pool"):
         return 0
     return (context.count(f"{REWARD_MODEL}.nnodes") or 0) * (context.count(f"{REWARD_MODEL}.n_gpus_per_node") or 0)
