@@ -76,12 +76,9 @@ KINDS: Mapping[Class, Kind] = {
 
 @dataclass(frozen=True)
 class DeviceAccount:
-    """The time account of a device.
+    """The time account of a device: `life` is the seconds from its start to its end, and `seconds` are those by class.
 
-    Attributes:
-        life: seconds from the device's start to its end.
-        seconds: seconds by class.
-        exceeds: seconds by which all classes together exceed ``life``.
+    `exceeds` is the number of seconds by which the classes together exceed `life`.
     """
 
     accelerators: int
@@ -225,7 +222,7 @@ def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each
         return {}
     times = np.array(sorted(changes))
     levels = np.cumsum([changes[time] for time in times])
-    # `sums` has the seconds in the class up to each of `times`; in between, they grow linearly.
+    # `sums` has the seconds in class `what` up to each of `times`; between these times, they grow linearly.
     sums = np.concatenate([[0.0], np.cumsum(levels[:-1] * np.diff(times))])
     spans = np.array([(other.start, other.end) for other in others])
     lengths = np.interp(spans[:, 1], times, sums) - np.interp(spans[:, 0], times, sums)

@@ -74,10 +74,8 @@ class Advice:
 class Facts:
     """The facts on which advice is based.
 
-    Attributes:
-        settings: the settings in the header of the event record.
-        meanwhile: the result of `recipe.report.account.meanwhile`.
-        speeds: tokens sampled per second of decoding, by rollout engine.
+    `settings` are those in the event record, `meanwhile` is the result of `recipe.report.account.meanwhile`, and
+    `speeds` are the tokens sampled per second of decoding, by rollout engine.
     """
 
     account: Account

@@ -26,10 +26,8 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 def setting(default: Any, meaning: str, *, unit: str = "", instead: str = "", **limits: Any) -> Any:
     """Declare a setting.
 
-    Args:
-        meaning: the text about the setting in docs/configuration.md.
-        instead: what to change if a value is refused; if empty, the error names the default.
-        limits: pydantic's own limits (`ge`, `gt`).
+    ``meaning`` is the text in docs/configuration.md; ``instead`` says what to change if a value is refused (if empty,
+    the error names the default); ``limits`` are pydantic's own (`ge`, `gt`).
     """
     extra: Any = {"unit": unit, "instead": instead}
     return Field(default=default, description=meaning, json_schema_extra=extra, **limits)

@@ -182,12 +182,11 @@ def group_limits(epochs: int | None, settings: Settings, batch_groups: int, data
 def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> RunPlan:
     """Derive the plan of a run from a whole configuration.
 
-    Args:
-        config: The composed configuration as a plain, resolved mapping, which `judge` has accepted.
-        dataset_rows: Number of prompts in the training data after filtering; None if not known yet.
+    ``config`` is the composed configuration as a plain, resolved mapping, which `judge` has accepted. ``dataset_rows``
+    is the number of prompts in the training data after filtering; None if not known yet.
 
     Raises:
-        ConfigError: A section of this package is invalid, or no setting limits the number of steps.
+        ConfigError: a section of this package is invalid, or no setting limits the number of steps.
     """
     settings, problems = read_settings(config)
     if problems:

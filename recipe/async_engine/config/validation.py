@@ -117,11 +117,8 @@ def judge(
 ) -> tuple[list[Problem], RuleContext]:
     """Return all problems of a configuration, including those that ``judges`` find, and the rules' context.
 
-    Args:
-        config: the composed configuration as a plain, resolved mapping.
-        available: the accelerators and CPUs for the run, if known.
-        files: facts about the paths that the configuration names.
-        dataset_rows: number of prompts in the training data; if None, the result of `training_rows`.
+    ``config`` is the composed configuration as a plain, resolved mapping. ``dataset_rows`` is the number of prompts in
+    the training data; if None, `training_rows` determines it from ``files``.
     """
     config, problems = well_formed(migrated(config))
     settings, own = read_settings(config)

@@ -4,7 +4,7 @@
 Contract: verl's own types accept any value for most settings, so text in place of a number fails only in the first
 update. `well_formed` reports every setting whose value has another type than verl's default (number, bool, list,
 section, text) or is not allowed by `LIMITED`. In the returned configuration, each such setting is null, or an empty
-section, so that all rules can still be applied. A setting may be null if it is no parallel size and not in `NEEDED`.
+section, so that all rules can still be applied. null is accepted, except for parallel sizes and settings in `NEEDED`.
 The types of this package's own settings are in `sections`. Shown by tests/integration/test_config_fuzz.py.
 """
 
@@ -29,12 +29,9 @@ MISSING, ABSENT = "???", object()
 
 
 class Expected(NamedTuple):
-    """The values that a setting accepts.
+    """The values that a setting accepts, in words (`allowed`) and as a test (`fits`).
 
-    Attributes:
-        allowed: the accepted values, in words.
-        fits: returns whether a value is accepted.
-        nullable: whether verl's default is null or an interpolation of another setting.
+    `nullable` is whether verl's default is null or an interpolation of another setting.
     """
 
     allowed: str

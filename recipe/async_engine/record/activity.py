@@ -70,11 +70,7 @@ class AwayActivity:
 
 
 class ToolTime:
-    """Measures how long one trajectory spends in tools, as the time from each answer to its next request.
-
-    Attributes:
-        seconds: tool time so far, without the current tool call.
-    """
+    """Measures how many `seconds` one trajectory has spent in tools: from each answer to the next request."""
 
     def __init__(self, activity: AwayActivity | None = None, loop: str = "") -> None:
         self._activity, self._loop, self.seconds = activity, loop, 0.0
@@ -129,10 +125,8 @@ class _Request:
 class EngineActivity:
     """Records the classes of work that used a rollout engine's sequence slots, and why it served no requests.
 
-    Tokens are counted from construction on, and spans are recorded from the first call of `take` on.
-
-    Args:
-        places: number of requests that the engine can run at once.
+    The engine can run ``places`` requests at once. Tokens are counted from construction on, and spans are recorded from
+    the first call of `take` on.
 
     Attributes:
         sampled: number of tokens sampled so far for requests whose answers are trained on.

@@ -71,11 +71,7 @@ def files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 class EventFile:
-    """Writes the events of this launch of a run to a new file in ``folder``. The constructor may raise OSError.
-
-    Attributes:
-        lost: number of dropped events.
-    """
+    """Writes the events of this launch to a new file, and counts the `lost` ones. The constructor may raise OSError."""
 
     def __init__(self, folder: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
         Path(folder, FOLDER).mkdir(parents=True, exist_ok=True)

@@ -177,10 +177,10 @@ class OtherClock:
     """Converts times of another process's clock to times of this process's clock.
 
     In an exchange, this process sends a question, and the other process answers with its time. The answer is given
-    between the question and the answer's arrival, so each exchange bounds the difference of the clocks. Between two
-    exchanges, both clocks are assumed to run at the same pace; the difference is corrected only if the later exchange
-    excludes it. If the paces are equal, the error is at most the shortest round trip so far; otherwise the corrections
-    follow the other clock. Converted times keep their order and have no gaps.
+    between the sending of the question and the arrival of the answer, so each exchange bounds the difference of the
+    clocks. Both clocks are assumed to run at the same pace; the difference is corrected only if it is outside the
+    bounds of the latest exchange. If the paces are equal, the error is at most the shortest round trip so far; if not,
+    the corrections follow the other clock. Converted times keep their order and have no gaps.
     """
 
     def __init__(self, first: Exchange) -> None:
@@ -222,9 +222,9 @@ class Devices:
     Attributes:
         accelerators: number of accelerators of one device, by the first word of its lane ("rollout" of "rollout 3").
         shared: whether all replicas are on the trainer's accelerators.
-        hybrid: number of replicas on the trainer's accelerators, if others have their own. Their numbers come first.
+        hybrid: number of replicas on the trainer's accelerators, if others have their own. Such hybrid ones are numbered first.
 
-    If any replica is on the trainer's accelerators, these count as the replica's device, and the trainer has none.
+    Accelerators that the trainer shares with a replica are counted as the replica's device, not as the trainer's.
     """
 
     accelerators: Mapping[str, int]

@@ -56,8 +56,7 @@ def owner_of(folder: str | os.PathLike[str]) -> str:
 class Owner:
     """Owns ``part`` (`RUN` or `CHECKPOINTS`) of a run's existing ``folder`` until `release`, or until the process ends.
 
-    Args:
-        wait_s: seconds to wait for another owner to end.
+    The constructor waits up to ``wait_s`` seconds for another owner to end.
 
     Raises:
         FolderTaken: another process owns this part of the folder.

@@ -107,7 +107,7 @@ class RolloutBooks:
 
     @property
     def hidden_share(self) -> float:
-        """The share of the time for rewards that did not hold up the run, or 1.0 if no rewards were computed."""
+        """The share of reward time that did not delay the run, or 1.0 if no rewards were computed."""
         self.advance()
         return 1.0 - self.exposed / self.scored if self.scored else 1.0
 
@@ -194,7 +194,7 @@ class RolloutBooks:
         )
 
     def metrics(self, groups: LedgerCounts, prompts: PromptCounts) -> dict[str, float]:
-        """Return metrics of docs/metrics.md; if generation and training take turns, of docs/partial-rollout.md too."""
+        """Return the metrics listed in docs/metrics.md and, for generation in turns, in docs/partial-rollout.md."""
         in_turns = {
             "partial_rollout/groups_pending": prompts.pending,
             "partial_rollout/groups_interrupted": prompts.interrupted,

@@ -45,8 +45,7 @@ def exit_status(summary: Mapping[str, Any], says_alarms: bool) -> int:
 class RunRecord:
     """Writes the metrics and the summary of one run into ``folder``.
 
-    Args:
-        began: start of the run in seconds since 1970, by default now.
+    ``began`` is the start of the run in seconds since 1970, by default now.
 
     Raises:
         FolderTaken: another run owns the folder. Nothing in the folder was changed.

@@ -77,7 +77,7 @@ class RuleContext:
         """Number of token positions of the policy; None if not known.
 
         The number is in the model's config.json, unless the configuration overrides it
-        (verl/workers/config/model.py:216). verl makes it the default `max_model_len` of an engine.
+        (verl/workers/config/model.py:216). verl makes this number the default `max_model_len` of an engine.
         """
         model = "actor_rollout_ref.model"
         for part in ("model_config.", ""):

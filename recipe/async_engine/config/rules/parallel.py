@@ -70,7 +70,7 @@ def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
 
 
 def shared_by(context: RuleContext, section: str) -> dict[str, int]:
-    """Return the sizes by which an engine's ranks share a model or a sequence, by setting; a size is 1 if not set."""
+    """Return the parallel sizes by which an engine's ranks share a model or a sequence, by setting; 1 if not set."""
     of_engine = SHARING.get(str(context.get(f"{section}.strategy")), OF_FSDP)
     return {setting: context.count(setting) or 1 for setting in (f"{section}.{name}" for name in of_engine)}
 
