@@ -45,7 +45,7 @@ from recipe.report.event_context import Context
 logger = logging.getLogger(__name__)
 
 OFF_BY = 0.005
-"""Tolerated difference of a device's total time and the sum over classes, as a share; the times are of two clocks."""
+"""Tolerated difference of a device's total time and the sum over classes, as a share: the times are of two clocks."""
 
 
 class Kind(StrEnum):

@@ -129,7 +129,7 @@ class Follower:
 
 
 def follow(folder: Path, wait_s: float, say: Say) -> int:
-    """Print a run's progress until the run ends, and return the exit status; wait ``wait_s`` seconds for its begin."""
+    """Print a run's progress until it ends, and return the exit status; wait ``wait_s`` s for the run to begin."""
     follower, deadline, waits = Follower(folder), time.monotonic() + wait_s, False
     while not (follower.look() or follower.has_begun or follower.summary):
         if time.monotonic() >= deadline:

@@ -110,9 +110,6 @@ def _useful(run: Run) -> str:
     return ", ".join(f"{side} {useful_share(seconds):.0%}" for side, seconds in sides(run.account).items())
 
 
-# The functions below build the parts of both pages.
-
-
 def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "") -> str:
     """Return an HTML page: ``top``, links to the sections with charts, these sections, and ``bottom``."""
     shown = [(heading, plots) for heading, plots in sections if plots]
@@ -222,9 +219,6 @@ def _news(run: Run) -> str:
     news = [event for event in run.events if event.lane == RUN and event.what in (LOST, JOINED)]
     rows = [[f"{event.start:.1f} s", str(event.text), event.what] for event in news[:MOST_NEWS]]
     return _table("Deaths and replacements", ["when", "device", "what"], rows, numbers=False) if rows else ""
-
-
-# The functions below compute the figures in the comparison of two runs.
 
 
 def _steps(run: Run) -> int:

@@ -123,15 +123,11 @@ def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
 
 
 WAITING_SHARE = 0.25
-"""Trajectories that queue at an engine, as a share of its sequence slots (`max_num_seqs`).
-
-When a trajectory ends, a queued one gets its slot in the same decode step. Without the queue, the next trajectory would
-arrive a step or two later.
-"""
+"""Trajectories that queue at an engine, as a share of its sequence slots (`max_num_seqs`): when a trajectory ends, a
+queued one gets the slot in the same decode step. Without the queue, the next one would arrive a step or two later."""
 TOOLS_FACTOR = 4
-"""Factor by which trajectories in progress may exceed those at the engines while some wait for tools.
-
-The factor applies only if `concurrent_samples_per_replica` is null."""
+"""If `concurrent_samples_per_replica` is null, the factor by which trajectories in progress may exceed those at the
+engines while some wait for tools."""
 
 
 def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:

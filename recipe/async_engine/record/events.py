@@ -222,7 +222,7 @@ class Devices:
     Attributes:
         accelerators: number of accelerators of one device, by the first word of its lane ("rollout" of "rollout 3").
         shared: whether all replicas are on the trainer's accelerators.
-        hybrid: number of replicas on the trainer's accelerators, if others have their own. Such hybrid ones are numbered first.
+        hybrid: number of hybrid replicas (on the trainer's accelerators, while others have their own), numbered first.
 
     Accelerators that the trainer shares with a replica are counted as the replica's device, not as the trainer's.
     """

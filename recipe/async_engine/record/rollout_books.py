@@ -59,8 +59,6 @@ class RolloutBooks:
         self._turn_occupancy: float | None = None
         self.seconds = self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
 
-    # The following methods count time.
-
     def set(self, **levels: int) -> None:
         """Set some of the current numbers `running`, `capacity`, `scoring` (trajectories) and `waiting` (0 or 1)."""
         self.advance()
@@ -143,8 +141,6 @@ class RolloutBooks:
         offered, used = self.offered - offered, self.used - used
         self._turn_occupancy = used / offered if offered else 0.0
 
-    # The following methods count answers and their tokens.
-
     def arrived(self, scored: Any, is_wanted: bool) -> None:
         """Count the tokens of a complete answer (`TrajectoryScored`); ``is_wanted`` is False if its group has ended."""
         arrived = scored.received_tokens + scored.restored_tokens
@@ -185,7 +181,7 @@ class RolloutBooks:
             trained=self.tokens["trained"],
             filtered=self.tokens["filtered"],
             failed=self.tokens["failed"],
-            # No worker receives the answer to a trajectory that has already ended.
+            # These include answers that no worker received, because their trajectories had already ended.
             cut=self.tokens["cut"]
             + _thrown_away(begun)
             + max(0, answered - of_workers["received"])

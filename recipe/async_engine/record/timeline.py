@@ -43,8 +43,6 @@ class Timeline:
         self.note("the run began")
         self.rollout = RolloutBooks(self._now, rollout_capacity, clock)
 
-    # The following methods report events and phases.
-
     def tell(self, event: Event) -> None:
         if event.lane == GROUPS and event.what in ENDS_OF_A_GROUP:
             self.rollout.tokens[event.what] += event.tokens or 0
@@ -90,8 +88,6 @@ class Timeline:
         """Stop counting time, because the last step has been trained."""
         if self._stopped is None:
             self._stopped = self._clock()
-
-    # The following methods return figures.
 
     @property
     def silent_s(self) -> float:
