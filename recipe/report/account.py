@@ -76,7 +76,7 @@ KINDS: Mapping[Class, Kind] = {
 
 @dataclass(frozen=True)
 class DeviceAccount:
-    """The time account of a device: `life` is the seconds from its start to its end, and `seconds` divides them by class.
+    """The time account of a device: `life` is the seconds from its start to its end, divided in `seconds` by class.
 
     `exceeds` is the number of seconds by which the classes together exceed `life`.
     """
