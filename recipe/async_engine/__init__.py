@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine that the asynchronous modes share. Importing this package imports no other module.
+"""The code that all asynchronous modes share. Importing this package imports no other module.
 
 A package may import the packages in the rows below its own; `make lint` checks that.
 
@@ -12,10 +12,10 @@ A package may import the packages in the rows below its own; `make lint` checks 
     actors                     detection, termination and replacement of dead or hanging actors
     record                     files of a run: its events and the contents of its checkpoints
     config                     types of the settings, run plan and rules (pure); Hydra's groups
-    core, modes                state machines (pure); the trainer of each mode
+    core, outside              state machines (pure); names of code in other packages
 
-The engine does not import `recipe.laptop`, `recipe.programs`, `recipe.report` or `recipe.plan`; `recipe.mains` combines
-the engine with these packages.
+This package does not import `recipe.laptop`, `recipe.programs`, `recipe.report` or `recipe.plan`; `recipe.mains`
+combines it with these packages.
 """
 
 __version__ = "0.1.0"

@@ -5,11 +5,11 @@ verl loads `recipe.async_engine.plugin`, which installs the requested features. 
 
 - If no variable of `FEATURES` is set, the plugin registers and patches nothing, and imports only the standard library
   (tests/integration/test_plugin_import.py).
-- If a feature that was asked for cannot be installed, the process ends with the traceback. verl would log a failing
-  plugin at DEBUG and continue (verl/__init__.py:71-74), and the run would fail later in unrelated code.
+- If a requested feature cannot be installed, the process ends with the traceback. verl would log a failing plugin at
+  DEBUG and continue (verl/__init__.py:71-74), and the run would fail later in unrelated code.
 - Installing twice is harmless, since both the entry point and VERL_USE_EXTERNAL_MODULES may load the plugin.
 
-The mains of this package call `check_loaded`, which refuses to start a run whose workers would not load the plugin.
+This package's commands call `check_loaded`, which refuses to start a run whose workers would not load the plugin.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def loading_routes(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def check_loaded(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `WrongInstallation`, with the remedy, if workers with this environment would not load the plugin."""
+    """Raise `WrongInstallation`, which says what to do, if workers with this environment would not load the plugin."""
     if loading_routes(environ):
         return
     policy = environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")

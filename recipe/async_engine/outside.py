@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the modules and classes in other packages that the engine loads by name instead of importing them.
+"""Names of modules and classes in other packages that `recipe.async_engine` loads by name, without an import statement.
 
-Contract: adding a mode, a feature or a weight transfer takes one row in this file and no other change in the engine.
+Contract: adding a mode, a feature or a weight transfer takes one row in this file and no other change in the package.
 """
 
 from dataclasses import dataclass
@@ -31,11 +31,8 @@ FEATURES = (
     ("VERL_PLATFORM", "cpu", "recipe.laptop.platform.cpu"),
     ("RECIPE_V1_TRAINERS", "1", "recipe.mains.register"),
 )
-"""For each feature: an environment variable, its value, and the module whose ``install()`` is called if the variable
-has that value.
-
-Values are compared without case and surrounding blanks. A module is imported only if its feature is requested, and its
-``install()`` may be called twice."""
+"""For each feature, an environment variable, its value, and a module. If the variable has this value (in any case, with
+or without surrounding blanks), the module is imported and its ``install()`` is called, possibly twice."""
 
 HOST_BACKEND, HOST_MODULE = "recipe_gloo", "recipe.laptop.transfer.gloo_engine"
 """The checkpoint engine that sends through host memory, and the module that registers it with verl."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses to run if another package has the name of one of this package's modes.
 
-verl's recipe collection also ships a package `recipe.partial_rollout`. Both projects share the namespace `recipe`, and
-Python imports the one that comes first on its path, which is verl's in a verl checkout with the recipe submodule.
-A run would then mix code of both. Contract: the main and the trainer's process check this before they start anything
-else, and end with an error that names both folders. Shown by tests/integration/test_shadowing.py.
+verl's recipe collection also has a package `recipe.partial_rollout`. Both projects share the namespace `recipe`, and
+Python imports the package that comes first on its path: verl's, in a verl checkout with the recipe submodule. A run
+would then mix code of both. Contract: the main process and the trainer's process check this first, and end with an
+error that names both folders. Shown by tests/integration/test_shadowing.py.
 """
 
 from __future__ import annotations

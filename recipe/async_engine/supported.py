@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The releases of verl, vLLM and Ray for which workarounds of upstream code were written.
 
-A workaround refuses to run with any other release: a patch that is applied to code it was not written for fails in ways
-that are hard to trace.
+A workaround refuses to run with any other release, because a patch of different code fails in ways that are hard to
+trace.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ PAGES, TRACES = "bokeh", "perfetto"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 2 if the folder has no readable record, or writing a file fails."""
+    """Run the command and return its exit status: 2 if the events cannot be read or a file cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m recipe.report", description="Writes the report of a run, or compares two runs."
     )
@@ -63,7 +63,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _seconds(text: str) -> float:
-    """Parse a finite, non-negative number of seconds."""
     seconds = float(text)
     if not (math.isfinite(seconds) and seconds >= 0):
         raise argparse.ArgumentTypeError(f"{text} is not allowed: give a number of seconds, 0 or more")
@@ -91,7 +90,6 @@ def _written(options: argparse.Namespace) -> tuple[Path, list[str]]:
 
 
 def _loaded(folder: Path) -> Run:
-    """Load the run in a folder, and print notes on damaged files."""
     run = load(folder)
     sys.stderr.write("".join(f"{note}\n" for note in run.notes))
     return run

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the time account of a run: the seconds of every accelerator in each class, from the run's events.
 
-Contract: each second in the life of a device (the trainer, or one engine or server) belongs to exactly one class, such
-as training, decoding or waiting for a batch. Time before the first event of a device is start-up. Later time that its
-events do not cover is `Class.NOT_KNOWN` and is never added to another class. Idle time of an engine, or of a free
-sequence slot in an engine, has the class of the reason that the scheduler reports for starting no more trajectories, or
-of the activity of the trajectories that hold the slots. Time of a trainer without a batch has a class of its own if
-only rewards or only log-prob servers hold up the run. If trainer and engine share accelerators, a second belongs to the
-engine while the trainer waits or validates, and to the trainer otherwise. :attr:`Account.closes` is False if the
-seconds of a device do not add up to its life, or if the sampled tokens are not all accounted for.
-
-Shown by tests/report/test_account.py and, with real runs, tests/accounts.py.
+Contract: each second of a device (the trainer, an engine or a server) belongs to exactly one class, such as training,
+decoding or waiting for a batch. Time before a device's first event is start-up. Later time that its events do not cover
+is `Class.NOT_KNOWN` and is never added to another class. Idle time of an engine or of a sequence slot is classified by
+the scheduler's reason for starting no more trajectories, or by what the unfinished trajectories do (tools, for
+example). The trainer's wait for a batch is classified separately if only rewards or only log-prob servers hold up the
+run. If trainer and engine share accelerators, a second belongs to the engine while the trainer waits or validates, and
+to the trainer otherwise. :attr:`Account.closes` is False if the seconds of a device do not add up to its total time, or
+if the counts of sampled tokens disagree. Shown by tests/report/test_account.py and, with real runs, tests/accounts.py.
 """
 
 from __future__ import annotations
@@ -47,10 +45,7 @@ from recipe.report.event_context import Context
 logger = logging.getLogger(__name__)
 
 OFF_BY = 0.005
-"""Tolerated difference between a device's life and the sum of its seconds, as a share of the life.
-
-The times come from two clocks.
-"""
+"""Tolerated difference of a device's total time and the sum over classes, as a share: the times are of two clocks."""
 
 
 class Kind(StrEnum):
@@ -81,9 +76,9 @@ KINDS: Mapping[Class, Kind] = {
 
 @dataclass(frozen=True)
 class DeviceAccount:
-    """The time account of a device: its number of accelerators, its life in seconds, and its seconds per class.
+    """The time account of a device: `life` is the seconds from its start to its end, divided in `seconds` by class.
 
-    ``exceeds`` is the number of seconds by which the classes together exceed the life.
+    `exceeds` is the number of seconds by which the classes together exceed `life`.
     """
 
     accelerators: int
@@ -97,13 +92,13 @@ class DeviceAccount:
 
     @property
     def closes(self) -> bool:
-        """Whether the seconds of all classes add up to the life, within the tolerance `OFF_BY`."""
+        """Whether the seconds of all classes add up to ``life``, within the tolerance `OFF_BY`."""
         return abs(sum(self.seconds.values()) - self.life) <= OFF_BY * self.life and self.exceeds <= OFF_BY * self.life
 
 
 @dataclass(frozen=True)
 class Account:
-    """The time account of a run of ``duration`` seconds; ``tokens`` is None if the token counts are not known."""
+    """The time account of a run of ``duration`` seconds; ``tokens`` is None if the token counts are unknown."""
 
     duration: float
     devices: Mapping[str, DeviceAccount]
@@ -139,7 +134,7 @@ class Account:
 
 
 class Piece(NamedTuple):
-    """An interval in which a share of a device's sequence slots is in one class."""
+    """An interval in which a share of a device's sequence slots (1.0 for the trainer) is in one class."""
 
     device: str
     start: float
@@ -157,9 +152,8 @@ def close(
 ) -> Account:
     """Return the time account of a run from 0 to ``until``, in seconds of the run's clock.
 
-    Args:
-        events: events in any order, at least those of the lanes that `pieces` reads.
-        found: the result of `pieces` for these events, if already computed.
+    ``events`` may have any order, and events of trajectories and groups may be missing. ``found`` is the result of
+    `pieces`, if already computed.
     """
     lives = _lives(events, devices, until)
     seconds: dict[str, defaultdict[str, float]] = {device: defaultdict(float) for device in lives}
@@ -179,7 +173,7 @@ def close(
 
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:
-    """Yield the pieces of each device's time up to ``until``, including start-up; gaps between events are omitted."""
+    """Yield each device's time up to ``until``, start-up included, as pieces of one class; gaps are left out."""
     context = Context.of(events)
     lives = _lives(events, devices, until)
     starting = dict(lives)
@@ -197,11 +191,10 @@ def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[
 
 
 def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Class, float]]:
-    """Return the time that trainer and engines waited for each other, by the class of the component waited for.
+    """Return the time that trainer and engines waited for each other, split by what the awaited component did then.
 
-    The trainer's accelerator-seconds in `Class.WAIT_BATCH` are split by the classes of the engines at the time, as the
-    mean over engines. The engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL` are split by the
-    class of the trainer at the time.
+    The trainer's accelerator-seconds in `Class.WAIT_BATCH` are split by the engines' classes at the time, as the mean
+    over engines; the engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL` by the trainer's class.
     """
     by_side: dict[str, list[Piece]] = {TRAINER: [], ROLLOUT: []}
     for piece in found:
@@ -216,9 +209,9 @@ def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Clas
 
 
 def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each: float) -> dict[Class, float]:
-    """Return the seconds of ``waiting`` in class ``what``, split by the class of ``others`` at the time.
+    """Return the seconds of ``waiting`` in class ``what``, split by the classes of ``others`` at the time.
 
-    A second in which one of ``others`` is in a class counts ``each`` seconds.
+    A second of one device in ``others`` counts as ``each`` seconds.
     """
     changes: defaultdict[float, float] = defaultdict(float)
     for piece in waiting:
@@ -229,7 +222,7 @@ def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each
         return {}
     times = np.array(sorted(changes))
     levels = np.cumsum([changes[time] for time in times])
-    # `sums` has the seconds in the class up to each of `times`; in between, they grow linearly.
+    # `sums` has the seconds in class `what` up to each of `times`; between these times, they grow linearly.
     sums = np.concatenate([[0.0], np.cumsum(levels[:-1] * np.diff(times))])
     spans = np.array([(other.start, other.end) for other in others])
     lengths = np.interp(spans[:, 1], times, sums) - np.interp(spans[:, 0], times, sums)
@@ -240,7 +233,6 @@ def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each
 
 
 def account_of(recorded: Recorded) -> Account:
-    """Return the time account of a run that has ended."""
     table = read(recorded.file).events
     many = pc.is_in(table["lane"], pa.array([TRAJECTORIES, GROUPS]))
     return close(events_of(table.filter(pc.invert(many))), recorded.devices, recorded.until, recorded.tokens)
@@ -255,7 +247,7 @@ def settled(recorded: Recorded) -> dict[str, Any]:
 
 
 def _lives(events: Iterable[Event], devices: Devices, until: float) -> dict[str, tuple[float, float]]:
-    """Return the beginning and the end of each device's life, in seconds of the run's clock."""
+    """Return when each device began and ended, in seconds of the run's clock."""
     named = {event.lane for event in events}
     begins = {lane: 0.0 for lane in sorted(named, key=_place) if devices.counts(lane)}
     ends: dict[str, float] = {}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice on the greatest losses of accelerator time in a run, and on the settings to change.
+"""Gives advice on the greatest losses of accelerator time in a run, and on the settings to change.
 
-Contract: pure functions of the run's time account (accelerator-seconds by class, such as decoding or waiting for a
-batch). If the trainer waits for the engines or the reverse, the time is charged to the activity of the component that
-is waited for, so that advice names causes instead of their consequences. Each piece of advice has the lost seconds, the
-reason as far as the time account shows it, and a setting to change. The expected gain is an upper bound, since removing
-one wait may create another. Shown by tests/report/test_advice.py and, for runs with planted causes,
+Contract: advice is a pure function of the run's time account (accelerator-seconds by class, such as decoding or waiting
+for a batch). If the trainer waits for the engines or the engines for the trainer, the time is charged to what the
+awaited component did, so that advice names the cause and not its consequence. Each piece of advice has the lost
+seconds, the reason as far as the time account shows it, and a setting to change. The expected gain is an upper bound,
+since removing one wait may create another. Shown by tests/report/test_advice.py and, for runs with deliberate losses,
 tests/e2e/test_planted_causes.py.
 """
 
@@ -25,7 +25,7 @@ WORTH_SAYING = 0.03
 LITTLE = 0.1
 MOST = 0.5
 SLOW = 0.75
-"""An engine counts as slow if it decodes at less than this fraction of the other engines' speed."""
+"""An engine is slow if its decoding speed is less than this fraction of the other engines' median."""
 
 CHARGED_TO_TRAINER = frozenset(
     {
@@ -38,7 +38,7 @@ CHARGED_TO_TRAINER = frozenset(
         Class.DOWN,
     }
 )
-"""Classes of the trainer's time that count as the cause if the staleness gate holds an engine back at that time."""
+"""While the trainer is in one of these classes, that class counts as the cause of engines' waits at the gate."""
 
 WITHOUT_WORK = (
     Class.WAIT_GATE,
@@ -48,7 +48,7 @@ WITHOUT_WORK = (
     Class.WAIT_TOOLS,
     Class.IDLE_PLACES,
 )
-"""Classes of engine time that do not slow the run down unless the trainer waits for batches."""
+"""Classes of engine time that slow the run down only if the trainer waits for batches."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Advice:
 
     Attributes:
         what: the class of time that was lost.
-        seconds: number of lost accelerator-seconds.
-        share: share of `seconds` in the time of all devices without start-up.
-        device: the device concerned, if it is a single one.
+        seconds: lost accelerator-seconds.
+        share: share of `seconds` in all accelerator-seconds without start-up.
+        device: the device that causes the loss, if it is a single one.
     """
 
     what: Class
@@ -74,10 +74,8 @@ class Advice:
 class Facts:
     """The facts on which advice is based.
 
-    Attributes:
-        settings: the settings in the header of the event record.
-        meanwhile: the result of `recipe.report.account.meanwhile`.
-        speeds: tokens sampled per second of decoding, by rollout engine.
+    `settings` are those in the event record, `meanwhile` is the result of `recipe.report.account.meanwhile`, and
+    `speeds` are the tokens sampled per second of decoding, by rollout engine.
     """
 
     account: Account
@@ -86,7 +84,7 @@ class Facts:
     speeds: Mapping[str, float] = field(default_factory=dict)
 
     def share(self, side: str, what: Class) -> float:
-        """Return the share of a class in the time, without start-up, of the trainer, the engines or the servers."""
+        """Return the share of a class in the time, without start-up, of one ``side``: trainer, engines or servers."""
         return _shares(sides(self.account).get(side, {})).get(what, 0.0)
 
     @property
@@ -121,14 +119,14 @@ def advise(facts: Facts) -> list[Advice]:
 
 
 def charged(facts: Facts) -> dict[Class, float]:
-    """Return accelerator-seconds by class, with waits charged to the classes that caused them."""
+    """Return accelerator-seconds by class, with each wait charged to the class that caused it."""
     seconds = defaultdict(float, {Class(what): value for what, value in _running(facts.account.total).items()})
     for waited, by in facts.meanwhile.items():
         for what, value in by.items():
             if what in CHARGED_TO_TRAINER if waited != Class.WAIT_BATCH else KINDS[what] is not Kind.USEFUL:
                 seconds[waited] -= value
                 seconds[what] += value
-    # If the staleness gate makes trainer and engines take turns, the shorter of the two waits is charged to the gate.
+    # If the staleness gate makes trainer and engines wait in turn, the shorter of both waits is charged to the gate.
     training = facts.meanwhile.get(Class.WAIT_GATE, {}).get(Class.TRAINING, 0.0)
     if training:
         held = min(seconds[Class.WAIT_GATE], seconds[Class.WAIT_BATCH])
@@ -148,7 +146,7 @@ def sides(account: Account) -> dict[str, dict[str, float]]:
 
 
 def useful_share(seconds: Mapping[str, float]) -> float:
-    """Return the share of useful classes in ``seconds`` (seconds by class), without start-up."""
+    """Return the share of useful classes in ``seconds``, a mapping by class; start-up is excluded."""
     return sum(share for name, share in _shares(seconds).items() if KINDS[Class(name)] is Kind.USEFUL)
 
 
@@ -167,9 +165,9 @@ Rule = Callable[[Facts], Said | None]
 
 
 def _slow_engine(facts: Facts, causes: Mapping[Class, float]) -> tuple[str, float, Said] | None:
-    """Return a conspicuously slow engine, the accelerator-seconds lost because of it, and the advice; or None.
+    """Return an engine that is slow (`SLOW`), the accelerator-seconds lost because of it, and the advice; or None.
 
-    The loss is the excess decoding time of this engine, and the time that others wait for the last answers of a batch.
+    The loss is the engine's excess decoding time, and the time in which others wait for the last answers of a batch.
     """
     if len(facts.speeds) < 2:
         return None
@@ -195,7 +193,7 @@ def _wider_gate(settings: Mapping[str, Any]) -> str:
 
 
 def _more_for(side: str, other: str, other_has: int) -> str:
-    """Return the advice to add accelerators to ``side``, taken from ``other`` if that has more than one."""
+    """Return the advice to give ``side`` more accelerators, from ``other`` if that has more than one."""
     if other_has > 1:
         return f"give the {side} accelerators of the {other} ({side}.n_gpus_per_node up, {other}.n_gpus_per_node down)"
     return f"more accelerators for the {side}: {side}.n_gpus_per_node up"
@@ -222,7 +220,7 @@ def _batch(facts: Facts) -> Said:
 
 
 def _slots(facts: Facts) -> tuple[int | None, int, int]:
-    """Return the groups per replica (None if not set), and the numbers of used and of all sequence slots."""
+    """Return the prompt groups per replica (None if not set), the used sequence slots and all sequence slots."""
     settings = facts.settings
     places = int(settings.get("engine_places", 0))
     room = int(settings.get("max_num_seqs") or 0) * int(settings.get("rollout_replicas", 1))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The charts of a report, as Bokeh figures; a function returns None if the run has no data for its chart.
 
-Contract: the size of a chart does not grow with the run. Time is divided into bins, of which each shows the class that
-took most of it; distributions are histograms; and of trajectories a sample is drawn.
+Contract: the size of a chart does not grow with the run. Time is divided into bins, each of which shows the class that
+took most of its time; distributions are histograms; and only a sample of the trajectories is drawn.
 """
 
 from __future__ import annotations
@@ -69,12 +69,11 @@ Bar = tuple[str | int, float, float, str, str]
 
 
 def words(what: str) -> str:
-    """Return the name of a class of time with spaces instead of underscores."""
     return what.replace("_", " ")
 
 
 def by_device(run: Run) -> figure:
-    """Return a chart of each device's time by class, in percent of its life."""
+    """Return a chart of each device's time by class, in percent of its total time."""
     devices = dict(reversed([*run.account.devices.items()]))
     present = [what.value for what in COLORS if any(device.seconds.get(what, 0) > 0 for device in devices.values())]
     columns: dict[str, Any] = {"device": [*devices]}
@@ -88,7 +87,7 @@ def by_device(run: Run) -> figure:
 
 
 def over_time(run: Run, side: str) -> figure | None:
-    """Return a chart over time of the classes of the trainer, the engines or the log-prob servers, in percent."""
+    """Return a chart of the classes of one ``side`` (trainer, engines or log-prob servers) over time, in percent."""
     edges = np.linspace(0, run.until, WIDE_BINS + 1)
     sums = _binned((piece for piece in run.pieces if piece.device.partition(" ")[0] == side), edges)
     if not sums:
@@ -125,7 +124,7 @@ def _binned(pieces: Iterable[Piece], edges: np.ndarray) -> dict[Class, np.ndarra
 
 
 def lanes(run: Run) -> figure:
-    """Return a chart with a lane per device, showing the class that took most of each bin, and lanes of versions."""
+    """Return a chart with a row per device, which shows the main class of each bin, and rows for weight versions."""
     edges = np.linspace(0, run.until, BINS + 1)
     names = [*run.account.devices][:MOST_LANES]
     bars: list[Bar] = []
@@ -156,7 +155,7 @@ def lanes(run: Run) -> figure:
 
 
 def _most(name: str, classes: Sequence[Class], top: np.ndarray, edges: np.ndarray) -> Iterable[Bar]:
-    """Yield a bar for each series of bins of one class; ``top`` has each bin's index in ``classes``, -1 for none."""
+    """Yield a bar for consecutive bins of one class; ``top`` has each bin's index in ``classes``, or -1 for none."""
     for which, found in groupby(range(len(top)), key=lambda at: int(top[at])):
         run = list(found)
         if which >= 0:
@@ -164,7 +163,7 @@ def _most(name: str, classes: Sequence[Class], top: np.ndarray, edges: np.ndarra
 
 
 def versions(run: Run) -> list[Bar]:
-    """Return the bars of a lane that shows which version generates; with many versions, a bar covers several."""
+    """Return the bars that show which version generates; with many versions, a bar covers several."""
     swapped = (event for event in run.events if (event.lane, event.what) == (WEIGHTS, "swap"))
     swaps = sorted((event.end, event.version or 0) for event in swapped)
     if not swaps:
@@ -180,7 +179,6 @@ def versions(run: Run) -> list[Bar]:
 
 
 def _hue(number: int) -> str:
-    """Return the color of a version or line; consecutive numbers have different colors."""
     return HUES[number % len(HUES)]
 
 
@@ -233,7 +231,7 @@ def _histogram(title: str, label: str, values: np.ndarray, weights: np.ndarray |
 
 
 def histograms(run: Run) -> list[figure]:
-    """Return histograms of answer lengths, token staleness, waits of ready groups, and times in tools and rewards."""
+    """Return histograms of answer length, token staleness, waiting time of ready groups, tool time and reward time."""
     lengths = about(run.trajectories, "generating")["tokens"].drop_null().to_numpy()
     ages = np.array([int(age) for age in run.tokens["what"].to_pylist()])
     found = [
@@ -250,7 +248,7 @@ def histograms(run: Run) -> list[figure]:
 
 
 def _axes(run: Run) -> dict[str, list[Any]]:
-    """Return the x axes of the curves: for each step its number, its end time, and the tokens trained until then."""
+    """Return the x values of the curves, by axis label: steps, seconds and trained tokens."""
     tokens = np.cumsum([step.get("fully_async/sampled_tokens") or 0 for step in run.metrics])
     return {
         "step": [step.get("training/global_step") for step in run.metrics],

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assigns classes to a device's events, from the activities of trainer, scheduler, engines and agents at the time.
+"""Assigns a class of time to each event of a device, from what trainer, scheduler, engines and agent loops did then.
 
-Contract: an event is split whenever an activity that determines its class changes, and each part has one class. The
-tables in this module define the classes; an activity that they lack is `Class.NOT_KNOWN`. Shown by
-tests/report/test_account.py.
+Contract: if the activities that determine the class change during an event, the event is split, so that each part has
+one class. The tables in this module give the class of each activity; an activity that is in no table has the class
+`Class.NOT_KNOWN`. Shown by tests/report/test_account.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recipe.async_engine.record.events import (
 )
 
 WAIT, VALIDATE = "wait", "validate"
-"""Phases of the trainer in which shared accelerators belong to the engine."""
+"""Phases of the trainer in which the time of shared accelerators is counted for the engine."""
 
 PHASES: Mapping[str, Class] = {
     "update": Class.TRAINING,
@@ -44,7 +44,7 @@ PHASES: Mapping[str, Class] = {
     SWITCH: Class.WAIT_SWITCH,
     Class.START_UP: Class.START_UP,
 }
-"""The class of the trainer's time, by the phase in its timeline."""
+"""The class of the trainer's time, by the trainer's phase."""
 
 FREE_FOR: Mapping[str, Class] = {
     Why.GENERATING: Class.IDLE_PLACES,
@@ -73,7 +73,7 @@ KNOWN = frozenset(Class)
 
 
 class Track:
-    """A piecewise constant value over time, given by its changes; None before the first change."""
+    """A value that changes only at given times; before the first change it is None."""
 
     def __init__(self, changes: Mapping[float, str | None]) -> None:
         self._times = sorted(changes)
@@ -94,11 +94,11 @@ Part = tuple[float, float, Class]
 
 
 class Context(NamedTuple):
-    """The activities of a run over time.
+    """The activities of a run over time, each as a `Track`.
 
     Attributes:
         phases: phase of the trainer.
-        whys: reason of the scheduler for starting no more trajectories.
+        whys: the scheduler's reason for starting no more trajectories.
         engines: `ROLLOUT` while any engine generates for training, else None.
         away: activities of trajectories outside of engines, such as tools, joined by "+".
     """
@@ -110,7 +110,6 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Context:
-        """Return the context of a run with these events."""
         lanes: dict[str, list[Event]] = {TRAINER: [], SCHEDULER: [], ROLLOUT: [], AGENTS: []}
         for event in events:
             kind = event.lane.partition(" ")[0]
@@ -124,10 +123,9 @@ class Context(NamedTuple):
         )
 
     def during(self, event: Event, until: float, shared: bool, lent: bool = False) -> Iterator[Part]:
-        """Yield the parts of an event up to ``until``.
+        """Split an event, up to the time ``until``, into parts of one class each.
 
-        ``shared`` is whether trainer and engine share accelerators, and ``lent`` whether the trainer may wait without
-        lending them.
+        ``shared`` is whether trainer and engine share accelerators; ``lent`` is whether the trainer lends them.
         """
         if event.lane == TRAINER and event.what != WAIT:
             yield event.start, until, PHASES.get(event.what, Class.NOT_KNOWN)
@@ -157,7 +155,7 @@ class Context(NamedTuple):
             yield begin, stop, PHASES.get(WAIT, Class.NOT_KNOWN)
 
     def _of_rewards(self, begin: float, stop: float) -> Iterator[Part]:
-        """Yield parts for a time in which only rewards, or log-probs that are computed with them, hold up the run."""
+        """Yield the parts of a time in which only rewards, or log-probs computed with them, hold up the run."""
         for start, end, away in self.away.during(begin, stop):
             scores_only = away is not None and Away.LOG_PROBS in away and Away.REWARD not in away
             yield start, end, Class.WAIT_LOG_PROBS if scores_only else Class.WAIT_REWARD
@@ -176,7 +174,7 @@ class Context(NamedTuple):
             yield begin, stop, EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN)
 
     def _of_empty(self, begin: float, stop: float, free: Class) -> Iterator[Part]:
-        """Yield parts for an engine without requests while trajectories are on other engines or outside of engines."""
+        """Yield the parts of a time in which the engine has no request, but trajectories are unfinished elsewhere."""
         for first, last, engines in self.engines.during(begin, stop):
             if engines and free is not Class.IDLE_PLACES:
                 yield first, last, free
@@ -186,7 +184,7 @@ class Context(NamedTuple):
 
 
 def _one_at_a_time(events: Iterable[Event]) -> Track:
-    """Return the track of a lane whose events do not overlap."""
+    """Return a `Track` with the activity in events that do not overlap."""
     changes: dict[float, str | None] = {}
     for event in sorted(events, key=lambda event: event.start):
         changes[event.start] = event.what
@@ -195,7 +193,7 @@ def _one_at_a_time(events: Iterable[Event]) -> Track:
 
 
 def _any_of(events: Iterable[Event], values: Callable[[Event], Iterable[str]]) -> Track:
-    """Return the track of overlapping events: at each time, the names of all current events, joined by "+"."""
+    """Return a `Track` of overlapping events: at each time, the ``values`` of the current ones, joined by "+"."""
     steps = [
         (time, by, name)
         for event in events

@@ -24,14 +24,14 @@ from recipe.report.run import FRESH_S
 
 POLL_S = 1.0
 LINES_S = 5.0
-"""Least seconds between two lines about the current activity; steps are printed immediately."""
+"""Smallest number of seconds between two reports of current activity; finished steps are printed at once."""
 ENDED, FAILED, NONE_BEGAN, WITH_ALARMS = 0, 1, 2, 3
 
 Say = Callable[[str], None]
 
 
 class Follower:
-    """Reads the events and metrics that a run appends to its folder; :meth:`look` reads the new ones.
+    """Reads the events and metrics that a run appends to its folder.
 
     Attributes:
         figures: current metrics of the run, with the keys of docs/metrics.md.
@@ -60,7 +60,7 @@ class Follower:
 
     @property
     def summary(self) -> Summary | None:
-        """The summary that the run wrote at its end; None if it has not."""
+        """The summary that the run wrote at its end, or None without one."""
         summary, notes = summary_in(self._folder)
         self._note(notes)
         return summary
@@ -76,7 +76,7 @@ class Follower:
             return False
         if owner_of(self._folder) == socket.gethostname():
             return True
-        # The owner is on another machine, whose lock may not be visible from this machine.
+        # The owner is on another machine, whose lock may be invisible to this machine.
         return time.time() - self._written_at() > FRESH_S
 
     def _written_at(self) -> float:
@@ -107,7 +107,7 @@ class Follower:
         if not path.is_file():
             return False
         if path.stat().st_size < self._metrics_at:
-            # A resumed run has deleted the metrics of steps after its checkpoint.
+            # A resumed run deletes the metrics of steps after its checkpoint.
             self._metrics_at = 0
         with open(path, "rb") as file:
             file.seek(self._metrics_at)
@@ -120,7 +120,7 @@ class Follower:
         self._note(notes)
         for step in steps:
             for key, value in step.items():
-                # The events have a newer state than the metrics.
+                # The events are newer than the metrics.
                 is_share = key.startswith(SHARE)
                 if key not in (TRAINER_DOES, ROLLOUT_DOES) and not (is_share and (self._phases or value is None)):
                     self.figures[key] = value
@@ -129,11 +129,7 @@ class Follower:
 
 
 def follow(folder: Path, wait_s: float, say: Say) -> int:
-    """Print the progress of the run in ``folder`` until it ends; return the exit status.
-
-    Args:
-        wait_s: seconds to wait for a run to begin.
-    """
+    """Print a run's progress until it ends, and return the exit status; wait ``wait_s`` s for the run to begin."""
     follower, deadline, waits = Follower(folder), time.monotonic() + wait_s, False
     while not (follower.look() or follower.has_begun or follower.summary):
         if time.monotonic() >= deadline:
@@ -143,7 +139,7 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
             say(f"no run has begun in {folder}; waiting for one up to {wait_s:g} s (--wait)")
             waits = True
         time.sleep(POLL_S)
-    # Of the steps before following began, print only the newest.
+    # Print only the newest step of those before this call.
     follower.steps = follower.steps[-1:]
     said_at = -LINES_S
     say(f"following the run in {folder}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTML pages of a report: of one run, or a comparison of two runs. A page is one file that needs no network.
+"""Writes the HTML page of a run, or the page that compares two runs. A page is one file that needs no network.
 
 Shown by tests/integration/test_report.py and test_report_in_a_browser.py.
 """
@@ -45,7 +45,6 @@ Section = tuple[str, list[Any]]
 
 
 def write(run: Run, path: Path) -> None:
-    """Write the report of ``run`` to ``path``."""
     top = f"<p>{escape(what_happened(run))}</p>{_left_out(run)}{_alarms(run)}{_advice(run)}{_account(run)}"
     path.write_text(_document(f"Report of {run.name}", top, _sections(run), _news(run)), encoding="utf-8")
 
@@ -79,7 +78,7 @@ def brief(run: Run) -> list[str]:
     total = sum(run.account.total.values()) or 1.0
     top = sorted(run.account.total.items(), key=lambda item: -item[1])[:5]
     took = ", ".join(f"{charts.words(what)} {seconds / total:.0%}" for what, seconds in top)
-    # Whether the tokens add up is known only from the summary that the run wrote.
+    # Only the summary of the run tells whether the token counts agree.
     closed = run.account.closes and (run.summary.get("account") or {}).get("closes", True)
     closes = "" if closed else "; the account does not close"
     advised = f"{run.advice[0].reason} ({run.advice[0].share:.0%}): {run.advice[0].change}" if run.advice else "none"
@@ -111,11 +110,8 @@ def _useful(run: Run) -> str:
     return ", ".join(f"{side} {useful_share(seconds):.0%}" for side, seconds in sides(run.account).items())
 
 
-# The functions below build the parts of both pages.
-
-
 def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "") -> str:
-    """Return an HTML page with ``top``, links to all sections with charts, these sections, and ``bottom``."""
+    """Return an HTML page: ``top``, links to the sections with charts, these sections, and ``bottom``."""
     shown = [(heading, plots) for heading, plots in sections if plots]
     script, places = components([plot for _, plots in shown for plot in plots])
     of_plot = iter(places)
@@ -225,15 +221,12 @@ def _news(run: Run) -> str:
     return _table("Deaths and replacements", ["when", "device", "what"], rows, numbers=False) if rows else ""
 
 
-# The functions below compute the figures in the comparison of two runs.
-
-
 def _steps(run: Run) -> int:
     return max((int(step.get("training/global_step") or 0) for step in run.metrics), default=0)
 
 
 def _steps_of_start(run: Run) -> int:
-    """Return the number of steps since the newest launch, which is all that the event record covers."""
+    """Return the number of steps of the newest launch, the only one in the event record."""
     resumed = (run.summary.get("resumed") or {}).get("step")
     if resumed is not None:
         return _steps(run) - int(resumed)
@@ -241,7 +234,7 @@ def _steps_of_start(run: Run) -> int:
 
 
 def _running_s(run: Run) -> float:
-    """Return the seconds of the run since the first device finished its start-up."""
+    """Return the seconds from the first end of a device's start-up to the end of the run."""
     starts = (device.seconds.get(Class.START_UP, 0.0) for device in run.account.devices.values())
     return run.until - min(starts, default=0.0)
 

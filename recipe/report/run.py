@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a run's folder for the report.
 
-Contract: of a run that goes on or was killed, the events written so far are read, and the time account (accelerator
-seconds by class) covers these. If a run was launched several times in a folder, the newest launch is used. Damaged data
-is left out with a note, or the event record is refused (`record.schema`). Shown by tests/integration/test_report.py and
-test_damaged_files.py.
+Contract: if a run goes on or was killed, the time account (accelerator-seconds by class) covers the events written so
+far. If a run was launched several times in a folder, the newest launch is used. Damaged data is left out with a note;
+an event record without a valid header is refused. Shown by tests/integration/test_report.py and test_damaged_files.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from recipe.report.account import Account, Piece, close, meanwhile, pieces
 from recipe.report.advice import Advice, Facts, advise
 
 FRESH_S = 60.0
-"""A run without a summary counts as killed if its newest event is older than this, in seconds."""
+"""Number of seconds after its newest event at which a run without a summary counts as killed."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,10 @@ class Run:
 
     Attributes:
         state: "ended", "failed", "goes on", "was killed", or `UNSAID`.
-        until: end of the time account in seconds of the run's clock, more than 0.
+        until: end of the time account, in seconds of the run's clock; more than 0.
         events: events of all lanes except trajectories, groups and tokens, which are tables.
         later_error: error of a later launch that ended before it wrote any events.
-        notes: descriptions of damaged data in the folder that was left out.
+        notes: descriptions of damaged data that was left out.
     """
 
     folder: Path
@@ -71,7 +70,7 @@ class Run:
 
     @property
     def alarms(self) -> dict[str, tuple[int, str]]:
-        """The alarms that were raised, with count and description; while a run goes on, as of its last step."""
+        """The alarms that were raised, with counts and descriptions; for an unfinished run, up to its last step."""
         if ended := self.summary.get("alarms"):
             return {name: (alarm["count"], alarm["said"]) for name, alarm in ended.items()}
         counts = {name: (self.metrics or [{}])[-1].get(f"{METRIC}{name}", 0) for name in WATCHED}
@@ -79,24 +78,23 @@ class Run:
 
     @cached_property
     def advice(self) -> list[Advice]:
-        """All advice for the run, greatest loss first."""
         return advise(Facts(self.account, self.settings, meanwhile(self.pieces, self.devices), speeds(self)))
 
 
 def about(table: pa.Table, what: str) -> pa.Table:
-    """Return the rows of a table whose column ``what`` has the value ``what``."""
+    """Return the rows of a table of events in which the column ``what`` has the given value."""
     return table.filter(pc.equal(table["what"], what))
 
 
 def answer_counts(run: Run) -> Counter[int]:
-    """Return the number of answers of each group, by the group's id."""
+    """Return the number of answers of each prompt group, by the group's id."""
     rows = run.trajectories.group_by("group").aggregate([("trajectory", "max")])
     groups, last = rows["group"].to_pylist(), rows["trajectory_max"].to_pylist()
     return Counter({group: n + 1 for group, n in zip(groups, last, strict=True)})
 
 
 HARDLY = 0.02
-"""Least share of decoding in an engine's life from which its speed is computed."""
+"""An engine's speed is computed if it decodes for more than this share of its total time."""
 
 
 def speeds(run: Run) -> dict[str, float]:
@@ -116,7 +114,7 @@ def speeds(run: Run) -> dict[str, float]:
 
 
 def load(folder: Path) -> Run:
-    """Return the newest launch of the run in ``folder``.
+    """Load the newest launch of the run in ``folder``.
 
     Raises:
         BadFile: there is no event record, or it is unreadable, empty or of another format version.

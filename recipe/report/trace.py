@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the events of a run as a trace for Perfetto; docs/report.md describes the tracks, and queries over them.
+"""Writes the events of a run as a trace for Perfetto; docs/report.md describes the tracks and gives example queries.
 
-Contract: the trace contains the whole time account (device seconds by class) as slices of the category `account`. A
-slice has the share of the device's sequence slots in its class, so length times share, summed over slices, gives the
-seconds in the time account. Flows lead from a prompt group to its answers, from an answer to the batch that trained it,
-and from a batch to the version that came from it. Runs that go on or were killed can be traced too. Shown by
-tests/integration/test_trace.py.
+Contract: the trace contains the whole time account (device seconds by class) as slices of the category `account`. Each
+slice has the share of the device's sequence slots that the class used, so the sum of length times share over slices
+gives the seconds in the time account. Flows (Perfetto's arrows) lead from a prompt group to its answers, from an answer
+to the batch that trained it, and from a batch to the version that it produced. Runs that go on or were killed can be
+traced too. Shown by tests/integration/test_trace.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     """A batch of the trainer.
 
     Attributes:
-        flow: id of the flow to the version that came from the batch.
+        flow: id of the flow to the version that the batch produced.
         answers: ids of the flows from the batch's answers.
     """
 
@@ -54,7 +54,6 @@ class Batch(NamedTuple):
 
 
 def write_trace(run: Run, path: Path) -> None:
-    """Write the trace of ``run`` to ``path``."""
     with open(path, "wb") as stream:
         file = TraceFile(stream, run.header.began)
         batches = _batches(run)
@@ -67,12 +66,11 @@ def write_trace(run: Run, path: Path) -> None:
 
 
 def answer_flow(group: int, trajectory: int) -> int:
-    """Return the flow id of one answer."""
     return group * ANSWERS_AT_MOST + trajectory + 1
 
 
 def _versions(file: TraceFile, parent: int, run: Run, batches: list[Batch]) -> None:
-    """Write the phases of each weight sync, and the losses and replacements of devices."""
+    """Write the phases of each weight sync, and when devices were lost and replaced."""
     became: defaultdict[int, list[int]] = defaultdict(list)
     for batch in batches:
         became[batch.version + 1].append(batch.flow)
@@ -118,7 +116,7 @@ def _named(file: TraceFile, parent: int, run: Run, device: str) -> int:
 
 
 def _lane(file: TraceFile, parent: int, name: str, events: Iterable[Event], category: str) -> None:
-    """Write a track of events that do not overlap."""
+    """Write a track of events that do not overlap, and merge consecutive events with the same activity."""
     track = file.track(parent, name)
     for what, found in groupby(sorted(events, key=lambda event: event.start), key=lambda event: event.what):
         spans = list(found)
@@ -168,7 +166,7 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _groups(file: TraceFile, parent: int, run: Run) -> None:
-    """Write each prompt group from its issue to its end, with the interval in which it was ready for training."""
+    """Write a slice for each prompt group from issue to end, and one for the time in which it was ready to train."""
     slots = Slots(file, file.group("prompt groups", parent), "groups")
     ready: dict[int, float] = {}
     rows = []
@@ -190,7 +188,7 @@ def _groups(file: TraceFile, parent: int, run: Run) -> None:
 
 
 def _trajectories(file: TraceFile, parent: int, run: Run) -> None:
-    """Write the generation of each attempt at an answer, and the time until its reward."""
+    """Write a slice for each attempt to generate an answer, and one for the time until its reward."""
     slots = Slots(file, file.group("trajectories", parent), "trajectory")
     rewarded = {_key(event, event.start): event.end for event in _rows(about(run.trajectories, "reward"))}
     recomputed = {_key(event, event.start): event.tokens for event in _rows(about(run.trajectories, "interrupted"))}
@@ -222,7 +220,7 @@ def _rows(table: pa.Table) -> Iterator[Event]:
 
 
 def _batches(run: Run) -> list[Batch]:
-    """Return the trainer's batches: token counts with equal times, and the groups that end before the next counts."""
+    """Return the trainer's batches: the token counts of one time, with the groups that end until the next counts."""
     counts = sorted(events_of(run.tokens), key=lambda event: event.start)
     moments = [list(rows) for _, rows in groupby(counts, key=lambda event: event.start)]
     trained = sorted(_rows(about(run.groups, "trained")), key=lambda event: event.end)

@@ -2,10 +2,9 @@
 """Writes a trace in Perfetto's format incrementally: groups of tracks, slices, counters and flows.
 
 Contract: memory use does not grow with the trace. Slices on one track must be disjoint or nested; :class:`Slots`
-distributes overlapping slices over several tracks. Times are seconds of the run's clock, whose zero the trace relates
-to UTC. Perfetto connects slices with the same flow id by arrows, in order of time.
-
-Format: https://perfetto.dev/docs/reference/trace-packet-proto. Shown by tests/integration/test_trace.py.
+distributes overlapping slices over several tracks. Times are seconds of the run's clock; the trace contains the UTC
+time of its zero. Perfetto connects slices with the same flow id by arrows, in order of time. Format:
+https://perfetto.dev/docs/reference/trace-packet-proto. Shown by tests/integration/test_trace.py.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ Value = int | float | str | None
 
 
 class TraceFile:
-    """Writes one trace to ``file``.
-
-    Args:
-        began: time 0 of the run's clock, in seconds since 1970.
-    """
+    """Writes one trace to ``file``; ``began`` is the time 0 of the run's clock, in seconds since 1970."""
 
     def __init__(self, file: IO[bytes], began: float) -> None:
         self._builder = StreamingTraceProtoBuilder(file)
@@ -41,9 +36,9 @@ class TraceFile:
         self._builder.write_packet(packet)
 
     def group(self, name: str, parent: int | None = None) -> int:
-        """Create a group of tracks, shown in order of creation; return its number, which :meth:`track` takes.
+        """Create a group whose tracks are shown in order of creation; return its number for :meth:`track`.
 
-        Perfetto's page sorts groups without a parent by name, and processes by their number of slices.
+        Perfetto's page sorts groups without a parent by name; it would sort processes by their number of slices.
         """
         return self._described(name, parent, child_ordering=TrackDescriptor.EXPLICIT)
 
@@ -61,7 +56,7 @@ class TraceFile:
         flows: Iterable[int] = (),
         kind: int = TrackEvent.TYPE_SLICE_BEGIN,
     ) -> None:
-        """Begin a slice, or write an event of another ``kind``; values that are None are left out."""
+        """Begin a slice, or write an event of another ``kind``; entries of ``values`` that are None are left out."""
         packet, event = self._event(track, at, kind)
         event.name = name
         event.categories.append(category)
@@ -91,7 +86,6 @@ class TraceFile:
         self.end(track, max(start, end))
 
     def instant(self, track: int, name: str, at: float, category: str) -> None:
-        """Write an event without duration."""
         self.begin(track, name, at, category, kind=TrackEvent.TYPE_INSTANT)
 
     def count(self, track: int, at: float, value: float) -> None:
@@ -124,10 +118,7 @@ class TraceFile:
 
 @dataclass
 class Slots:
-    """Tracks for overlapping slices: each slice goes to the first track that is free at its start.
-
-    Slices must be added in order of start.
-    """
+    """Provides tracks for overlapping slices, added in order of start: each slice gets the first free track."""
 
     file: TraceFile
     group: int

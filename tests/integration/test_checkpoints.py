@@ -79,7 +79,7 @@ def test_checkpoint_that_lost_a_file_at_any_depth_or_a_part_of_one_is_not_comple
 def test_marker_that_is_damaged_in_any_way_makes_the_checkpoint_incomplete(tmp_path: Path, marker: bytes) -> None:
     folder = write(tmp_path, 4)
     (folder / MARKER).write_bytes(marker)
-    assert f"its {MARKER} cannot be read" in str(problem(folder))
+    assert f"the checkpoint's {MARKER} cannot be read" in str(problem(folder))
 
 
 def test_checkpoint_of_another_trainer_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

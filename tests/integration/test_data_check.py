@@ -231,7 +231,7 @@ def test_patterns_and_several_files_are_read_as_the_library_reads_them(model: Pa
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", b"", "it is empty"),
+        ("a.jsonl", b"", "the file is empty"),
         ("a.jsonl", LINES[:-20], "is not a jsonl file that can be read"),
         ("a.jsonl", LINES + b'\n{"prompt": "\xe9"}', "UTF-8"),
         ("a.jsonl", b"1\n2\n", "is not a jsonl file that can be read"),
@@ -411,7 +411,7 @@ def test_a_disk_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytes
     config = {"data": {"train_files": str(write(tmp_path / "a.jsonl", rows([message("x")])))}}
     config["async_training"] = {"timeouts": {"startup": 0.2}}
     fact = next(iter(data_facts(config)))
-    assert fact.fault is not None and "not within 0.2 s, async_training.timeouts.startup" in fact.fault
+    assert fact.fault is not None and "more than 0.2 s, async_training.timeouts.startup" in fact.fault
 
 
 def test_main_on_a_cpu_reads_data_without_torch_and_verl() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about files and nodes that a configuration refers to: `inspection` collects them, and the rules use them."""
+"""Facts about the files and nodes of a run, which `inspection` collects and the rules of `config.rules` use."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,26 +27,25 @@ class Resources:
     # Number of accelerators if known; on the CPU platform, Ray's logical count.
     accelerators: int | None
     device_bytes: int | None = None  # bytes of memory of the smallest accelerator, if known
-    nodes: tuple[NodeRoom, ...] = ()  # one for each node, if known
+    nodes: tuple[NodeRoom, ...] = ()  # accelerators and CPUs of each node, if known
     absent: frozenset[str] = frozenset()  # modules of `packages.MODULES` that are not installed
 
     @classmethod
     def of(cls, nodes: Iterable[NodeRoom], device_bytes: int | None = None) -> "Resources":
-        """Return the sum of the resources of all nodes."""
         nodes = tuple(nodes)
         return cls(sum(node.accelerators for node in nodes), device_bytes, nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFact:
-    """The answer of one node of the cluster to the checks that ran on it."""
+    """The results of the checks on one node of the cluster."""
 
     address: str
-    error: str | None = None  # why the node did not answer, as the end of a sentence
+    error: str | None = None  # why the node gave no results: "did not answer within 60 s"
     recipe: str | None = None  # version of this package on the node; None if it cannot be imported
     verl: str | None = None  # version of verl on the node
     routes: tuple[str, ...] = ()  # mechanisms by which `import verl` loads this package on the node
-    faults: tuple[tuple[str, str, str], ...] = ()  # a setting, its path, and why the node cannot read it
+    faults: tuple[tuple[str, str, str], ...] = ()  # for each unreadable path: setting, path and reason
     absent: tuple[str, ...] = ()  # modules that are not installed on the node
     # Whether the node sees a file that the main process has just written to trainer.default_local_dir.
     sees_folder: bool = True
@@ -54,26 +53,26 @@ class NodeFact:
 
 @dataclass(frozen=True, slots=True)
 class RowFault:
-    """A fault that rows of a data file have in common, so that they cannot be used."""
+    """A reason why some rows of a data file cannot be used."""
 
     column: str
     what: Literal["empty", "too long", "text", "missing", "no mapping"]
-    first: int  # index of the first such row, from 0
-    count: int  # number of such rows that were found; there may be more
+    first: int  # index of the first row with this fault, from 0
+    count: int  # number of rows found with this fault; there may be more
     most: int | None = None  # tokens of the longest prompt, if prompts are too long
 
 
 @dataclass(frozen=True, slots=True)
 class FileFact:
-    """The findings about a path or module that a setting names."""
+    """What `inspection` found out about a path or module that a setting names."""
 
     setting: str
     path: str  # the path as the configuration gives it
     # What the path names; a "description" is a YAML file that lists agent loops or tools.
     kind: Literal["model", "checkpoint", "data", "code", "description", "folder", "module", "written"]
-    fault: str | None = None  # why the path cannot be used, as the end of a sentence: "does not exist"
+    fault: str | None = None  # why the path cannot be used: "does not exist"
     rows: int | None = None  # number of rows of a data file, if known
     columns: tuple[str, ...] | None = None  # columns of a data file, or names in a description, if known
-    largest_tensor: tuple[str, int] | None = None  # of a model: its name and number of elements, if needed
+    largest_tensor: tuple[str, int] | None = None  # a model's largest tensor: name, number of elements
     row_faults: tuple[RowFault, ...] = ()
     model_config: Mapping[str, Any] | None = None  # the contents of a model's config.json, if it can be read

@@ -3,8 +3,8 @@
 
 Contract: a section is a frozen pydantic dataclass with the configuration `STRICT`, and `setting` makes its fields. The
 default, unit, limits and meaning of a setting are given once, in that call. `read_section` reports all faults of a
-section at once, each with the setting, its value, the allowed values and what to change. For a removed setting, it
-names the replacement. Shown by tests/config/test_config.py.
+section at once, each with the setting, its value, the allowed values and what to change; for a removed setting, the
+advice names the replacement. Shown by tests/config/test_config.py.
 """
 
 import dataclasses
@@ -26,18 +26,14 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 def setting(default: Any, meaning: str, *, unit: str = "", instead: str = "", **limits: Any) -> Any:
     """Declare a setting.
 
-    Args:
-        default: the value if the configuration has none.
-        meaning: the text about the setting in docs/configuration.md.
-        instead: advice for a refused value; empty: the advice names the default.
-        limits: pydantic's own limits (`ge`, `gt`).
+    ``meaning`` is the text in docs/configuration.md; ``instead`` says what to change if a value is refused (if empty,
+    the error names the default); ``limits`` are pydantic's own (`ge`, `gt`).
     """
     extra: Any = {"unit": unit, "instead": instead}
     return Field(default=default, description=meaning, json_schema_extra=extra, **limits)
 
 
 def seconds(default: float, meaning: str) -> Any:
-    """Declare a deadline in seconds."""
     return setting(default, meaning, unit="s", gt=0)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other names of settings: verl's old reward settings, settings of verl's asynchronous modes, and removed settings.
+"""Translates old settings of verl and settings of its asynchronous modes, and lists removed settings.
 
-Contract: verl renames its old reward settings in the trainer's process, after its own checks. `migrated` renames them
-as `verl.experimental.reward_loop.migrate_legacy_reward_impl` does, so that the same rules apply to both names;
+Contract: verl renames its old reward settings only in the trainer's process. `migrated` renames them before any check,
+in the same way as `verl.experimental.reward_loop.migrate_legacy_reward_impl`, so that rules need only the new names;
 tests/config/test_verdicts.py compares the two functions. Neither `migrated` nor `of_stock` changes its argument.
 """
 
@@ -46,7 +46,7 @@ def migrated(config: Mapping[str, Any]) -> dict[str, Any]:
         *parents, last = setting.split(".")
         node: Any = kept
         for parent in parents:
-            # If `section` is not a mapping, `well_formed` reports it later.
+            # `well_formed` reports a `section` that is not a mapping.
             section = node.get(parent, {}) if isinstance(node, dict) else None
             if isinstance(node, dict) and isinstance(section, Mapping):
                 node[parent] = section = dict(section)
@@ -64,7 +64,7 @@ UNREAD_OF_STOCK = {
     "async_training.dynamic_schedule_enable_rebalance": True,
     "rollout.n": None,
 }
-"""Settings of stock verl's asynchronous modes that this package ignores, with their defaults; see `verdicts`."""
+"""Settings of stock verl's asynchronous modes that this package ignores, with their defaults."""
 INTERRUPTS = "async_training.partial_rollout"
 """Stock verl's counterpart of `async_training.weights.at_swap`: true is `interrupt`, false is `drain`."""
 _GONE = {
@@ -89,7 +89,7 @@ LENDS = "use_dynamic_resource_scheduling"
 
 
 def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration without `UNREAD_OF_STOCK`, and with `INTERRUPTS` and `LENDS` translated."""
+    """Return the configuration with settings of stock verl's modes translated, or removed if they are ignored."""
     found = dict(config)
     training = found.get("async_training")
     if isinstance(training, Mapping) and training.get(LENDS) is True and training.get("placement") == "separate":
@@ -101,7 +101,7 @@ def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
             if setting == INTERRUPTS and isinstance(section[last], bool):
                 found[name] = _at_swap(found[name], "interrupt" if section[last] else "drain")
             elif setting == INTERRUPTS and section[last] is not None:
-                found[name] = dict(section)  # `read_section` will refuse the value: it is not a bool.
+                found[name] = dict(section)  # `read_section` refuses a value that is not a bool.
     return found
 
 

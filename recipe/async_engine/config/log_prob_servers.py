@@ -66,7 +66,7 @@ class LogProbServers:
 
     @property
     def shared_accelerators(self) -> int:
-        """Number of accelerators of the servers that score by versions of the policy, not by the reference policy."""
+        """Number of accelerators of the servers that score with the trained policy, not with the reference policy."""
         return self.nnodes * self.n_gpus_per_node if self.enabled else 0
 
     @property
@@ -81,7 +81,6 @@ class LogProbServers:
 
     @property
     def scoring(self) -> ScoringSettings:
-        """The settings that are passed to each server."""
         return ScoringSettings(
             anchor=self.anchor,
             max_batch_tokens=self.max_batch_tokens,

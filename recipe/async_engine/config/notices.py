@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warns of settings that have no effect, and names what to use instead.
+"""Warns about settings that have no effect, and names what to use instead.
 
 Contract: there is a warning for a setting without effect whose value differs from verl's default, for a setting that
-neither verl nor this package knows, and for a setting of `reward_model` that verl drops. Shown by
+neither verl nor this package knows, and for a setting in verl's old section `reward_model` that verl drops. Shown by
 tests/config/test_verdicts.py.
 """
 
@@ -39,7 +39,7 @@ NOW = {
 
 
 def notices(context: RuleContext, defaults: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Warn of settings without effect whose values differ from ``defaults``, by default verl's own configuration."""
+    """Yield warnings about settings without effect whose values differ from ``defaults`` (verl's, if not given)."""
     found: dict[str, list[str]] = {}
     defaults = verls_own(str(context.get("model_engine", "dp"))) if defaults is None else defaults
     for verdict in TABLE:
@@ -70,7 +70,7 @@ def _unknown(context: RuleContext, defaults: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _added(given: Mapping[str, Any], known: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of the section ``given`` that are not in ``known``; ``above`` is the prefix of their names."""
+    """Yield the settings of the section ``given`` that are not in ``known``; ``above`` is their names' prefix."""
     for name, value in given.items():
         setting, usual = f"{above}{name}", known.get(name)
         if name not in known and value is not None and setting not in READ and setting not in BY_SETTING:
@@ -113,7 +113,7 @@ def leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def left_behind(config: Mapping[str, Any]) -> Iterator[str]:
-    """Warn of settings in the old section `reward_model` that verl drops, each with its replacement."""
+    """Yield warnings about settings in the old section `reward_model` that verl drops, with their replacements."""
     for setting, value in leaves({"reward_model": config.get("reward_model")}):
         moved = (*OLDER, *OF_LOOPS, "reward_model.rollout")
         if value not in (None, {}) and not any(f"{setting}.".startswith(f"{old}.") for old in moved):
@@ -123,7 +123,7 @@ def left_behind(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def beside_others(context: RuleContext) -> Iterator[str]:
-    """Warn of settings that have no effect because of the values of other settings."""
+    """Yield warnings about settings that have no effect because of the values of other settings."""
     estimator = context.get("algorithm.adv_estimator")
     if context.get("algorithm.use_pf_ppo") and estimator != "gae":
         yield f"algorithm.use_pf_ppo=true has no effect: verl resamples with adv_estimator=gae alone, not {estimator}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optional packages that verl's engines import at run time and that an installation may lack.
+"""Determines which optional packages of verl's engines a run needs.
 
 Contract: `needs` yields each optional package that a run on accelerators imports, with the setting that requires it. A
-run on a CPU needs none of them. `inspection/check.py` looks for missing packages on this machine, and
+run on a CPU needs no optional package. `inspection/check.py` looks for missing packages on this machine, and
 `inspection/nodes.py` on the nodes of a cluster. Shown by tests/config/test_packages.py.
 """
 
@@ -46,7 +46,7 @@ class Need:
 
     @property
     def advice(self) -> str:
-        """The remedy if the package is missing, as a sentence."""
+        """A sentence that says what to do if the package is missing."""
         return f"Install {self.package} ({SEE}){f', or {self.instead}' if self.instead else ''}."
 
 
@@ -79,7 +79,7 @@ def needs(config: Mapping[str, Any]) -> Iterator[Need]:
 
 
 def attention(config: Mapping[str, Any], model: str = MODEL) -> str:
-    """Return the attention implementation of FSDP's engines; verl has a default (verl/workers/config/model.py:185)."""
+    """Return the attention implementation of FSDP engines, by default verl's (verl/workers/config/model.py:185)."""
     places = (f"{model}.override_config{part}.attn_implementation" for part in (".model_config", ""))
     return next((str(said) for place in places if (said := lookup(config, place))), "flash_attention_2")
 

@@ -2,11 +2,10 @@
 """Lists the accelerators and CPUs that each component of a run reserves, and checks that they fit on the nodes.
 
 Contract: `wanted` lists what verl reserves for the trainer and for each server: groups of accelerators, each group on
-one node, with a number of CPUs per accelerator. A component that `unplaceable` returns fits on the nodes in no
-arrangement. If all group sizes divide each other and `unplaceable` returns None, then all components fit, and reserving
-them in the order of `wanted`, larger groups first, never blocks.
-
-Shown by tests/config/test_placement.py.
+one node, with a number of CPUs per accelerator. If `unplaceable` returns a component, no arrangement fits it on the
+nodes together with those listed before it. If `unplaceable` returns None and all group sizes divide each other, all
+components fit, and reserving them in the order of `wanted`, larger groups first, never blocks. Shown by
+tests/config/test_placement.py.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def wanted(config: Mapping[str, Any], settings: Settings) -> list[Wanted]:
     if settings.async_training.placement != SHARED:
         size, per_node = replica_size(config), settings.rollout.n_gpus_per_node
         count = rollout_accelerators(config, settings) // size
-        # Hybrid replicas have the first numbers; they use the trainer's accelerators.
+        # The first numbers are those of hybrid replicas, which use the trainer's accelerators.
         first = hybrid_replicas(config, settings)
         parts += _replicas("rollout replica", "rollout.n_gpus_per_node", "", count, size, per_node, first)
     if (servers := settings.servers).enabled:
@@ -83,7 +82,7 @@ def _replicas(
 def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | None:
     """Return the first of ``parts`` that does not fit on the nodes together with those before it; None if all may fit.
 
-    For each group size, compare the number of such groups that fit on the nodes with the number that ``parts`` take.
+    For each group size, the number of groups that fit on the nodes is compared with the number that ``parts`` take up.
     The comparison is exact if the sizes divide each other. One more CPU is counted for the trainer's process.
     """
     groups = [(part.on_a_node, part.on_a_node * part.cpus) for part in parts for _ in range(part.groups)]
@@ -94,7 +93,7 @@ def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | 
         room = sum(_times(unit, (node.accelerators, node.cpus)) for node in rooms)
         taken = itertools.accumulate(_times(unit, group) for group in groups)
         first += [index for index, count in enumerate(taken) if count > room][:1]
-    # The last group is the CPU of the trainer's process; if only it does not fit, return the last part.
+    # The last group is the CPU of the trainer's process; if only this CPU does not fit, return the last part.
     return owners[min(*first, len(owners) - 1)] if first else None
 
 

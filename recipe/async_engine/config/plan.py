@@ -21,7 +21,7 @@ MODEL = "actor_rollout_ref.model"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The sizes, bounds and sources of a run, derived from its configuration."""
+    """The batch sizes, bounds and process counts of a run, derived from its configuration."""
 
     batch_groups: int  # b: prompt groups per step
     batches_per_version: int  # k: steps from one weight sync to the next
@@ -29,14 +29,14 @@ class RunPlan:
     max_staleness: int  # S: the hard staleness bound in versions
     pipeline_depth: float  # how far generation runs ahead, in versions; at most S
     trainer_ranks: int  # processes of the training engine
-    rollout_replicas: int  # with `placement=elastic`, without the hybrid ones
-    hybrid_replicas: int  # replicas on the trainer's accelerators
+    rollout_replicas: int  # rollout replicas; with `placement=elastic`, without the hybrid ones
+    hybrid_replicas: int  # hybrid replicas: those on the trainer's accelerators
     # Greatest number of steps; filtered and failed groups lower it. 0 until the number of data rows is known.
     total_steps: int
     total_groups: int | None  # greatest number of prompt groups issued; None if only `total_steps` limits it
-    max_concurrent_trajectories: int  # trajectories at the engines at the same time, over all replicas
-    max_trajectories_with_tools: int  # trajectories in progress at once if some of them wait for tools
-    engine_places: int  # sequence slots (max_num_seqs) of all engines; further trajectories queue there
+    max_concurrent_trajectories: int  # most trajectories at all engines together at once
+    max_trajectories_with_tools: int  # most trajectories in progress, if some wait for tools
+    engine_places: int  # sequence slots (max_num_seqs) of all engines; further trajectories queue
     proximal: Proximal  # source of the proximal log-probs
     settings: Settings
 
@@ -54,7 +54,7 @@ def adapter_rank(config: Mapping[str, Any]) -> int:
 
 
 def has_adapter(config: Mapping[str, Any]) -> bool:
-    """Return whether verl trains LoRA adapters; their base model is the reference policy (ppo/ray_trainer.py:360)."""
+    """Return whether verl trains LoRA adapters; then the base model is the reference (ppo/ray_trainer.py:360)."""
     return adapter_rank(config) > 0 or lookup(config, f"{MODEL}.lora_adapter_path") is not None
 
 
@@ -72,9 +72,9 @@ def has_reference(config: Mapping[str, Any]) -> bool:
 def staleness_bound(training: AsyncTraining) -> int:
     """Return S, the hard bound in versions.
 
-    By default the bound leaves room for answers that take several versions to generate; the usual age of samples is
-    decided by `staleness_threshold`. If the bound were equal to that threshold, training would wait for the slowest
-    answer of each batch. Stock verl does not wait for it, since its threshold counts samples.
+    The default leaves room for answers that take several versions to generate, while `staleness_threshold` decides the
+    usual age of samples. If both were equal, training would wait for the slowest answer of each batch; stock verl does
+    not wait, since its threshold counts samples.
     """
     if training.max_staleness is not None:
         return training.max_staleness
@@ -115,27 +115,23 @@ def trainer_ranks(config: Mapping[str, Any]) -> int:
 def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
     """Return b, the number of prompt groups of a step.
 
-    With whole batches or a shared placement, b is `data.train_batch_size`, as in synchronous training. If that setting
-    is 0, and in the other modes, b is `ppo_mini_batch_size * require_batches`.
+    With whole batches or a shared placement, b is `data.train_batch_size`, as in synchronous training. In other modes,
+    or if that setting is 0, b is `ppo_mini_batch_size * require_batches`.
     """
     whole = int(lookup(config, "data.train_batch_size") or 0) if synchronous_batch(training) else 0
     return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size")) * training.require_batches
 
 
 WAITING_SHARE = 0.25
-"""Trajectories that queue at an engine, as a share of its sequence slots (`max_num_seqs`).
-
-When a trajectory ends, a queued one gets its slot in the same decode step. Without the queue, the next trajectory would
-arrive a step or two later.
-"""
+"""Trajectories that queue at an engine, as a share of its sequence slots (`max_num_seqs`): when a trajectory ends, a
+queued one gets the slot in the same decode step. Without the queue, the next one would arrive a step or two later."""
 TOOLS_FACTOR = 4
-"""Factor by which trajectories in progress may exceed those at the engines while some wait for tools.
-
-It applies only if `concurrent_samples_per_replica` is null."""
+"""If `concurrent_samples_per_replica` is null, the factor by which trajectories in progress may exceed those at the
+engines while some wait for tools."""
 
 
 def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Return the number of trajectories that one replica has at the same time, at least one whole group."""
+    """Return the number of trajectories that one replica works on at once, at least one whole group."""
     answers = int(lookup(config, "actor_rollout_ref.rollout.n"))
     groups = training.concurrent_samples_per_replica
     if groups is not None:
@@ -156,7 +152,7 @@ def rehearses(config: Mapping[str, Any], training: AsyncTraining) -> bool:
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
-    """Return the number of prompts per epoch; as in verl, whole batches leave out an incomplete last batch."""
+    """Return the number of prompts per epoch; with whole batches, an incomplete last batch is left out, as in verl."""
     return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows
 
 
@@ -182,12 +178,11 @@ def group_limits(epochs: int | None, settings: Settings, batch_groups: int, data
 def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> RunPlan:
     """Derive the plan of a run from a whole configuration.
 
-    Args:
-        config: The composed configuration as a plain, resolved mapping, which `judge` has accepted.
-        dataset_rows: Number of prompts in the training data after filtering; None if not known yet.
+    ``config`` is the composed configuration as a plain, resolved mapping, which `judge` has accepted. ``dataset_rows``
+    is the number of prompts in the training data after filtering; None if not known yet.
 
     Raises:
-        ConfigError: A section of this package is invalid, or no setting limits the number of steps.
+        ConfigError: a section of this package is invalid, or no setting limits the number of steps.
     """
     settings, problems = read_settings(config)
     if problems:

@@ -29,8 +29,8 @@ def render(value: object) -> str:
 class Problem:
     """One setting whose value is refused."""
 
-    setting: str  # its dotted path, as written on the command line
-    value: str  # as YAML writes it
+    setting: str  # dotted path of the setting, as on the command line
+    value: str  # the value as YAML writes it
     allowed: str  # the accepted values, in words
     advice: str  # what to change
 

@@ -26,7 +26,7 @@ ELASTIC: Final = "elastic"
 class Timeouts:
     """Deadlines of a run; work that passes its deadline ends with an error that names the setting.
 
-    `recipe.async_engine.core.deadlines` lists which process watches which deadline, and the fixed deadlines.
+    `recipe.async_engine.core.deadlines` lists the process that enforces each deadline, and the fixed deadlines.
     """
 
     startup: float = seconds(1800.0, "The launch of a run, until all workers, servers and models are up.")
@@ -84,7 +84,7 @@ class Timeouts:
 
     @property
     def trackers(self) -> float:
-        """Seconds that all trackers together have at the end of a run."""
+        """Seconds that all trackers together get at the end of a run to store their last data."""
         return min(TRACKERS_S, self.stop / 3)
 
 
@@ -121,7 +121,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Alarms:
-    """How many times in a row each alarm of `core.alarms` may occur before it ends the run; null: never.
+    """How many times in a row each alarm of `core.alarms` occurs before it ends the run; with null, it never does.
 
     `failed_groups` is a share of groups instead. `exit_status` is whether a run that succeeded but raised alarms exits
     with status 3.
@@ -357,7 +357,7 @@ SECTIONS: Mapping[str, type[Any]] = {
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
-    """Return this package's sections of a whole configuration, and the problems of all their settings."""
+    """Return this package's sections of a whole configuration, and the problems of the settings in them."""
     config = of_stock(config)
     training, problems = read_section(AsyncTraining, config.get("async_training"), "async_training")
     rollout, more = read_section(RolloutResources, config.get("rollout"), "rollout")

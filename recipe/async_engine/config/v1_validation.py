@@ -19,10 +19,7 @@ SEPARATE = "separate_async"
 
 
 def read_v1(config: Mapping[str, Any], trainer: str = "") -> Settings:
-    """Read this package's sections of a v1 trainer's configuration.
-
-    Args:
-        trainer: the name of verl's v1 trainer; conditions that only this trainer has are checked too.
+    """Read this package's sections of the configuration of verl's v1 trainer ``trainer``.
 
     Raises:
         ConfigError: the configuration cannot run; the error has every problem found.
@@ -40,7 +37,7 @@ def judge_v1(
     files: Sequence[FileFact] = (),
     judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """Return all problems of a v1 trainer's configuration, including those of ``judges``, and the rules' context."""
+    """Return all problems of a v1 trainer's configuration, with those that ``judges`` find, and the rules' context."""
     config, problems = well_formed(config, misses=False)
     settings, own = read_settings(config)
     problems += own
@@ -55,7 +52,7 @@ def judge_v1(
 
 
 def as_placed(context: RuleContext, trainer: str) -> RuleContext:
-    """Return the context with `placement`, `weights` and `rollout` set to describe what the v1 trainer does."""
+    """Return the context with the settings `placement`, `weights` and `rollout` that describe the v1 trainer."""
     training = context.settings.async_training
     rollout = {
         name: context.count(f"{ROLLOUT}.{name}") or default for name, default in (("nnodes", 1), ("n_gpus_per_node", 8))
@@ -96,7 +93,7 @@ def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
 
 
 def _separate(context: RuleContext) -> Iterator[Problem]:
-    """Check what the separate trainer asserts only when it is built, with Ray up (trainer_separate_async.py:55-74)."""
+    """Check what verl's `separate_async` trainer asserts only once Ray runs (trainer_separate_async.py:55-74)."""
     steps = context.count("trainer.v1.separate_async.parameter_sync_step")
     mini, batch = context.count(f"{ACTOR}.ppo_mini_batch_size"), context.get("data.train_batch_size")
     if steps is not None and mini is not None and batch != steps * mini:

@@ -65,13 +65,13 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
 
 
 class Judge(Protocol):
-    """A further check of configurations that a main can add to the rules, such as `recipe.plan.memory.estimate`."""
+    """A check that an entry point adds to the rules, such as `recipe.plan.memory.estimate`."""
 
     def problems(self, context: RuleContext) -> Iterable[Problem]:
-        """Return the problems for which the run is refused."""
+        """Return the problems that prevent the run."""
 
     def warnings(self, context: RuleContext) -> Iterable[str]:
-        """Return the texts of warnings, for which the run is not refused."""
+        """Return the warnings, which do not prevent the run."""
 
 
 WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
@@ -115,14 +115,10 @@ def judge(
     dataset_rows: int | None = None,
     judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """Return all problems of a configuration, including those of ``judges``, and the context that the rules used.
+    """Return all problems of a configuration, including those that ``judges`` find, and the rules' context.
 
-    Args:
-        config: the composed configuration as a plain, resolved mapping.
-        available: the accelerators and CPUs for the run, if known.
-        files: what was found at the paths that the configuration names.
-        dataset_rows: number of prompts in the training data; if None, the result of `training_rows`.
-        judges: further checks.
+    ``config`` is the composed configuration as a plain, resolved mapping. ``dataset_rows`` is the number of prompts in
+    the training data; if None, `training_rows` determines it from ``files``.
     """
     config, problems = well_formed(migrated(config))
     settings, own = read_settings(config)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists, for each of verl's settings, whether it takes effect in a run of this package, has no effect, or is refused.
 
-Contract: the verdict of a setting is the entry of `TABLE` for the setting itself, else for the closest section around
-it; of several such entries, the first that applies to the run. `config.notices` warns of settings without effect whose
-values differ from verl's defaults. `refusals` reports each refused value and what to use instead. Conditions on several
-settings, on files or on nodes are in the rules. tests/config/test_verdicts.py composes all of verl's configurations and
-fails if a setting has no verdict.
+Contract: a verdict says which of these three cases applies. The verdict of a setting is the entry of `TABLE` for the
+setting itself, else for the innermost section around it; of several entries, the first that applies to the run counts.
+`config.notices` warns of settings without effect whose values differ from verl's defaults. `refusals` reports each
+refused value and what to use instead. Conditions on several settings, on files or on nodes are in `config.rules`.
+tests/config/test_verdicts.py composes all of verl's configurations and fails if a setting has no verdict.
 """
 
 import itertools
@@ -21,13 +21,13 @@ from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 ENGINES = {"vllm": "recipe.async_engine.engines.vllm.replica.GatedVLLMReplica"}
-"""The replica class of each rollout engine, by ``rollout.name``; see `recipe.async_engine.engines.protocol`."""
+"""The replica class of each rollout engine, by ``rollout.name``."""
 
 UNREAD = "verl 0.9.1 does not read it either; remove it"
 QUEUE = "nothing goes through TransferQueue here"
 V1 = "trainer.v1"
 PLACEHOLDER = "recipe.mains.trainer.NoAgentLoops"
-"""The stand-in for an agent-loop manager that stock verl's task runner builds if ``trainer_mode`` chose a mode."""
+"""What stock verl's task runner builds instead of an agent-loop manager if it runs a mode of this package."""
 
 
 class Kind(StrEnum):
@@ -40,7 +40,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The effect of a setting or section on a run; it holds for all settings below without a verdict of their own.
+    """The effect of a setting on a run; for a section, that of all settings in it without verdicts of their own.
 
     Attributes:
         advice: what to use instead.
@@ -48,7 +48,7 @@ class Verdict:
         refuses: returns whether a value is refused; by default, all truthy values are.
         switch: for a section, the name of the setting in it that turns the section on; its value is checked.
         here: returns whether the verdict applies to a run.
-        quiet: values without a warning although they are not verl's defaults, since this package's YAML sets them.
+        quiet: values that cause no warning although they are not verl's defaults: this package's YAML sets them.
     """
 
     setting: str
@@ -75,17 +75,16 @@ def apart(context: RuleContext) -> bool:
 
 
 def by_flag(context: RuleContext) -> bool:
-    """Return whether stock verl's main runs, with a mode of this package chosen by ``trainer.v1.trainer_mode``."""
+    """Return whether stock verl's main runs a mode of this package, chosen by ``trainer.v1.trainer_mode``."""
     return str(context.get(f"{V1}.trainer_mode", "")).startswith("recipe_")
 
 
 def judged(context: RuleContext) -> bool:
-    """Return whether a reward model scores answers."""
     return bool(context.get(f"{REWARD_MODEL}.enable"))
 
 
 def _expanded(names: str) -> Iterator[str]:
-    """Yield the settings in a text: ``a.{b,c}`` is `a.b` and `a.c`; the keys of `_SECTIONS` stand for sections."""
+    """Yield the settings in a text: ``a.{b,c}`` stands for `a.b` and `a.c`, and keys of `_SECTIONS` for sections."""
     for name in names.split():
         for parts in itertools.product(*(part.split(",") for part in re.split("[{}]", name))):
             first, dot, rest = "".join(parts).partition(".")
@@ -306,7 +305,7 @@ for _verdict in TABLE:
 
 
 def refusals(context: RuleContext) -> Iterator[Problem]:
-    """Yield a problem for every setting whose value is refused."""
+    """Yield a problem for every setting that has a refused value."""
     for verdict in TABLE:
         if verdict.kind is Kind.REFUSED and verdict.here(context):
             setting = f"{verdict.setting}.{verdict.switch}" if verdict.switch else verdict.setting

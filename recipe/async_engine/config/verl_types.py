@@ -2,10 +2,10 @@
 """The expected types of verl's settings, derived from their default values in verl's own configuration.
 
 Contract: verl's own types accept any value for most settings, so text in place of a number fails only in the first
-update. `well_formed` reports every setting whose value is of another type than verl's default (number, bool, list,
-section, text) or outside of what `LIMITED` allows. In the configuration that it returns, each such setting is null, or
-an empty section, so that all rules can still be applied. null is accepted unless the setting is a parallel size or in
-`NEEDED`. The types of this package's own settings are in `sections`. Shown by tests/integration/test_config_fuzz.py.
+update. `well_formed` reports every setting whose value has another type than verl's default (number, bool, list,
+section, text) or is not allowed by `LIMITED`. In the returned configuration, each such setting is null, or an empty
+section, so that all rules can still be applied. null is accepted, except for parallel sizes and settings in `NEEDED`.
+The types of this package's own settings are in `sections`. Shown by tests/integration/test_config_fuzz.py.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import yaml
 from recipe.async_engine.config.fields import is_count, is_number
 from recipe.async_engine.config.problems import Problem, lookup, render
 
-DEEPEST = 32  # greatest number of nested sections and lists; verl's own configuration has seven levels
+DEEPEST = 32  # The greatest allowed nesting of sections and lists; verl's own has seven levels.
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -29,12 +29,9 @@ MISSING, ABSENT = "???", object()
 
 
 class Expected(NamedTuple):
-    """The values that a setting accepts.
+    """The values that a setting accepts, in words (`allowed`) and as a test (`fits`).
 
-    Attributes:
-        allowed: the accepted values, in words.
-        fits: returns whether a value is accepted.
-        nullable: whether verl's default is null or an interpolation of another setting.
+    `nullable` is whether verl's default is null or an interpolation of another setting.
     """
 
     allowed: str
@@ -172,7 +169,7 @@ def verls_own(model_engine: str = "dp") -> Mapping[str, Any]:
 
 @functools.lru_cache
 def expected(model_engine: str = "dp") -> Mapping[str, Expected]:
-    """Return the accepted values by setting, outer sections first."""
+    """Return what each setting accepts, by the setting's name; outer sections come first."""
     found = {**dict(_kinds(verls_own(model_engine))), **ADDED, **NEEDED}
     return dict(sorted(found.items(), key=lambda item: item[0].count(".")))
 
@@ -203,8 +200,7 @@ def _kinds(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, E
 def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[str, Any], list[Problem]]:
     """Return the configuration with each value of a wrong type removed, and a problem for each such value.
 
-    Args:
-        misses: whether to report a missing setting of `NEEDED` too.
+    ``misses`` is whether missing settings of `NEEDED` are reported too.
     """
     repaired, problems = dict(config), []
     for setting in _too_deep(config):
@@ -240,7 +236,7 @@ def _too_deep(node: Any, above: str = "", level: int = 0) -> Iterator[str]:
 
 
 def _replace(config: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set the value at a path, after copying the mappings on it so that the caller's stay unchanged."""
+    """Set the value at a path; the mappings along the path are copied first, so that the caller's stay unchanged."""
     *parents, last = path
     node = config
     for parent in parents:

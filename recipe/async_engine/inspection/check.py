@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the files that a configuration refers to, and refuses a configuration that cannot run.
 
-Contract: a main calls only `check` before it starts a process; `look` returns the findings instead of raising an error.
-Both read the data files and the models' config.json, and query the Hugging Face hub with a deadline. They change
-nothing except the caches of `datasets` and of the hub. The only program that they start is the accelerator driver's
-tool, which reports device memory. The checks are the rules of `config.validation`, the `Judge`s that the main passes
-and, if verl is imported anyway, verl's own types.
+Contract: a main (a command such as `recipe.fully_async.main`) calls `check` before it starts any process; `look`
+returns the findings instead of raising an error. Both read the data files and the models' config.json, and query the
+Hugging Face hub with a deadline. They change nothing except the caches of `datasets` and of the hub. The only program
+that they start is nvidia-smi, for the size of device memory. The checks are the rules of `config.validation`, the
+`Judge`s that the main passes and, if verl is imported anyway, verl's own types.
 """
 
 import contextlib
@@ -62,7 +62,6 @@ def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unresolved(error: OmegaConfBaseException) -> ConfigError:
-    """Return the `ConfigError` for an interpolation that cannot be resolved."""
     advice = str(error.msg or error).splitlines()[0]
     return ConfigError([Problem(str(error.full_key), "as configured", "a value that can be made", f"{advice}.")])
 
@@ -84,13 +83,12 @@ def check(
 ) -> RunPlan:
     """Refuse a configuration that cannot run, else log its warnings and derive the plan of the run.
 
-    If the run uses the built-in task, the task must have set its paths before.
+    If the run uses the built-in task, the task's paths must be set before.
 
     Args:
-        config: the configuration; a plain mapping has to be resolved.
+        config: the configuration; if it is a plain mapping, its interpolations must be resolved.
         available: the resources for the run. If None and the run starts its own Ray with
             `ray_kwargs.ray_init.num_gpus`, that number of accelerators is available.
-        judges: further checks.
 
     Raises:
         ConfigError: the configuration cannot run; the error has every problem found.
@@ -104,10 +102,10 @@ def check(
 
 
 def check_types(settings: Mapping[str, Any]) -> None:
-    """Run, in the trainer's process, the checks that a main without verl could not make.
+    """Run, in the trainer's process, the checks for which the main process would have had to import verl.
 
-    On a CPU, verl's own types check the configuration. On every platform, names that are not verl's own must be in
-    verl's registries after the user's modules are imported. This imports verl and those modules.
+    The function imports verl and the user's modules. On a CPU, verl's own types check the configuration. On every
+    platform, names that are not verl's own must be in verl's registries after these imports.
 
     Raises:
         ConfigError: a check failed.
@@ -116,7 +114,7 @@ def check_types(settings: Mapping[str, Any]) -> None:
 
     usable = migrated(settings)
     problems, context = judge(usable, None, list(code_facts(usable)))
-    # The main has already checked everything else, with facts that are not collected again here.
+    # The main process has checked everything else.
     found = external_names(context)
     if context.on_cpu:
         found += [problem for problem in verl_problems(context, problems) if problem not in found]
@@ -135,12 +133,10 @@ def look(
     """Return all problems and warnings of a plain, resolved configuration that can be found before a process starts.
 
     Args:
-        available: as in `check`.
-        with_verl: whether to check the configuration with verl's types too, which imports verl. If None: yes on
-            accelerators; on a CPU only if a name is not one of verl's own, since the trainer's process calls
-            `check_types`.
+        with_verl: whether to check the configuration with verl's types too, which imports verl. If None, verl's types
+            are used on accelerators; on a CPU only if a name is not one of verl's own, since the trainer's process
+            calls `check_types`.
         makes_task: whether the run would create the built-in task, which sets paths that are null.
-        judges: further checks.
     """
     dropped = list(left_behind(settings))
     settings = migrated(settings)
@@ -181,7 +177,7 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
 def _memory_here() -> int | None:
     """Return the bytes of memory of this machine's smallest accelerator; None if nvidia-smi is missing or fails.
 
-    Asking nvidia-smi takes neither device memory nor the seconds that importing torch would.
+    nvidia-smi is used because importing torch would take seconds and device memory.
     """
     if shutil.which(QUERY[0]) is None:
         return None
@@ -211,8 +207,7 @@ def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
         if not path:
             yield FileFact(setting, "null", "model", fault="is not set")
         elif not _is_remote(str(path)):
-            # Only a rule for runs on a CPU needs the largest tensor. Reading the headers of all files of a large model
-            # from a slow disk takes long.
+            # With accelerators, no rule needs the largest tensor, which takes long to find in a large model.
             on_cpu = setting == policy and lookup(config, "trainer.device") == "cpu"
             largest = _largest_tensor(Path(path)) if on_cpu else None
             sizes, fault = _model_config(str(path))
@@ -220,7 +215,7 @@ def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _start(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield a fact about the checkpoint in `async_training.start_from`, unless only a cluster's nodes may see it."""
+    """Yield a fact about the checkpoint `async_training.start_from`, if the run starts its own Ray on this machine."""
     path = lookup(config, "async_training.start_from")
     sizes = [lookup(config, f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node")]
     if isinstance(path, str) and all(map(is_count, sizes)) and not lookup(config, "ray_kwargs.ray_init.address"):
@@ -230,7 +225,7 @@ def _start(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
-    """Return the contents of a model's config.json if it can be read, and why the model cannot be used."""
+    """Return the contents of a model's config.json, or None, and the reason if the model cannot be used."""
     if os.path.isdir(path):
         return _read_config(Path(path) / "config.json")
     if os.path.exists(path):
@@ -295,7 +290,7 @@ def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _written(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield facts about the folders that the run would create, unless only a cluster's nodes may see them."""
+    """Yield facts about the folders that the run would create, if the run starts its own Ray on this machine."""
     for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         path = lookup(config, f"trainer.{name}")
         if not isinstance(path, str) or not path or lookup(config, "ray_kwargs.ray_init.address"):
@@ -321,5 +316,5 @@ def _code_fault(path: Path, function: str) -> str | None:
     except (SyntaxError, ValueError) as error:
         return f"is not valid Python ({error})"
     names = {item.get_name() for item in symbols if item.is_assigned() or item.is_imported()}
-    # The names that a star import brings cannot be known without running the file.
+    # Which names a star import adds is known only when the file runs.
     return None if function in names or "import *" in source else f"defines no function {function}"

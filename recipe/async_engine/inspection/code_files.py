@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the code files, modules and YAML descriptions that a configuration names exist.
+"""Checks the existence of the code files, modules and YAML descriptions that a configuration names.
 
 Contract: no code is run or imported, and files on remote file systems (`scheme://`) are skipped. Modules are checked
-only if the run starts its own Ray without a `runtime_env` that changes packages: then workers have the same modules as
-this process, while the nodes of a cluster may have others. Shown by tests/integration/test_code_files.py.
+only if workers have the same modules as this process: if the run starts its own Ray, without a `runtime_env` that
+changes packages. Shown by tests/integration/test_code_files.py.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ TOOLS, DATASET = f"{ROLLOUT}.multi_turn.function_tool_path", "data.custom_cls.pa
 
 
 def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield a fact for each path or module that a plain configuration gives in one of the settings above."""
+    """Yield a fact for each code file, description, folder or module that a plain configuration names."""
     here = not (os.environ.get("RAY_ADDRESS") or any(lookup(config, f"{RAY}.{name}") for name in OTHERS))
     for setting in DESCRIPTIONS:
         if path := _local(config, setting):
@@ -50,9 +50,9 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
             yield FileFact(setting, path, "code", fault="does not exist" if missing else None)
     for setting in FOLDERS:
         path = _local(config, setting)
-        # A path without such a prefix may be the name of a model on the hub.
+        # A path without one of these prefixes may be the name of a model on the hub.
         if path and path.startswith(("/", "~", "./", "../")):
-            # verl expands ~ only for the adapter (verl/utils/model.py:826).
+            # verl expands ~ only in the adapter's path (verl/utils/model.py:826).
             folder = Path(path).expanduser() if setting == FOLDERS[1] else Path(path)
             fault = None if os.path.isdir(folder) else "does not exist"
             yield FileFact(setting, path, "folder", fault=fault)
@@ -71,14 +71,14 @@ def _local(config: Mapping[str, Any], setting: str) -> str:
 
 
 def _description(setting: str, path: str, names_modules: bool) -> FileFact:
-    """Return the fact about a YAML file of agent loops or tools; its `columns` are the names in the file."""
+    """Return a `FileFact` about a YAML file of agent loops or tools; `columns` has the names in the file."""
     file = next((place for place in _places(path) if os.path.isfile(place)), None)
     if file is None:
         return FileFact(setting, path, "description", "does not exist")
     try:
         # verl reads the file with the same call.
         read = OmegaConf.to_container(OmegaConf.load(file))
-    except Exception as error:  # A user's file may be wrong in any way.
+    except Exception as error:  # A user's file may cause any exception.
         return FileFact(setting, path, "description", f"cannot be read ({' '.join(str(error).split())})")
     entries = [entry for entry in read if isinstance(entry, dict)] if isinstance(read, list) else []
     targets = [str(entry.get("_target_") or "") for entry in entries] if names_modules else []
@@ -89,9 +89,7 @@ def _description(setting: str, path: str, names_modules: bool) -> FileFact:
 
 
 def _places(path: str) -> Iterator[Path]:
-    """Yield the candidates that verl tries for a path: as given, relative to the parent folder of the
-    package verl, and relative to the package itself (verl/utils/import_utils.py:91).
-    """
+    """Yield the paths that verl tries: as given, beside the package verl, and in it (verl/utils/import_utils.py:91)."""
     yield Path(path)
     verl = importlib.util.find_spec("verl")
     for folder in (verl.submodule_search_locations or []) if verl is not None else []:

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the data files that a configuration names as verl's `RLHFDataset` reads them, and finds unusable rows.
+"""Reads a configuration's data files in the same way as verl's `RLHFDataset`, and finds unusable rows.
 
-Contract: files are opened and concatenated with the calls of the library `datasets` that verl's `RLHFDataset` makes. So
-a file that is refused would also fail in the run, and a file that `datasets` can read is accepted. `datasets` keeps
-converted files in its cache, where the run finds them. An unreadable file is reported with the error message of
-`datasets`, and reading has a deadline. Files of a user's own data set class are not read here; the trainer's process
-checks their rows (`trainer.data_sets`).
+Contract: files are opened and concatenated with the same calls of the library `datasets`. So a refused file would also
+fail in the run, and a file that `datasets` can read is accepted. `datasets` keeps converted files in its cache, where
+the run finds them. An unreadable file is reported with the error message of `datasets`, and reading has a deadline.
+Files of a user's own data set class are not read here; the trainer's process checks their rows (`trainer.data_sets`).
 
-`row_faults` checks the columns that verl uses with vectorized Arrow functions, so that a million rows take seconds. A
-prompt counts as too long if its text alone exceeds the limit in tokens. The chat template, which only transformers can
-apply, can only add tokens: every reported prompt is too long, and prompts that only their template makes too long are
-found in the run. This module imports neither verl, torch nor transformers. Shown by
-tests/integration/test_data_check.py.
+`row_faults` uses vectorized Arrow functions, so that a million rows take seconds. A prompt counts as too long if its
+text alone has more tokens than the limit. The chat template, which only transformers can apply, adds further tokens. So
+every reported prompt is too long, and the run itself finds those that only the template makes too long. This module
+imports neither verl, torch nor transformers. Shown by tests/integration/test_data_check.py.
 """
 
 from __future__ import annotations
@@ -45,9 +43,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
-"""The loader of `datasets` that verl uses for each file name suffix (verl/utils/dataset/rl_dataset.py:197)."""
+"""The loader of `datasets` that verl uses, by file name suffix (verl/utils/dataset/rl_dataset.py:197)."""
 WORDS = 400
-"""Number of characters of another library's error message that are shown."""
+"""Greatest number of characters shown of another library's error message."""
 
 NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
 """Texts in the error messages of `datasets` for a JSON or Parquet file without rows."""
@@ -58,7 +56,7 @@ class Unreadable(Exception):
 
 
 def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield a fact for each data file, and another fact if the file cannot be joined with the files before."""
+    """Yield a fact for each data file, and another fact if the file cannot be concatenated with those before it."""
     for setting in (TRAIN_FILES, VAL_FILES):
         value = lookup(config, setting)
         paths = value if isinstance(value, list) else [value] if value else []
@@ -76,7 +74,7 @@ def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def words_of(error: BaseException) -> str:
-    """Return the type and the shortened message of an error, or of its cause if `datasets` only wraps the cause."""
+    """Return an error's type and shortened message; for an error that only wraps its cause, those of the cause."""
     cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
     said = " ".join(str(cause).split())
     return f"{type(cause).__name__}: {said[:WORDS]}{'...' * (len(said) > WORDS)}" if said else type(cause).__name__
@@ -85,7 +83,7 @@ def words_of(error: BaseException) -> str:
 def _file(setting: str, path: str, config: Mapping[str, Any]) -> tuple[FileFact, Dataset | None]:
     """Return the fact about a data file, and its table if it can be read."""
     if "://" in path or lookup(config, "data.custom_cls.path") is not None:
-        # The run reads such a file itself: verl copies remote files, and only the user's class knows its own paths.
+        # Only the run reads such files: verl copies remote ones, and a user's class may interpret paths in its way.
         return FileFact(setting, path, "data"), None
     ending = next((ending for ending in READERS if path.endswith(ending)), None)
     if (fault := _not_there(path)) is not None or ending is None:
@@ -121,12 +119,12 @@ def _within(limit_s: float, path: str, reader: str) -> Dataset:
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
     if not sum(size for _, _, size in found):
-        raise Unreadable("it is empty")
+        raise Unreadable("the file is empty")
     reading = concurrent.thread(name="data-files", daemon=True)(_read)(path, reader, found)
     try:
         return reading.result(limit_s)
     except TimeoutError:
-        raise Unreadable(f"not within {limit_s:g} s, async_training.timeouts.startup") from None
+        raise Unreadable(f"reading took more than {limit_s:g} s, async_training.timeouts.startup") from None
 
 
 @lru_cache(maxsize=32)
@@ -146,7 +144,7 @@ def _read(path: str, reader: str, found: tuple[Any, ...]) -> Dataset:
 
 
 def _cannot_join(tables: list[Dataset]) -> str | None:
-    """Return why the last of these tables cannot be concatenated with the others; None if it can."""
+    """Return why the last of ``tables`` cannot be concatenated with the others; None if it can."""
     from datasets import concatenate_datasets
 
     try:
@@ -157,12 +155,12 @@ def _cannot_join(tables: list[Dataset]) -> str | None:
 
 
 COUNTED = 2000
-"""Greatest number of prompts to tokenize: the longest of those that may exceed the limit."""
+"""Greatest number of prompts of a file that are tokenized; the longest are taken."""
 ANSWER = "ground_truth"
 
 
 def row_faults(table: Dataset, config: Mapping[str, Any]) -> tuple[RowFault, ...]:
-    """Return the faults of a file's rows; rows with the same fault are one `RowFault`."""
+    """Return the faults of a file's rows; each `RowFault` covers all rows with the same fault."""
     key = str(lookup(config, "data.prompt_key", "prompt"))
     columns = {name: table.data.table.column(name) for name in table.column_names}
     found: list[RowFault] = []
@@ -178,7 +176,7 @@ def row_faults(table: Dataset, config: Mapping[str, Any]) -> tuple[RowFault, ...
 
 
 def _is_registered(config: Mapping[str, Any]) -> bool:
-    """Return whether the reward manager is from verl's registry; such managers need the column `reward_model`."""
+    """Return whether the reward manager is in verl's registry. Such managers need the column `reward_model`."""
     return bool(lookup(config, "reward.reward_manager.source", "register") == "register")
 
 
@@ -294,7 +292,6 @@ def _too_long(
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether ``path`` is a valid name of a model on the Hugging Face hub."""
     try:
         validate_repo_id(path)
     except HFValidationError:
@@ -316,6 +313,6 @@ def _tokenizer(model: str) -> Any:
     try:
         json.loads(Path(path).read_bytes())
         return Tokenizer.from_file(path)
-    except Exception as error:  # `tokenizers` raises plain Exception.
+    except Exception as error:  # The library raises plain `Exception` objects.
         logger.warning("the lengths of the prompts are not checked: %s cannot be read (%s)", path, error)
         return None

@@ -15,16 +15,14 @@ from importlib.util import find_spec
 from typing import Any
 
 SEEN_S, POLL_S = 10.0, 0.2
-"""Seconds to wait for the marker file, which a network file system may show late, and seconds between two looks."""
+"""Seconds to wait for the marker file, which a network file system may show late, and between two checks."""
 
 
 def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict[str, Any]:
     """Return the fields of `config.facts.NodeFact`, except the node's address.
 
-    Args:
-        paths: pairs of a setting and the path to check.
-        marker: the file that the main has just written to the run's folder.
-        modules: names of the modules to look for.
+    ``paths`` are pairs of a setting and the path to check; ``marker`` is a file that the main process has just written
+    to the run's folder; ``modules`` are the names of modules to look for.
     """
     facts: dict[str, Any] = {"sees_folder": appears(marker), "absent": absent(modules)}
     with suppress(ImportError):
@@ -39,15 +37,13 @@ def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict
 
 
 def absent(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return those of ``modules`` that are not installed."""
     return tuple(module for module in modules if not is_there(module))
 
 
 def is_there(module: str) -> bool:
-    """Return whether a module can be found in the folders of its packages, without importing anything."""
+    """Return whether a module is installed, without importing anything."""
     top, *parts = module.split(".")
-    # Look where workers will look: this process may have been forked before PYTHONPATH was set, so that its own
-    # sys.path lacks these folders.
+    # Workers will have the folders in PYTHONPATH. This process lacks them if it was forked before PYTHONPATH was set.
     more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:
         spec = find_spec(top) or PathFinder.find_spec(top, [path for path in more if path])

@@ -2,10 +2,9 @@
 """Checks that a run's processes can work on every node of the cluster, and refuses the run if they cannot.
 
 Contract: each node with CPUs or accelerators runs one small task before anything expensive starts. The problems of all
-nodes are reported at once (`node_problems`, a pure function). To check that the run's folder is shared, this process
-writes a marker file to it, which every node must see, and removes the file afterwards.
-
-Shown by tests/config/test_nodes.py, tests/integration/test_nodes.py and tests/e2e/test_nodes.py.
+nodes are reported at once (`node_problems`, a pure function). To check that the run's folder is shared, the main
+process writes a marker file to it, which every node must see, and removes the file afterwards. Shown by
+tests/config/test_nodes.py, tests/integration/test_nodes.py and tests/e2e/test_nodes.py.
 """
 
 from __future__ import annotations
@@ -79,11 +78,8 @@ class NodesNotReady(RecipeError):
 def node_problems(facts: Sequence[NodeFact], recipe: str, folder: str, needs: Sequence[Need] = ()) -> list[str]:
     """Return the problems of all nodes; an empty list means that the run may start.
 
-    Args:
-        facts: the nodes' answers.
-        recipe: version of this package on the main's machine.
-        folder: `trainer.default_local_dir`.
-        needs: the packages that nodes with accelerators must have.
+    ``recipe`` is the version of this package in the main process, ``folder`` is `trainer.default_local_dir`, and
+    ``needs`` are the packages that nodes with accelerators must have.
     """
     releases = sorted({fact.verl for fact in facts if fact.verl is not None})
     found = [problem for fact in facts for problem in _problems(fact, recipe, releases, folder)]
@@ -145,7 +141,7 @@ def cluster_resources() -> Resources:
 
 
 def memory_by_type(resources: Iterable[str]) -> int | None:
-    """Return the least memory of the accelerator types in ``resources`` in bytes; None if a type is unknown."""
+    """Return the smallest memory, in bytes, of the accelerator types in ``resources``; None if a type is unknown."""
     types = [name.removeprefix(RAY_TYPE) for name in resources if name.startswith(RAY_TYPE)]
     sizes = [BY_TYPE.get(name) for name in types]
     known = [size for size in sizes if size is not None]
@@ -153,7 +149,7 @@ def memory_by_type(resources: Iterable[str]) -> int | None:
 
 
 def local_paths(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (setting, path) for each path in `PATHS` that exists on this machine, which excludes names on the hub."""
+    """Return (setting, path) for each path in `PATHS` that exists on this machine; names on the hub are left out."""
     found = []
     for setting in PATHS:
         value = lookup(config, setting)
@@ -168,7 +164,7 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def _ask(paths: list[tuple[str, str]], marker: str, modules: list[str], timeout_s: float) -> list[NodeFact]:
-    """Run the probe on each node, and return the answers; only nodes with accelerators look for ``modules``."""
+    """Run `probe` on each node, and return the results; only nodes with accelerators look for ``modules``."""
     cloudpickle.register_pickle_by_value(node_probe)
     try:
         task = ray.remote(num_cpus=0, max_retries=0)(node_probe.probe)
@@ -191,7 +187,7 @@ def _fact(address: str, answer: Any, timeout_s: float) -> NodeFact:
         return NodeFact(address, f"did not answer within {timeout_s:g} s (async_training.timeouts.startup)")
     try:
         return NodeFact(address, **ray.get(answer, timeout=timeout_s))
-    except Exception as error:  # Whatever went wrong, the run cannot rely on that node.
+    except Exception as error:  # After any error, the run cannot rely on this node.
         return NodeFact(address, f"could not be asked: {error}")
 
 

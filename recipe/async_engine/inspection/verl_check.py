@@ -3,9 +3,9 @@
 
 Contract: `verl_problems` builds each type that a run would build in its workers (actor, rollout, checkpoint engine,
 reference policy, critic, the log-prob servers' engine, algorithm) and calls verl's `validate_config`. Each exception
-becomes a `Problem` of the section. The model's type is not built, since that would read the model's files; only its
-keys are compared. The checks import verl, so a main on a CPU leaves them to the trainer's process. Shown by
-tests/integration/test_documented_commands.py.
+becomes a `Problem` of the section. The model's type is not built, since that would read the model's files; only the
+names of its settings are compared. The checks import verl, so for a run on a CPU the main process leaves them to the
+trainer's process. Shown by tests/integration/test_documented_commands.py.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ def verl_problems(context: RuleContext, known: Sequence[Problem]) -> list[Proble
 def late_names(context: RuleContext, loaded: bool = False) -> Iterator[Problem]:
     """Yield a problem for each name that is missing from its registry in verl.
 
-    ``loaded`` is whether the user's modules are imported. If not, names that these modules may add are left to the
-    trainer's process, which imports the modules.
+    ``loaded`` is whether the user's modules are imported. If not, names that these modules may add are not checked:
+    the trainer's process will import the modules and check the names.
     """
     for name in unusual(context):
         may_be_added = context.get(EXTERNAL) or (
@@ -62,7 +62,7 @@ def late_names(context: RuleContext, loaded: bool = False) -> Iterator[Problem]:
 
 
 def external_names(context: RuleContext) -> list[Problem]:
-    """Import the user's modules that may add names, as verl's trainer process does, and return `late_names`."""
+    """Import the user's modules that may add names, as verl's trainer process does, and return the unknown names."""
     from verl.utils.import_utils import import_external_libs
 
     if not unusual(context):
@@ -79,7 +79,7 @@ def external_names(context: RuleContext) -> list[Problem]:
 
 
 def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
-    """Return the problems that verl's types find; without these and ``known``, call `validate_config` too."""
+    """Return the problems that verl's types find or, if no problem is known by then, those of `validate_config`."""
     config = OmegaConf.create(dict(context.config))
     with open_dict(config):
         # verl reads this setting as the number of prompts of a step.
@@ -94,7 +94,7 @@ def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
 
 
 def _types(config: DictConfig, context: RuleContext) -> dict[str, Callable[[], Any]]:
-    """Return, for each section of the configuration, a function that builds verl's type of it."""
+    """Return, for each section of the configuration, a function that builds verl's type for it."""
     from verl.utils.config import omega_conf_to_dataclass as build
     from verl.workers.config import HFModelConfig
 
@@ -136,7 +136,7 @@ def _without_model(critic: DictConfig) -> DictConfig:
 
 
 def _known_keys(section: DictConfig, cls: type[Any]) -> None:
-    """Raise `TypeError` if the section has keys that its type lacks."""
+    """Raise `TypeError` if the section has settings that its type in verl lacks."""
     unknown = set(section) - {field.name for field in dataclasses.fields(cls)} - {"_target_"}
     if unknown:
         raise TypeError(f"{cls.__name__} has no setting {', '.join(sorted(map(str, unknown)))}")
@@ -154,7 +154,7 @@ def _validate(config: DictConfig, context: RuleContext) -> None:
 def _attempt(section: str, build: Callable[[], Any]) -> Iterator[Problem]:
     """Call ``build``, and yield its exception as a problem of the section."""
     try:
-        # Output and warnings of verl's types do not concern the user at this point.
+        # Output and warnings of verl's types would only distract from the problems.
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
             build()
     except Exception as error:  # A worker would fail with the same exception.

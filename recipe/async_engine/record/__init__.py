@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in a run's folder: a crash leaves either the old or the new content, and one run owns the folder."""
+"""Writes, reads and locks the files in a run's folder: events, metrics, summary and checkpoints' contents."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a process that serves trajectories does: a rollout engine, or an agent-loop worker.
+"""Measures how a rollout engine or an agent-loop worker spends its time.
 
-Contract: an engine works on several requests at once. For each interval it records one span per class of work, with the
-share of the engine's sequence slots that the class used; the shares of an interval add up to 1. Spans are kept only
-from the first call of ``take`` on. The clock is passed in; it returns seconds and never goes backwards. Shown by
-tests/core/test_events.py.
+Contract: an engine works on several requests at once. For each interval, `EngineActivity` records one span per class of
+work (`events.Class`, such as decoding), with the share of the engine's sequence slots that the class used; the shares
+of an interval add up to 1. Spans are recorded from the first call of ``take`` on. The clock is passed in; it returns
+seconds and never goes backwards. Shown by tests/core/test_events.py.
 """
 
 from collections import Counter
@@ -32,17 +32,17 @@ class Work(StrEnum):
 
 
 OF_ITS_OWN = {Work.RETRY: Class.RETRY, Work.VALIDATION: Class.VALIDATING}
-"""Work that counts as one class from a request's arrival to its end. Other work changes class at its first token."""
+"""Work whose requests have one class of time throughout; other requests change from prefill to decoding."""
 TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
 class AwayActivity:
-    """Records what the trajectories of one agent-loop worker do while not at an engine. One event loop calls it.
+    """Records what the trajectories of an agent-loop worker do between requests. Only the event loop may call it.
 
     Attributes:
-        lane: the activities that at least one trajectory is in, joined by "+".
-        goes_on: for each agent loop of which a trajectory has ended, whether its trajectories send another request
-            after an answer. If they do not, the loop uses no tools, so the time after an answer is not tool time.
+        lane: records the activities that at least one trajectory is in, joined by "+".
+        goes_on: by name of the agent loop, whether its trajectories send further requests after an answer, as seen so
+            far. If they do not, the loop uses no tools, and the time after an answer is not tool time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -52,11 +52,10 @@ class AwayActivity:
         self.goes_on: dict[str, bool] = {}
 
     def tool_time(self, loop: str) -> "ToolTime":
-        """Return the tool-time meter of a new trajectory of the agent loop named ``loop``."""
         return ToolTime(self, loop)
 
     def change(self, what: Away, by: int) -> None:
-        """Record that ``by`` more trajectories are in activity ``what`` from now on."""
+        """Record that the number of trajectories in activity ``what`` changes by ``by``."""
         self._at[what] += by
         self.lane.turn_to("+".join(name for name in Away if self._at[name] > 0) or NOWHERE)
 
@@ -71,11 +70,7 @@ class AwayActivity:
 
 
 class ToolTime:
-    """Measures how long one trajectory spends in tools: the time from each answer to the trajectory's next request.
-
-    Attributes:
-        seconds: tool time so far, without the current tool call.
-    """
+    """Measures how many `seconds` one trajectory has spent in tools: from each answer to the next request."""
 
     def __init__(self, activity: AwayActivity | None = None, loop: str = "") -> None:
         self._activity, self._loop, self.seconds = activity, loop, 0.0
@@ -83,7 +78,6 @@ class ToolTime:
         self._is_between = self._is_in = False
 
     def asks(self) -> None:
-        """Record that the trajectory sends a request."""
         if self._activity is not None and self._is_between:
             self.seconds += self._activity.clock() - self._since
             self._activity.goes_on[self._loop] = True
@@ -91,7 +85,7 @@ class ToolTime:
         self._requests += 1
 
     def is_answered(self) -> None:
-        """Record that a request was answered; if it was the trajectory's only open one, a tool call begins."""
+        """Record that a request was answered. If no other request is open, a tool call begins."""
         self._requests -= 1
         if self._activity is None or self._requests > 0:
             return
@@ -107,7 +101,6 @@ class ToolTime:
         self.leave()
 
     def leave(self) -> None:
-        """Record that the trajectory is no longer in a tool."""
         self._is_between = False
         if self._activity is not None and self._is_in:
             self._activity.change(Away.TOOLS, -1)
@@ -130,16 +123,14 @@ class _Request:
 
 
 class EngineActivity:
-    """Records which work used a rollout engine's sequence slots while it served requests, and why it did not serve.
+    """Records the classes of work that used a rollout engine's sequence slots, and why it served no requests.
 
-    Token counts run from construction, spans from the first call of `take`.
-
-    Args:
-        places: number of requests that the engine can run at once.
+    The engine can run ``places`` requests at once. Tokens are counted from construction on, and spans are recorded from
+    the first call of `take` on.
 
     Attributes:
         sampled: number of tokens sampled so far for requests whose answers are trained on.
-        answered: number of these tokens that were returned in answers.
+        answered: number of `sampled` tokens that were returned in answers.
     """
 
     def __init__(self, clock: Clock, places: int) -> None:
@@ -148,7 +139,7 @@ class EngineActivity:
         self._closed: Class | None = Class.START_UP
         self._told: dict[str, Work] = {}
         self._requests: dict[str, _Request] = {}
-        # Number of requests by class: under True those that decode, and so hold a slot, under False those in prefill.
+        # The number of requests by class: under True, those that decode and hold a slot; under False, those in prefill.
         self._kinds: dict[bool, Counter[Class]] = {True: Counter(), False: Counter()}
         self._used: dict[str, float] = {}
         self._tokens: Counter[str] = Counter()
@@ -168,7 +159,7 @@ class EngineActivity:
             self._closed = None
 
     def expect(self, name: str, work: Work) -> None:
-        """Record the purpose of a request that may come. Requests of unknown purpose count as `Work.OTHER`."""
+        """Record the purpose of a request that may arrive. Without it, the request counts as `Work.OTHER`."""
         self._told[name] = work
 
     def answer(self, name: str, tokens: int) -> None:
@@ -178,15 +169,14 @@ class EngineActivity:
 
     @property
     def under_way(self) -> int:
-        """Return how many of the `sampled` tokens belong to requests that are at the engine now."""
+        """The number of `sampled` tokens of requests that are at the engine now."""
         return sum(request.tokens for request in self._requests.values() if request.work in TRAINED_WORK)
 
     def forget(self, name: str) -> None:
-        """Record that a request is over, whether or not it reached the engine."""
+        """Record that a request has ended, whether or not it reached the engine."""
         self._told.pop(name, None)
 
     def enter(self, name: str) -> None:
-        """Record that a request has reached the engine."""
         if self._requests:
             self._advance()
         else:
@@ -198,7 +188,7 @@ class EngineActivity:
         """Record that the engine has sampled ``tokens`` tokens in total for a request."""
         request = self._requests[name]
         if (new := tokens - request.tokens) <= 0:
-            return  # the last output of an interrupted request has no new token
+            return  # The last output of an interrupted request has no new token.
         if request.work in TRAINED_WORK:
             self.sampled += new
         request.tokens = tokens
@@ -216,7 +206,6 @@ class EngineActivity:
             self._turn(request, answers=False)
 
     def leave(self, name: str) -> None:
-        """Record that a request has left the engine."""
         if len(self._requests) > 1:
             self._advance()
         else:
@@ -237,7 +226,7 @@ class EngineActivity:
         self._kinds[request.answers][request.kind] += 1
 
     def _advance(self) -> None:
-        """Divide the time since the last change among the classes of the present requests."""
+        """Divide the time since the last change among the classes of the current requests."""
         now = self._clock()
         seconds, self._since = now - self._since, now
         if seconds <= 0:
@@ -263,7 +252,7 @@ class EngineActivity:
         self._used[what] = self._used.get(what, 0.0) + seconds
 
     def _cut(self) -> None:
-        """End the present interval, and record its spans if `take` has been called."""
+        """End the current interval, and record its spans if `take` has been called."""
         self._advance()
         length = self._since - self._begun
         if length <= 0:

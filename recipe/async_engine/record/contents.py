@@ -2,11 +2,9 @@
 """Checks whether the folder of a verl checkpoint contains what a run would load from it.
 
 Contract: verl loads only what ``load_contents`` names and reports nothing else as missing, so a checkpoint without
-weights would be resumed with the base model. This module names everything that a resume needs but would not get, for
-actor and critic, before anything is loaded. FSDP checkpoints have one file per part and rank; Megatron checkpoints have
-verl's manifest of their contents.
-
-Shown by tests/integration/test_contents.py.
+weights would be resumed with the base model. Before anything is loaded, this module names what actor and critic need to
+resume but would not get. FSDP checkpoints have one file for each rank and part (model, optimizer, extra); Megatron
+checkpoints have verl's manifest of their contents. Shown by tests/integration/test_contents.py.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def trained_models(has_critic: bool) -> dict[str, str]:
 
 
 def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str]:
-    """Return what a resume on ``ranks`` training ranks needs but would not get from this folder, one text per fault."""
+    """Return a text for each thing that a resume on ``ranks`` training ranks needs but this folder lacks."""
     found = []
     for model, section in trained_models(has_critic).items():
         setting = f"{section}.checkpoint.load_contents"
@@ -96,7 +94,7 @@ def _contents(folder: Path) -> dict[str, Any]:
     try:
         contents = from_json(file.read_bytes())["contents"]
         if not isinstance(contents, dict):
-            raise TypeError("its list of contents is not a JSON object")
+            raise TypeError("the value of `contents` is not a JSON object")
         return contents
     except FileNotFoundError:
         return {}

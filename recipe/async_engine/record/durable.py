@@ -18,7 +18,7 @@ REMOVED = ".removed"
 
 
 def write(path: Path, content: str | Callable[[BinaryIO], None]) -> None:
-    """Replace a file by the text ``content``, or by what the function ``content`` writes into the file it is given."""
+    """Replace a file's content by a text, or by what a function writes to the open file that is passed to it."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with open(partial, "wb") as file:
@@ -57,7 +57,7 @@ def sync_tree(folder: Path) -> None:
 def remove_tree(folder: Path) -> None:
     """Remove a folder so that readers see it disappear at once. Do nothing if the folder does not exist.
 
-    The folder is renamed before its files are deleted. What an earlier, killed call has left is removed too.
+    The folder is renamed before its files are deleted. Files that an earlier, killed call left are removed too.
     """
     removed = folder.with_name(folder.name + REMOVED)
     if folder.exists():

@@ -3,10 +3,9 @@
 
 Contract: what was written is readable at any time, also after ``kill -9`` and while the run continues. A reader stops
 at an incomplete batch and ignores everything after it. If a batch cannot be written, for example on a full disk, the
-file stays as it was, and the batch is written together with the next one. When `WAITING` events wait to be written, new
-ones are dropped and counted. The schema's metadata holds the format version and the run's header (docs/run-record.md).
-
-Shown by tests/core/test_event_file.py.
+file stays as it was, and the batch is written together with the next one. At most `WAITING` events wait to be written;
+further events are dropped and counted. The schema's metadata holds the format version and the run's header
+(docs/run-record.md). Shown by tests/core/test_event_file.py.
 """
 
 from __future__ import annotations
@@ -72,11 +71,7 @@ def files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 class EventFile:
-    """A new event file in ``folder`` for this launch of the run. The constructor may raise OSError.
-
-    Attributes:
-        lost: number of dropped events.
-    """
+    """Writes the events of this launch to a new file, and counts the `lost` ones. The constructor may raise OSError."""
 
     def __init__(self, folder: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
         Path(folder, FOLDER).mkdir(parents=True, exist_ok=True)
@@ -87,14 +82,14 @@ class EventFile:
         self._failed = False
         self._waiting: list[Event] = []
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 - it stays open as long as the run
-        # The stream's output that is not in the file yet, and the number of events in it.
+        # The stream's output that is not in the file yet, and the number of events in this output.
         self._bytes, self._in_bytes = io.BytesIO(), 0
         metadata = {FORMAT: str(VERSION).encode(), HEADER: json.dumps(header).encode()}
         self._schema = COLUMNS.with_metadata(metadata)
         self._stream = pa.ipc.new_stream(self._bytes, self._schema, options=COMPRESSED)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Write the events that could not be written before, and then these."""
+        """Write the events that earlier calls could not write, and then ``events``."""
         room = WAITING - len(self._waiting)
         self.lost += max(0, len(events) - room)
         self._waiting += events[:room]
@@ -143,7 +138,7 @@ NEEDS = {
 """Fields that every event on one of these lanes must have."""
 MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
 OFF_BY_S = 1.0
-"""Seconds by which an event may begin before the run or end before it begins, as clocks of several hosts differ."""
+"""Seconds by which an event's start may precede the run's, or its end its own start, since hosts' clocks differ."""
 NAMES_DEVICE = (BEGINS, ENDS, LOST, JOINED, SAMPLED)
 
 
@@ -196,12 +191,12 @@ def read(path: str | os.PathLike[str]) -> Recorded:
 
 
 class Tail:
-    """Reads the events of a file that may still be written to, as they are added, and stops at damage.
+    """Reads the events that are added to a file, also while a run writes to it, and stops at damaged content.
 
     Attributes:
         at: number of bytes read so far.
         header: the header as it was written, or None until it can be read.
-        damage: description of the file's damage, or None if the file is undamaged so far.
+        damage: description of the damage at which reading stopped, or None.
         left_out: number of rows so far that are not valid events.
     """
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary of a run's event record: the events, and what a process answers when it is asked what it did.
+"""The types of a run's event record: events, their lanes (one per component), classes of time and token counts.
 
-Contract: a component reports what it does to a `Tell` and reads nothing back, and no code that makes decisions imports
-this module. A component that does one thing at a time (:class:`Lane`) produces events that follow each other without a
-gap. Clocks are passed in; they return seconds and never go backwards. docs/run-record.md describes the lanes and their
-events. Shown by tests/core/test_events.py.
-
-The classes hold plain state. A lane may be changed on one thread and read on another.
+Contract: a component reports an event by calling a function of the type `Tell`, which returns nothing. A component that
+does one thing at a time (:class:`Lane`) produces events that follow each other without a gap; one thread may change its
+lane while another reads it. Clocks are passed in; they return seconds and never go backwards. docs/run-record.md
+describes the lanes and their events. Shown by tests/core/test_events.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +40,7 @@ Tell = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Drop the event; this is used when no event record is written."""
+    """Do nothing: this is the callback `Tell` of a run that writes no event record."""
 
 
 class Class(StrEnum):
@@ -81,7 +79,7 @@ class Class(StrEnum):
 SAMPLED = "sampled"
 """Event on the lane `RUN` with the number of tokens that a rollout engine has sampled so far."""
 EMPTY = "empty"
-"""Event of an engine that has no request. The scheduler's lane says why."""
+"""Event of an engine that has no request. The events of the scheduler give the reason."""
 
 
 class Away(StrEnum):
@@ -93,15 +91,17 @@ class Away(StrEnum):
 
 
 NOWHERE = "none"
-"""Event on the lane of an agent-loop worker: none of its trajectories is outside an engine."""
+"""Event of an agent-loop worker while none of its trajectories is in an activity of `Away`."""
 
 
 class Span(NamedTuple):
-    """An event of a process that does not know the name of its lane, with times of the process's own clock.
+    """An event as a process reports it: without the name of its lane, and with times of the process's own clock.
 
     Attributes:
-        tokens: number of tokens that an engine sampled in this class of work, or None if they are not counted. A
-            request's first token counts for the work that precedes it, such as prefill.
+        what: the activity; for an engine, the class of its work.
+        share: share of an engine's sequence slots that were in this class.
+        tokens: number of tokens that an engine sampled in this class, or None if not counted. A request's first token
+            counts for the work that precedes it, such as prefill.
     """
 
     what: str
@@ -113,10 +113,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process did since it was last asked.
+    """The report of a process on what it did since its last report.
 
     Attributes:
-        now: reading of the process's clock when it answered, in seconds.
+        now: time of the report, in seconds of the process's clock.
         life: identifier that differs between a process and its replacement.
         tokens: the process's token counts so far, by name.
     """
@@ -128,7 +128,7 @@ class Activity:
 
 
 class Lane:
-    """A component that does one thing at a time. Spans are kept from the first `take` on. Any thread may call it."""
+    """Records the activity of a component that does one thing at a time. Any thread may call the methods."""
 
     def __init__(self, clock: Clock, what: str) -> None:
         self._clock, self._what, self._since = clock, what, clock()
@@ -137,7 +137,6 @@ class Lane:
 
     @property
     def what(self) -> str:
-        """Return what the component does now."""
         return self._what
 
     def turn_to(self, what: str) -> None:
@@ -177,11 +176,11 @@ class Exchange(NamedTuple):
 class OtherClock:
     """Converts times of another process's clock to times of this process's clock.
 
-    In an exchange, this process asks and the other answers with its time. The answer was given between the question and
-    its arrival, so each exchange bounds the difference of the clocks. From one exchange to the next, the clocks are
-    assumed to run at the same pace; the difference is corrected only if it is outside the bounds of the later exchange.
-    If the paces are equal, the error is at most the shortest round trip so far; otherwise the corrections follow the
-    other clock. Converted times keep their order and have no gaps.
+    In an exchange, this process sends a question, and the other process answers with its time. The answer is given
+    between the sending of the question and the arrival of the answer, so each exchange bounds the difference of the
+    clocks. Both clocks are assumed to run at the same pace; the difference is corrected only if it is outside the
+    bounds of the latest exchange. If the paces are equal, the error is at most the shortest round trip so far; if not,
+    the corrections follow the other clock. Converted times keep their order and have no gaps.
     """
 
     def __init__(self, first: Exchange) -> None:
@@ -189,7 +188,7 @@ class OtherClock:
         self._here = self._here_before = (first.asked + first.came) / 2
 
     def note(self, exchange: Exchange) -> None:
-        """Add another exchange, which is used from now on to convert times up to its answer."""
+        """Add an exchange; from now on, it is used to convert times up to its answer."""
         self._theirs_before, self._here_before = self._theirs, self._here
         guess = self._here + exchange.answered - self._theirs
         self._theirs = exchange.answered
@@ -207,13 +206,13 @@ class OtherClock:
 
 
 RECORDED = "recorded"
-"""Key of the `Recorded` in the trainer's state, which the writer of the summary reads."""
+"""Key of the `Recorded` object in the state that the trainer reports."""
 SCORES = "scores"
 """Phase of the trainer's timeline in which the trainer waits for log-prob servers."""
 SWITCH = "switch"
-"""Phase of the trainer's timeline in which hybrid replicas wake or go back to sleep."""
+"""Phase of the trainer's timeline in which replicas on its accelerators wake or go back to sleep."""
 BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
-"""Events on the lane `RUN` about the device named in ``text``: it began late, ended early, was lost, or is new."""
+"""Events on the lane `RUN`: the device named in ``text`` began late, ended early, was lost, or is new."""
 
 
 @dataclass(frozen=True)
@@ -221,11 +220,11 @@ class Devices:
     """The devices in the time account (`recipe.report.account`): the trainer, rollout engines and log-prob servers.
 
     Attributes:
-        accelerators: number of accelerators of one device, by the first word of the device's lane.
+        accelerators: number of accelerators of one device, by the first word of its lane ("rollout" of "rollout 3").
         shared: whether all replicas are on the trainer's accelerators.
-        hybrid: number of replicas on the trainer's accelerators if others have their own. They have the first numbers.
+        hybrid: number of hybrid replicas (on the trainer's accelerators, while others have their own), numbered first.
 
-    If any replica is on the trainer's accelerators, these are counted as its device, and the trainer is not one itself.
+    Accelerators that the trainer shares with a replica are counted as the replica's device, not as the trainer's.
     """
 
     accelerators: Mapping[str, int]
@@ -233,7 +232,7 @@ class Devices:
     hybrid: int = 0
 
     def counts(self, lane: str) -> bool:
-        """Return whether this lane is the lane of a device in the time account."""
+        """Return whether this is the lane of a device."""
         kind = lane.partition(" ")[0]
         return kind in (ROLLOUT, LOG_PROBS) or (lane == TRAINER and not (self.shared or self.hybrid))
 
@@ -243,20 +242,20 @@ class Devices:
         return kind == ROLLOUT and (self.shared or int(number) < self.hybrid)
 
     def size(self, lane: str) -> int:
-        """Return the number of accelerators of a device. All of them do the same at any time."""
+        """Return the number of accelerators of a device, which all do the same at any time."""
         return int(self.accelerators.get(lane.partition(" ")[0], 1))
 
 
 @dataclass(frozen=True)
 class TokenBooks:
-    """Token counts: what became of every token that an engine sampled for training since this launch of the run.
+    """Counts what became of every token that an engine sampled for training since this launch of the run.
 
     Attributes:
         sampled: tokens sampled, by the engines' own counts.
         restored: tokens restored from a checkpoint.
-        trained, filtered, failed: tokens in answers of groups that ended in this state.
+        trained, filtered, failed: tokens in answers of prompt groups that ended in the state of this name.
         cut: tokens discarded by retries, by ended requests or by agent loops.
-        in_flight: tokens in groups that had not ended.
+        in_flight: tokens in prompt groups that have not ended.
     """
 
     sampled: int = 0
@@ -269,7 +268,7 @@ class TokenBooks:
 
     @property
     def not_known(self) -> int:
-        """Return the tokens that no field explains: sampled and restored ones minus all others. It may be negative."""
+        """The number of unexplained tokens: `sampled` and `restored` minus all others. It may be negative."""
         ended = self.trained + self.filtered + self.failed + self.cut + self.in_flight
         return self.sampled + self.restored - ended
 
@@ -285,7 +284,7 @@ class Recorded:
         until: seconds of the run that the record covers.
         tokens: the final token counts, or None if they could not be completed.
         events_lost: number of events that could not be written.
-        cpu_seconds: CPU time of the thread that wrote the record.
+        cpu_seconds: CPU seconds of the thread that wrote the record.
     """
 
     file: Path

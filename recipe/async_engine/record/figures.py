@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures that show a run's progress: in the terminal, with ``--follow``, in trackers and in Prometheus.
+"""Selects and formats the metrics that show a run's progress: terminal, ``--follow``, trackers, Prometheus.
 
-Contract: each figure is a metric with its name from docs/metrics.md, so every display shows the same value. Only the
-terminal also says in words what the trainer and the rollout do now. Shown by tests/core/test_figures.py.
+Contract: every display shows the same metrics, with the names of docs/metrics.md. Terminal and ``--follow`` also say
+what the trainer and the rollout do now. Shown by tests/core/test_figures.py.
 """
 
 from __future__ import annotations

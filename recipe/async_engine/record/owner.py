@@ -4,11 +4,9 @@
 Contract: the owner holds a kernel lock on ``run.lock`` in the folder, which the kernel releases when the process ends,
 however it ends. The lock belongs to the process (``fcntl.lockf``) and not to an open file, so no fork, worker or child
 inherits it. Two bytes of the file are locked separately: the main process owns the run, and the trainer's process owns
-the checkpoints. The trainer may briefly outlive a killed main process; a new launch waits until it has ended. Over NFS
-the lock works between machines if the mount supports locks (NFSv4, or v3 with lockd). If the file system refuses locks,
-the run continues with a warning.
-
-Shown by tests/integration/test_owner.py.
+the checkpoints. The trainer's process may briefly outlive a killed main process; a new launch waits for its end. Over
+NFS, the lock works between machines if the mount supports locks (NFSv4, or v3 with lockd). If the file system refuses
+locks, the run continues with a warning. Shown by tests/integration/test_owner.py.
 """
 
 import errno
@@ -56,12 +54,9 @@ def owner_of(folder: str | os.PathLike[str]) -> str:
 
 
 class Owner:
-    """Owns a part of a run's folder until `release`, or until the process ends.
+    """Owns ``part`` (`RUN` or `CHECKPOINTS`) of a run's existing ``folder`` until `release`, or until the process ends.
 
-    Args:
-        folder: the run's folder, ``trainer.default_local_dir``. It must exist.
-        part: `RUN` or `CHECKPOINTS`.
-        wait_s: seconds to wait for another owner to end.
+    The constructor waits up to ``wait_s`` seconds for another owner to end.
 
     Raises:
         FolderTaken: another process owns this part of the folder.
@@ -77,12 +72,12 @@ class Owner:
                 self._file.close()
                 raise FolderTaken(
                     f"trainer.default_local_dir={folder} belongs to another run: "
-                    f"{owner if part == RUN else 'the trainer of an earlier start has not ended yet'}. Wait for its "
-                    "end or end it, or give this run a folder of its own."
+                    f"{owner if part == RUN else 'the trainer of an earlier start has not ended yet'}. Wait until "
+                    "that run ends, or end it, or give this run another folder."
                 )
             time.sleep(POLL_S)
         if part == RUN:
-            with suppress(OSError):  # the disk may be full; the lock does not depend on the text
+            with suppress(OSError):  # The disk may be full; the lock does not depend on the text.
                 self._file.truncate(0)
                 since = time.strftime("%F %T %z")
                 self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what the rollout of a run does: its generation capacity over time, and its answers and their tokens.
+"""Counts a run's generation capacity and its use, the time of rewards, and what becomes of answers and tokens.
 
-Contract. Capacity-seconds are the trajectories that could generate at once, multiplied by time; they are compared with
-the trajectories that did generate. Reward seconds are the time that rewards took to compute, summed over trajectories.
-Reward seconds are exposed if nothing generates meanwhile and the trainer waits for a batch, because the run then waits
-only for rewards; all others are hidden. Tokens are counted three times: engines count the tokens that they sample,
-agent-loop workers those that they receive in answers, and this module those of complete answers, by how their groups
-end. `TokenBooks.not_known` is 0 only if the three counts agree. If a worker or an engine died, its count is lost, and
-the count of the next stage is used instead.
+Contract. Capacity-seconds are the number of trajectories that could generate at once, multiplied by time. Reward
+seconds are the time that rewards took to compute, summed over trajectories. Reward seconds are exposed while nothing
+generates and the trainer waits for a batch, because the run then waits only for rewards; all others are hidden. Each
+token is counted three times: by the engine that samples it, by the agent-loop worker that receives it in an answer, and
+here, when the answer is complete, by how its prompt group ends. `TokenBooks.not_known` is 0 only if the three counts
+agree. If a worker or an engine died, its count is lost, and the count of the next stage is used instead.
 
-Shown by tests/core/test_timeline.py, tests/integration/test_token_books.py and, for real runs, tests/accounts.py. The
-module uses no threads and no locks; the scheduler calls it under its own lock.
+The module uses no threads and no locks; the scheduler calls it under its own lock. Shown by
+tests/core/test_timeline.py, tests/integration/test_token_books.py and, for real runs, tests/accounts.py.
 """
 
 from collections import Counter
@@ -26,7 +25,7 @@ SUMMED = ("reprefilled_tokens", "recovered_tokens", "restored_tokens")
 
 
 class RolloutBooks:
-    """Counts capacity, rewards, answers and tokens, as the module's contract describes.
+    """Counts the generation capacity of a run and its use, the time of rewards, and tokens by outcome.
 
     Args:
         clock: clock for capacity and rewards, in seconds; it may be stopped.
@@ -34,12 +33,12 @@ class RolloutBooks:
         lane_clock: clock of the lane, by default ``clock``.
 
     Attributes:
-        lane: why no further trajectory begins to generate.
-        seconds: time counted so far.
-        offered: capacity-seconds in this time.
-        used: capacity-seconds that generated. Trajectories beyond the capacity do not count.
-        idle: capacity-seconds in which no trajectory generated.
-        scored, exposed: reward seconds, and how many of them were exposed.
+        lane: records why no further trajectory begins to generate.
+        seconds: seconds counted so far.
+        offered: capacity-seconds so far (capacity multiplied by time).
+        used: capacity-seconds that trajectories used. Trajectories beyond the capacity do not count.
+        idle: capacity-seconds of the time in which no trajectory generated.
+        scored, exposed: seconds that rewards took, summed over trajectories, and the part that held up the run.
         tokens: numbers of tokens in complete answers: received since this launch, restored from a checkpoint, trained,
             filtered, failed and cut (discarded).
     """
@@ -47,8 +46,8 @@ class RolloutBooks:
     def __init__(self, clock: Clock, capacity: int, lane_clock: Clock | None = None) -> None:
         self._clock, self._places = clock, capacity
         self.lane = Lane(lane_clock or clock, Class.START_UP)
-        # Present numbers of trajectories that generate, that could generate and whose reward is being computed, and 1
-        # while the trainer waits for a batch.
+        # The current numbers of trajectories that generate, that could generate and whose reward is computed; `waiting`
+        # is 1 while the trainer waits for a batch.
         self._levels = {"running": 0, "capacity": capacity, "scoring": 0, "waiting": 0}
         self._since = clock()
         self.tokens: Counter[str] = Counter()
@@ -60,26 +59,22 @@ class RolloutBooks:
         self._turn_occupancy: float | None = None
         self.seconds = self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
 
-    # Methods about time.
-
     def set(self, **levels: int) -> None:
-        """Set any of these from now on: running trajectories, capacity, trajectories scored, 1 if the trainer waits."""
+        """Set some of the current numbers `running`, `capacity`, `scoring` (trajectories) and `waiting` (0 or 1)."""
         self.advance()
         self._levels.update(levels)
 
     @property
     def waits_for_rewards(self) -> bool:
-        """Return whether the run waits only for rewards."""
         running, _, scoring, waiting = self._levels.values()
         return bool(running == 0 and scoring and waiting)
 
     @property
     def scoring(self) -> int:
-        """Return the number of trajectories whose reward is being computed."""
         return self._levels["scoring"]
 
     def advance(self) -> None:
-        """Add the time since the last call to all counts of time."""
+        """Add the time since the last call to all time counts."""
         running, capacity, scoring, waiting = self._levels.values()
         now = self._clock()
         seconds, self._since = now - self._since, now
@@ -92,30 +87,30 @@ class RolloutBooks:
             self.exposed += seconds * scoring * waiting
 
     def reset(self) -> None:
-        """Set all counts of time to 0, but keep the present numbers of trajectories."""
+        """Set all time counts to 0, but keep the current numbers of trajectories."""
         self.advance()
         self.seconds = self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
 
     @property
     def idle_share(self) -> float:
-        """Return the share of capacity-seconds in which no trajectory generated, or 0.0 without capacity."""
+        """The share of capacity-seconds in which no trajectory generated, or 0.0 without capacity."""
         self.advance()
         return self.idle / self.offered if self.offered else 0.0
 
     @property
     def occupancy(self) -> float:
-        """Return the share of capacity-seconds that were used to generate, or 0.0 without capacity."""
+        """The share of capacity-seconds that were used to generate, or 0.0 without capacity."""
         self.advance()
         return self.used / self.offered if self.offered else 0.0
 
     @property
     def hidden_share(self) -> float:
-        """Return the share of reward seconds that did not hold up the run, or 1.0 if no rewards were computed."""
+        """The share of reward time that did not delay the run, or 1.0 if no rewards were computed."""
         self.advance()
         return 1.0 - self.exposed / self.scored if self.scored else 1.0
 
     def end_version(self) -> None:
-        """Compute the metrics that stock verl's rollouter reports, for the time since a version was last announced."""
+        """Compute the metrics that stock verl's rollouter reports, for the time since the last call of this method."""
         self.advance()
         now = self.seconds, self.offered, self.idle, self._groups
         since = zip(now, self._version_began, strict=True)
@@ -130,24 +125,21 @@ class RolloutBooks:
         }
 
     def wait_for_turns(self) -> None:
-        """Record that generation happens in turns, so that there is no capacity outside a turn."""
+        """Record that generation and training take turns, so that there is no capacity outside a generation turn."""
         self.set(capacity=0)
         self._turn_occupancy = 0.0
 
     def begin_turn(self) -> None:
-        """Record that a generation turn begins."""
         self.set(capacity=self._places)
         self._turn_began = self.offered, self.used
 
     def end_turn(self, interrupted: int) -> None:
-        """Record that the turn has ended and that ``interrupted`` trajectories were interrupted."""
+        """Record that a generation turn ends and interrupts ``interrupted`` trajectories."""
         self._interruptions += interrupted
         self.set(capacity=0)
         offered, used = self._turn_began
         offered, used = self.offered - offered, self.used - used
         self._turn_occupancy = used / offered if offered else 0.0
-
-    # Methods about answers and their tokens.
 
     def arrived(self, scored: Any, is_wanted: bool) -> None:
         """Count the tokens of a complete answer (`TrajectoryScored`); ``is_wanted`` is False if its group has ended."""
@@ -171,13 +163,13 @@ class RolloutBooks:
         before: Mapping[str, int] | None,
         engines: Mapping[str, int] | None,
     ) -> TokenBooks:
-        """Return what became of every token, at the end of the run.
+        """Return, at the end of the run, what became of every token.
 
         Args:
             live: number of tokens in complete answers of groups that have not ended.
-            workers: token counts received, dropped and unfinished of all workers; None if those of one are unknown.
-            before: token counts of the engines before the unfinished trajectories were ended.
-            engines: token counts of the engines after that; None if an engine's counts are unknown.
+            workers: token counts `received`, `dropped` and `unfinished` of all workers; None if a worker's are unknown.
+            before: token counts of the engines just before the unfinished trajectories are ended.
+            engines: token counts of the engines after these have ended; None if an engine's counts are unknown.
         """
         of_workers = Counter(workers if workers is not None else {"received": self.tokens["received"]})
         known = before is not None and engines is not None
@@ -189,7 +181,7 @@ class RolloutBooks:
             trained=self.tokens["trained"],
             filtered=self.tokens["filtered"],
             failed=self.tokens["failed"],
-            # An answer to a trajectory that had ended meanwhile was received by no worker.
+            # These include answers that no worker received, because their trajectories had already ended.
             cut=self.tokens["cut"]
             + _thrown_away(begun)
             + max(0, answered - of_workers["received"])
@@ -198,7 +190,7 @@ class RolloutBooks:
         )
 
     def metrics(self, groups: LedgerCounts, prompts: PromptCounts) -> dict[str, float]:
-        """Return the metrics of docs/metrics.md and, with generation in turns, those of docs/partial-rollout.md."""
+        """Return the metrics listed in docs/metrics.md and, for generation in turns, in docs/partial-rollout.md."""
         in_turns = {
             "partial_rollout/groups_pending": prompts.pending,
             "partial_rollout/groups_interrupted": prompts.interrupted,
@@ -229,5 +221,5 @@ class RolloutBooks:
 
 
 def _thrown_away(engines: Mapping[str, int]) -> int:
-    """Return the number of tokens of requests that ended without an answer."""
+    """Return the number of tokens that engines sampled for requests that ended without an answer."""
     return engines["sampled"] - engines["answered"] - engines["under_way"]

@@ -5,9 +5,7 @@ Contract: both files exist however the run ended, and the summary of a failed ru
 written completely or not at all. After a resume, ``metrics.jsonl`` continues after the last step of the checkpoint, and
 ``steps``, ``ledger`` and ``staleness`` count from the beginning of training. Lines that cannot be written, for example
 on a full disk, are counted and do not end the run. While a `RunRecord` is open, its process owns the folder.
-docs/run-record.md describes the keys.
-
-Shown by tests/core/test_record.py and every end-to-end test.
+docs/run-record.md describes the keys. Shown by tests/core/test_record.py and every end-to-end test.
 """
 
 import errno
@@ -47,8 +45,7 @@ def exit_status(summary: Mapping[str, Any], says_alarms: bool) -> int:
 class RunRecord:
     """Writes the metrics and the summary of one run into ``folder``.
 
-    Args:
-        began: seconds since 1970 from which times count, by default now.
+    ``began`` is the start of the run in seconds since 1970, by default now.
 
     Raises:
         FolderTaken: another run owns the folder. Nothing in the folder was changed.
@@ -58,7 +55,7 @@ class RunRecord:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._owner = Owner(self._folder, RUN)
-        # Only a finished run has a summary, so the one of an earlier launch is removed.
+        # Only a finished run has a summary, so the summary of an earlier launch is removed.
         (self._folder / SUMMARY_FILE).unlink(missing_ok=True)
         self._began = time.time() if began is None else began
         self._recorded: Recorded | None = None
@@ -89,7 +86,7 @@ class RunRecord:
         }
 
     def begin_at(self, step: int) -> None:
-        """Keep the lines of earlier launches up to ``step``, from which the run resumes, and remove later ones."""
+        """Keep the metrics of earlier launches up to ``step``, where the run resumes, and remove later ones."""
         path = self._folder / METRICS_FILE
         kept = []
         try:
@@ -100,7 +97,6 @@ class RunRecord:
             self._lost(error)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Append the metrics of one step."""
         if self.summary["first_step_seconds"] is None:
             self.summary["first_step_seconds"] = time.time() - self._began
         numbers = {key: value if math.isfinite(value) else None for key, value in _scalars(metrics)}
@@ -128,7 +124,7 @@ class RunRecord:
         self.summary.update({name: value for name, value in state.items() if name != RECORDED})
 
     def settle(self, account: Callable[[Recorded], dict[str, Any]]) -> None:
-        """Compute the time account from the event record, if there is one. If this fails, the run ends without one."""
+        """Compute the time account from the event record, if there is one; if that fails, the summary has none."""
         if self._recorded is None:
             return
         try:
@@ -137,13 +133,12 @@ class RunRecord:
             logger.exception("there is no account of the run")
 
     def fail(self, error: BaseException | Mapping[str, str]) -> None:
-        """Record the error that ended the run."""
         if isinstance(error, BaseException):
             error = {"name": type(error).__name__, "message": str(error)}
         self.summary["error"] = {"name": error["name"], "message": error["message"]}
 
     def close(self, peak_memory_gib: float | None) -> dict[str, Any]:
-        """Write the summary and return it, or raise OSError. In both cases the folder is free for another launch."""
+        """Write the summary and return it, or raise OSError; in any case, release the folder for another launch."""
         self.summary["ended"] = how_it_ended(self.summary["error"], self.summary["alarms"])
         self.summary["wall_seconds"] = time.time() - self._began
         self.summary["peak_memory_gib"] = peak_memory_gib
@@ -156,7 +151,7 @@ class RunRecord:
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a line of metrics, or infinity for an invalid line, such as one that was cut off by a kill."""
+    """Return the step number in a line of metrics, or infinity for an invalid line, such as one cut off by a kill."""
     found, _ = steps_of([line.encode()], METRICS_FILE)
     return float(found[0].get(STEP) or 0) if found else math.inf
 

@@ -3,9 +3,8 @@
 
 Contract: an invalid file is refused with `BadFile`, whose message names the file. If only an optional part is invalid,
 that part is left out, and a note says so. Numbers are finite and bounded, so code that computes with them needs no
-checks. A file with another format version is refused with a message that says so.
-
-Shown by tests/integration/test_damaged_files.py.
+checks. A file with another format version is refused with a message that says so. Shown by
+tests/integration/test_damaged_files.py.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ LIMIT = 1e9
 """Upper limit for the seconds of a run and for scores."""
 MOST = 1_000_000
 TOO_LARGE = 1e100
-"""A metric of at least this size cannot be a measurement."""
+"""A number of at least this size cannot be a metric, and is left out."""
 SHOWN = 3
 
 Finite = Annotated[float, Field(allow_inf_nan=False, ge=-LIMIT, le=LIMIT)]
@@ -66,11 +65,7 @@ class Settings(TypedDict, total=False):
 
 
 class Header(BaseModel):
-    """The header of an event record.
-
-    ``accelerators``: accelerators of one device, by the first word of its lane. ``shared``, ``hybrid``: see `Devices`.
-    ``began``: seconds since 1970.
-    """
+    """The header of an event record: `record.events.Devices`, start in seconds since 1970, and settings."""
 
     accelerators: dict[str, Count]
     shared: bool
@@ -154,13 +149,13 @@ Metrics = dict[str, Any]
 
 
 def said(error: ValidationError) -> str:
-    """Return one line that names each validation error and its location in the file."""
+    """Return one line with the first `SHOWN` validation errors, each with its location in the file."""
     found = [f"{'.'.join(map(str, each['loc'])) or 'it'}: {each['msg']}" for each in error.errors()]
     return "; ".join([*found[:SHOWN], *([f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])])
 
 
 def sound_part(adapter: TypeAdapter[T], content: Any, what: str) -> tuple[T, list[str]]:
-    """Return the content without its invalid parts, and notes on what was left out.
+    """Return the content without its invalid parts, and a note on each part that was left out.
 
     Invalid parts are removed from ``content`` in place. ``what`` names the file in messages.
 
@@ -190,7 +185,7 @@ def _left_out(content: Any, place: tuple[Any, ...]) -> bool:
 
 
 def header_of(content: Mapping[str, Any], what: str) -> tuple[Header, list[str]]:
-    """Return an event record's header without invalid settings, and notes on what was left out.
+    """Return an event record's header without invalid settings, and notes on those.
 
     Raises:
         BadFile: a required field of the header is missing or invalid.
@@ -215,7 +210,7 @@ def summary_in(folder: Path) -> tuple[Summary | None, list[str]]:
 
 
 def metrics_in(folder: Path) -> tuple[list[Metrics], list[str]]:
-    """Return the metrics of each step in ``metrics.jsonl``, and notes on what was left out."""
+    """Return the metrics of each step in ``metrics.jsonl``, and notes on lines and values that were left out."""
     file = folder / "metrics.jsonl"
     try:
         lines = file.read_bytes().splitlines(keepends=True)
@@ -227,10 +222,9 @@ def metrics_in(folder: Path) -> tuple[list[Metrics], list[str]]:
 
 
 def steps_of(lines: Iterable[bytes], what: str) -> tuple[list[Metrics], list[str]]:
-    """Return the metrics in the lines of ``metrics.jsonl``, and notes on what was left out.
+    """Return the metrics in the lines of ``metrics.jsonl``, and notes on lines and values that were left out.
 
-    ``what`` names the file in notes. An invalid last line without a line end gets no note, because it is still being
-    written, or was when the run was killed.
+    ``what`` names the file in notes. An incomplete last line gets no note: the run is still writing it, or was killed.
     """
     found, bad, values = [], 0, 0
     for line in lines:
@@ -266,9 +260,9 @@ def marker_in(folder: Path, name: str) -> Marker:
     except FileNotFoundError:
         raise
     except ValidationError as error:
-        raise BadFile(f"its {name} cannot be read ({said(error)})") from None
+        raise BadFile(f"the checkpoint's {name} cannot be read ({said(error)})") from None
     except OSError as error:
-        raise BadFile(f"its {name} cannot be read ({error})") from None
+        raise BadFile(f"the checkpoint's {name} cannot be read ({error})") from None
 
 
 def unsaid(settings: Mapping[str, Any], but: Iterable[str] = ()) -> list[str]:

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The single stream of events in the trainer's process, and how the trainer spent its time.
+"""Collects the events of the trainer's process, and measures how the trainer spends its time.
 
-Contract. The components of the trainer's process report to the timeline on any thread and read nothing back. The
-timeline updates the counts of the rollout (`RolloutBooks`) and passes every event to `listener`, which writes it to the
-event record. The trainer is in exactly one phase at any time (`IDLE_PHASE` if it has entered none), so the shares of
-its time add up to 1. A phase that is entered inside another one suspends the outer one. Time is counted from
-construction or the last `restart`, until now or until `stop`. The clock is passed in; it returns seconds and never goes
-backwards (`time.monotonic`).
-
-Test: tests/core/test_timeline.py. The timeline has no lock: only the trainer's thread enters phases, and the scheduler
-reports on the rollout under its own lock.
+Contract. The components of the trainer's process report events on any thread. The timeline updates the counts of the
+rollout (`RolloutBooks`) and passes every event to `listener`, which writes it to the event record. The trainer is in
+exactly one phase at any time (`IDLE_PHASE` if it has entered none), so the shares of its time add up to 1. While an
+inner phase runs, no time is counted for the outer phase. Time is counted from construction or the last `restart` until
+now or until `stop`. The clock is passed in; it returns seconds and never goes backwards (`time.monotonic`). The
+timeline has no lock: only the trainer's thread enters phases, and the scheduler reports on the rollout under its own
+lock. Shown by tests/core/test_timeline.py.
 """
 
 from collections import defaultdict
@@ -24,10 +22,10 @@ ENDS_OF_A_GROUP = ("trained", "filtered", "failed")
 
 
 class Timeline:
-    """Collects events and measures the trainer's phases, as the module's contract describes.
+    """Collects events and measures the trainer's phases.
 
     Attributes:
-        lane: the trainer's phase. Until the first `restart` it is start-up.
+        lane: records the trainer's phase, which is start-up until the first `restart`.
         rollout: counts of the rollout's time, answers and tokens.
         listener: function that receives every event, with times of this process's clock.
     """
@@ -45,21 +43,18 @@ class Timeline:
         self.note("the run began")
         self.rollout = RolloutBooks(self._now, rollout_capacity, clock)
 
-    # Methods that report events and phases.
-
     def tell(self, event: Event) -> None:
-        """Report an event. Any thread may call this."""
         if event.lane == GROUPS and event.what in ENDS_OF_A_GROUP:
             self.rollout.tokens[event.what] += event.tokens or 0
         self.listener(event)
 
     def note(self, what: str) -> None:
-        """Record that ``what`` just began or ended, so the run is making progress. Any thread may call this."""
+        """Record that ``what`` happened just now, so the run is making progress. Any thread may call this."""
         self._noted[what] = self._clock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the ``with`` block for the phase ``name``, except for phases entered inside it."""
+        """Count the time inside the ``with`` block as phase ``name``, except for phases that are entered inside it."""
         self._advance()
         self.note(f"trainer: {name} begins")
         self._entered.append(name)
@@ -74,7 +69,7 @@ class Timeline:
 
     @contextmanager
     def during(self, what: str, version: int) -> Iterator[None]:
-        """Report the time inside the ``with`` block as step ``what`` of bringing a version to the replicas."""
+        """Report the time inside the ``with`` block as part ``what`` of the weight sync that brings ``version``."""
         began = self._clock()
         try:
             yield
@@ -82,7 +77,7 @@ class Timeline:
             self.tell(Event(WEIGHTS, what, began, self._clock(), version=version))
 
     def restart(self) -> None:
-        """Count time from now on, because the time before (start-up, loading) is not part of the run."""
+        """Start counting time anew, because the time until now (start-up, loading) is not part of the run."""
         self._advance()
         self._seconds.clear()
         self.rollout.reset()
@@ -90,25 +85,23 @@ class Timeline:
         self._show()
 
     def stop(self) -> None:
-        """Stop counting time, because the last step is trained."""
+        """Stop counting time, because the last step has been trained."""
         if self._stopped is None:
             self._stopped = self._clock()
 
-    # Methods that return figures.
-
     @property
     def silent_s(self) -> float:
-        """Return the seconds since the newest note. Every phase makes a note when it begins and when it ends."""
+        """The seconds since the last call of `note`, which is called when a phase begins or ends, and elsewhere."""
         return self._clock() - max(self._noted.values())
 
     def notes(self) -> list[tuple[str, float]]:
-        """Return the text of each note and the seconds since it was made, newest first."""
+        """Return each text passed to `note`, with the seconds since its last call, newest first."""
         now = self._clock()
         return sorted(((what, now - at) for what, at in dict(self._noted).items()), key=lambda note: note[1])
 
     @property
     def doing(self) -> str:
-        """Return the trainer's present phase. Any thread may call this."""
+        """The trainer's current phase. Any thread may read it."""
         return self._entered[-1] if self._started else Class.START_UP
 
     def shares(self) -> dict[str, float]:
@@ -124,12 +117,12 @@ class Timeline:
 
     @property
     def trainer_wait_share(self) -> float:
-        """Return the share of time in which the trainer waited for a batch (the phase `wait`)."""
+        """The share of time in which the trainer waited for a batch (the phase `wait`)."""
         return self.shares().get("wait", 0.0)
 
     @property
     def end(self) -> float:
-        """Return the time at which counting stopped, or the present time if it has not stopped."""
+        """The time at which counting stopped, or the current time if it has not stopped."""
         return self._now()
 
     def _show(self) -> None:

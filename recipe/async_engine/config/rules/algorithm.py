@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for advantages, losses and corrections.
 
-verl's functions that the rules accept run on a batch of this package, and those that they refuse fail:
-tests/integration/test_algorithms.py calls each function with the columns of such a batch.
+Each function of verl that the rules accept works on a batch of this package, and each that they refuse fails:
+tests/integration/test_algorithms.py calls all of them with the columns of such a batch.
 """
 
 from collections.abc import Iterator
@@ -39,9 +39,9 @@ REJECTIONS = (
     *(f"seq_{over}_k{number}" for over in ("sum", "mean") for number in (1, 2, 3)),
     *("seq_max_k2", "seq_max_k3"),
 )
-# Losses with a ratio to the proximal policy. If the behaviour policy is proximal, the ratio is the importance weight.
+# Losses with a ratio to the proximal policy. If that is the behaviour policy, the ratio is the importance weight.
 RATIO_LOSSES = ("vanilla", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "geo_mean", "gspo", "kl_cov", "sapo")
-# Both are names of verl's PPO loss.
+# The two names of verl's PPO loss.
 PPO = ("vanilla", "bypass_mode")
 
 
@@ -54,7 +54,7 @@ def has_ratio(loss: str) -> bool:
 
 
 def chosen_loss(mode: str, loss_type: str | None, source: Proximal) -> str:
-    """Return the name of the loss of an update: ``mode``, or for verl's PPO loss the one that ``loss_type`` selects."""
+    """Return the name of an update's loss: ``mode`` or, if ``mode`` is verl's PPO loss, what ``loss_type`` selects."""
     if mode not in PPO:
         return mode
     return "reinforce" if loss_type == "reinforce" and source is Proximal.BYPASS else "vanilla"
@@ -82,7 +82,7 @@ def advantages(context: RuleContext) -> Iterator[Problem]:
 
 
 def _group_filter(context: RuleContext) -> Iterator[Problem]:
-    """Check that the filter of groups has a metric, and groups of more than one answer."""
+    """Check that the filter of prompt groups has a metric, and that a group has more than one answer."""
     if not context.get("algorithm.filter_groups.metric"):
         advice = "reward is the reward itself; others are fields of what the reward function returns, such as acc."
         yield context.problem("algorithm.filter_groups.metric", "a name with filter_groups.enable=true", advice)
@@ -92,7 +92,7 @@ def _group_filter(context: RuleContext) -> Iterator[Problem]:
 
 
 def _token_baseline(context: RuleContext, estimator: str) -> Iterator[Problem]:
-    """Check token baselines, which need each token's whole distribution: only the trainer's forward pass has it."""
+    """Check estimators that need each token's full distribution, which only the trainer's forward pass has."""
     if not context.get(f"{ACTOR}.calculate_sum_pi_squared"):
         allowed = f"true with algorithm.adv_estimator={estimator}"
         yield context.problem(f"{ACTOR}.calculate_sum_pi_squared", allowed, "Set it, or choose another estimator.")
@@ -121,7 +121,7 @@ def losses(context: RuleContext) -> Iterator[Problem]:
 
 
 def correction(context: RuleContext) -> Iterator[Problem]:
-    """Check off-policy corrections, whose faults verl would report only at the first batch or update."""
+    """Check the off-policy correction; verl itself would fail only at the first batch or update."""
     section = "algorithm.rollout_correction"
     yield from _in_loss(context, section)
     rejection = context.get(f"{section}.rollout_rs")
@@ -156,7 +156,7 @@ def _in_loss(context: RuleContext, section: str) -> Iterator[Problem]:
 
 
 def without_effect(context: RuleContext) -> Iterator[str]:
-    """Warn if importance weights have no effect: with log-probs by bypass, verl's PPO loss only reports them."""
+    """Warn about importance weights without effect: with bypassed log-probs, verl's PPO loss only reports them."""
     section = "algorithm.rollout_correction"
     level = context.get(f"{section}.rollout_is")
     if proximal_source(context.config, context.settings) is not Proximal.BYPASS or not level:

@@ -25,7 +25,7 @@ def staleness(context: RuleContext) -> Iterator[Problem]:
 
 
 def tight_bound(context: RuleContext) -> Iterator[str]:
-    """Warn of a staleness bound so tight that training waits for long answers."""
+    """Warn about a staleness bound so tight that training waits for long answers."""
     training = context.settings.async_training
     bound, depth = staleness_bound(training), training.staleness_threshold
     if depth == 0 or training.whole_batches or bound > math.ceil(depth):
@@ -67,7 +67,7 @@ def batch(context: RuleContext) -> Iterator[Problem]:
 
 
 def _train_batch(context: RuleContext) -> Iterator[Problem]:
-    """Check `data.train_batch_size` as the batch of a step, which verl's update splits into mini-batches."""
+    """Check `data.train_batch_size`, the batch of a step, which verl's update splits into mini-batches."""
     size, mini = context.count("data.train_batch_size"), context.count(f"{ACTOR}.ppo_mini_batch_size")
     if size is None or (mini is not None and size % mini):
         advice = f"A step trains it in mini-batches of {ACTOR}.ppo_mini_batch_size prompts."
@@ -108,7 +108,7 @@ def whole_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def shared_placement(context: RuleContext) -> Iterator[Problem]:
-    """Check settings for which a shared placement or whole batches leave only one value."""
+    """Check settings for which a shared placement or whole batches allow only one value."""
     training = context.settings.async_training
     if synchronous_batch(training) and training.trigger_parameter_sync_step != 1:
         allowed = f"1 with {'placement=shared' if training.placement == SHARED else 'whole batches'}"

@@ -27,11 +27,9 @@ class RuleContext:
     files: Sequence[FileFact]
 
     def get(self, setting: str, default: Any = None) -> Any:
-        """Return the value of a setting."""
         return lookup(self.config, setting, default)
 
     def problem(self, setting: str, allowed: str, advice: str) -> Problem:
-        """Return a problem of a setting with its current value."""
         return Problem(setting, render(self.get(setting)), allowed, advice)
 
     def count(self, setting: str) -> int | None:
@@ -71,7 +69,7 @@ class RuleContext:
 
     @property
     def trainer_scores(self) -> bool:
-        """Whether the trainer computes log-probs, at least where log-prob servers fail to answer."""
+        """Whether the trainer computes log-probs, always or when log-prob servers fail to answer."""
         return proximal_source(self.config, self.settings) in (Proximal.RECOMPUTE, Proximal.SERVER)
 
     @property
@@ -79,7 +77,7 @@ class RuleContext:
         """Number of token positions of the policy; None if not known.
 
         The number is in the model's config.json, unless the configuration overrides it
-        (verl/workers/config/model.py:216). verl makes it the default `max_model_len` of an engine.
+        (verl/workers/config/model.py:216). verl makes this number the default `max_model_len` of an engine.
         """
         model = "actor_rollout_ref.model"
         for part in ("model_config.", ""):
@@ -97,5 +95,4 @@ class RuleContext:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the run asks for the CPU platform."""
         return bool(self.get("trainer.device") == "cpu")

@@ -56,7 +56,7 @@ def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[P
 
 
 def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
-    """Return the problem of all rows that have the same fault."""
+    """Return the `Problem` that describes all rows with the same fault."""
     limit = context.get("data.max_prompt_length")
     allowed, said = {
         "empty": ("data whose prompts have text", "no text. Remove the rows, or fill them."),
@@ -81,7 +81,7 @@ def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
 
 
 def lengths(context: RuleContext) -> Iterator[Problem]:
-    """Check that the engines' prompt and response lengths equal the limits of the data, which other rules use."""
+    """Check that the engines' prompt and response lengths equal those in the section `data`, which other rules use."""
     for engines, datas in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         length = context.get(f"data.{datas}")
         if context.get(f"{ROLLOUT}.{engines}") not in (None, length):

@@ -18,8 +18,8 @@ from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 AT_SWAP = "async_training.weights.at_swap"
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
-# Model families whose experts have different names in Transformers' model than in a checkpoint. verl's FSDP engines
-# send the former names, and vLLM expects the latter.
+# Model families whose experts have one name in Transformers' model, which verl's FSDP engines send, and another in a
+# checkpoint, which vLLM expects.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 STRATEGIES = {
     "dp": ("fsdp", "fsdp2"),
@@ -62,7 +62,7 @@ def early_ends(context: RuleContext) -> Iterator[str]:
 
 
 def weights(context: RuleContext) -> Iterator[Problem]:
-    """Check the settings for staging and publishing weights, and for running answers at the swap."""
+    """Check the settings for how weights are sent and swapped, and what happens to running answers meanwhile."""
     training = context.settings.async_training
     chosen, at_swap = training.weights, context.settings.weights.at_swap
     # The problem names the setting that the user has set: `at_swap`, or stock verl's `partial_rollout`.
@@ -107,7 +107,7 @@ def _relays(context: RuleContext) -> Iterator[Problem]:
 
 
 def _stageable(context: RuleContext) -> Iterator[Problem]:
-    """Refuse model settings with which weights can only be loaded in place, if weights are to be staged."""
+    """Refuse to stage weights with model settings that allow only loading in place."""
     for setting in (f"{ROLLOUT}.quantization", "actor_rollout_ref.model.mtp.enable_rollout"):
         if context.get(setting):
             advice = "Its weights can only be loaded in place: set async_training.weights.staging=none, or remove it."
@@ -133,7 +133,7 @@ def engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def _torchtitan(context: RuleContext) -> Iterator[Problem]:
-    """Check torchtitan: verl has no critic on it, and cannot copy its weights (separation/engine_workers.py:118)."""
+    """Check torchtitan: verl has no critic for it and cannot copy its weights (separation/engine_workers.py:118)."""
     setting, training = "async_training.trigger_parameter_sync_step", context.settings.async_training
     keeps = context.trainer_scores or training.placement == ELASTIC or (context.get("trainer.save_freq") or -1) > 0
     if context.get(f"{ACTOR}.strategy") == "torchtitan" and training.trigger_parameter_sync_step > 1 and keeps:
@@ -282,7 +282,7 @@ def _bucket(context: RuleContext) -> Iterator[Problem]:
 
 
 def resources(context: RuleContext) -> Iterator[Problem]:
-    """Check that replicas divide their accelerators, and that the cluster has enough accelerators in total."""
+    """Check that replicas divide their accelerators evenly, and that the cluster has enough accelerators in total."""
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     shared = context.settings.async_training.placement == SHARED
     if shared and (nodes is None or per_node is None):

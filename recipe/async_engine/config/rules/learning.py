@@ -81,7 +81,7 @@ def _above_0(text: str) -> bool:
 
 
 def trains_nothing(context: RuleContext) -> Iterator[str]:
-    """Warn of accepted values that leave the policy unchanged."""
+    """Warn about accepted values that leave the policy unchanged."""
     if context.get(f"{ACTOR}.optim.lr") == 0:
         yield f"{ACTOR}.optim.lr=0: the policy stays as it is"
     if all(context.get(f"{ACTOR}.clip_ratio{which}") == 0 for which in ("", "_low", "_high")):

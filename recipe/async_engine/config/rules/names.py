@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks names that verl looks up only during a run: of estimators, losses, loggers, dtypes and others.
+"""Checks the names of estimators, losses, loggers, dtypes and others that verl looks up only during a run.
 
 Contract: some names are fixed in verl, and an unknown one is refused here. Other names are in verl's registries, to
 which plugins and a model's ``external_lib`` may add. If such a name is not one of verl's own (`unusual`),
-`inspection/verl_check` looks it up in the registry, which takes importing verl; a main on a CPU imports verl for no
-other reason. tests/integration/test_late_names.py compares the lists in this module with verl's.
+`inspection/verl_check` imports verl and looks the name up. tests/integration/test_late_names.py compares the lists in
+this module with verl's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ LOGGERS: Mapping[str, str] = {
 
 
 def _is_no_described_loop(context: RuleContext) -> bool:
-    """Return whether the user's file of agent loops, if it can be read, lacks the default agent loop."""
+    """Return whether verl looks the default agent loop up: no file of agent loops is set, or the file lacks it."""
     setting = f"{ROLLOUT}.agent.agent_loop_config_path"
     described = next((fact.columns for fact in context.files if fact.setting == setting), None)
     if described is None:
@@ -150,7 +150,7 @@ NAMES: tuple[Name, ...] = (
 
 
 def names(context: RuleContext) -> Iterator[Problem]:
-    """Refuse unknown names that no registry can have, unknown loggers, and unsuitable checkpoint engines."""
+    """Refuse unknown loggers, unsuitable checkpoint engines, and unknown names of which verl has no registry."""
     for name in NAMES:
         value = context.get(name.setting)
         if not name.registry and value is not None and name.used(context) and value not in name.own:
@@ -168,7 +168,7 @@ def asked(loggers: Any) -> list[Any]:
 
 
 def unknown(context: RuleContext, setting: str, known: Sequence[str]) -> Problem:
-    """Return the problem of a name that verl would not find."""
+    """Return the `Problem` for a name that verl would not find."""
     advice = "verl would look it up during the run, and fail; correct the name."
     return context.problem(setting, f"one of {', '.join(sorted(map(str, known)))}", advice)
 
@@ -200,7 +200,7 @@ def _checkpoint_engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def untried(context: RuleContext) -> Iterator[str]:
-    """Warn of checkpoint engines that are accepted but have never been tried with this package."""
+    """Warn about checkpoint engines that are accepted but have never been tried with this package."""
     backend = context.get(BACKEND)
     if backend in UNTRIED_ENGINES and context.settings.async_training.placement != SHARED:
         yield f"{BACKEND}={backend} was never tried with this package; nccl was"

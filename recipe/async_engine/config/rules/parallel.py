@@ -31,7 +31,7 @@ SERVERS, PARALLEL, REFERENCE = "model_engine_server", "model_parallel_size", "ac
 
 
 def ranks(context: RuleContext) -> Iterator[Problem]:
-    """Check `fsdp_size` of every engine, and the parallel sizes of critic and servers; `division` has the actor's."""
+    """Check each engine's `fsdp_size`, and the parallel sizes of critic and servers; `division` checks the actor's."""
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     if nodes is not None and per_node is not None:
         trainer = nodes * per_node
@@ -70,7 +70,7 @@ def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
 
 
 def shared_by(context: RuleContext, section: str) -> dict[str, int]:
-    """Return the sizes by which an engine's ranks share a model or a sequence, by setting; a size is 1 if not set."""
+    """Return the parallel sizes by which an engine's ranks share a model or a sequence, by setting; 1 if not set."""
     of_engine = SHARING.get(str(context.get(f"{section}.strategy")), OF_FSDP)
     return {setting: context.count(setting) or 1 for setting in (f"{section}.{name}" for name in of_engine)}
 
@@ -140,7 +140,7 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def _used(context: RuleContext) -> dict[str, Sizing]:
-    """Return the settings of the micro-batches that a run uses, by configuration section."""
+    """Return the settings that size a run's micro-batches, by configuration section."""
     sizings = {section: updating(section) for section in context.trained}
     # verl asserts the sizes for log-probs even if the trainer computes no log-probs.
     sizings[ROLLOUT] = scoring(ROLLOUT)
@@ -173,9 +173,7 @@ def division(context: RuleContext) -> Iterator[Problem]:
 def _divisors(context: RuleContext, mini: int, batch: int) -> Iterator[Problem]:
     """Check that micro-batches sized by sequences divide a rank's trajectories.
 
-    Args:
-        mini: number of trajectories of a rank in one update.
-        batch: number of trajectories of a rank in one step.
+    ``mini`` and ``batch`` are the numbers of trajectories of a rank in one update and in one step.
     """
     works = {ACTOR: (updating(ACTOR), mini, "mini-batch")}
     if context.trainer_scores:

@@ -75,7 +75,7 @@ def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
 
 
 def _reference(context: RuleContext) -> Iterator[Problem]:
-    """Check that servers of the reference policy, if configured, would be used."""
+    """Check that log-prob servers of the reference policy, if configured, would be used."""
     servers, setting = context.settings.servers, f"{SERVERS}.reference_replicas"
     if servers.reference_replicas == 0:
         return
@@ -101,7 +101,7 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
     rollout = f"{REWARD_MODEL}.rollout"
     size = context.count(f"{rollout}.tensor_model_parallel_size") or 1
     total = reward_accelerators(context)
-    # If the total is 0, the loop above has reported it.
+    # The loop above has reported a total of 0.
     if total and total % size:
         advice = f"They are the {total} of {REWARD_MODEL}.nnodes * n_gpus_per_node."
         allowed = "a divisor of the reward model's accelerators"
@@ -109,7 +109,6 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
 
 
 def reward_accelerators(context: RuleContext) -> int:
-    """Return the number of accelerators of the reward model's servers."""
     if not context.get(f"{REWARD_MODEL}.enable") or not context.get(f"{REWARD_MODEL}.enable_resource_pool"):
         return 0
     return (context.count(f"{REWARD_MODEL}.nnodes") or 0) * (context.count(f"{REWARD_MODEL}.n_gpus_per_node") or 0)
