@@ -99,7 +99,7 @@ class LendingStage:
             return TAKE
         ledger = self._scheduler.ledger
         if self._is_over or ledger.version > ledger.announced:
-            # While a version is on its way, its announcement is waited for; it is asked again then.
+            # A version is being published. Its announcement calls this function again.
             return None
         return LEND if self._policy.lends(places, demand) else None
 

@@ -2,8 +2,8 @@
 """The interface between the training loop and a trainer: the stages of a step, and saving and loading.
 
 Contract: the loop calls the stages of a step in the order of the methods of `Stages`, from `begin_step` on, and passes
-the result of each stage to the next. The loop uses nothing else of a trainer. `trainer.verl_trainer` implements the
-stages with verl's trainer, and another trainer can implement them too.
+the result of each stage to the next. The loop uses no other members of a trainer. `trainer.verl_trainer` implements
+this interface with verl's trainer, and other implementations are possible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TrainingFailed(RecipeError):
 
 
 class Stages(Protocol):
-    """The stages of a step, and everything else that the training loop asks of a trainer.
+    """The stages of a step, and everything else that the training loop needs from a trainer.
 
     Attributes:
         actor_rollout_wg: verl's group of the workers that train the policy.

@@ -77,7 +77,7 @@ class RolloutSide:
 def _users_manager(config: Any) -> str | None:
     """Return the name of the user's agent-loop manager class, or None.
 
-    If the run was started by verl's own main with this package's flags, the setting has a placeholder.
+    The setting has a placeholder if verl's own main has started the run with one of this package's flags.
     """
     named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     return None if named == PLACEHOLDER else named
@@ -181,7 +181,7 @@ class Startup:
 
     @property
     def hybrid_replicas(self) -> int:
-        """Number of hybrid replicas beside standalone ones. They have the first numbers."""
+        """Number of hybrid replicas beside standalone ones. Replica numbers begin with the hybrid replicas."""
         return self.plan.hybrid_replicas if self.plan.settings.async_training.placement == ELASTIC else 0
 
     def init_workers(self) -> None:
