@@ -85,10 +85,7 @@ def _is_coroutine(method: Callable[..., Any]) -> bool:
 
 
 def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator like functools.wraps(method), but without ``__wrapped__``, which would mislead Ray.
-
-    Ray would read the concurrency group from the wrapped method.
-    """
+    """Return a decorator like functools.wraps, but without ``__wrapped__``, in which Ray would look for the group."""
 
     def named(call: Callable[..., Any]) -> Callable[..., Any]:
         call = functools.wraps(method)(call)
@@ -102,7 +99,7 @@ class _OnMainLoop:
     """Base class of actors with coroutines, which run all calls on the actor's main event loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Ray constructs an actor with coroutines on its main loop, which also runs all calls outside of the group.
+        # Ray constructs an actor with coroutines on its main loop, which also runs calls outside the control group.
         self._home = asyncio.get_running_loop()
         super().__init__(*args, **kwargs)
 
@@ -193,10 +190,8 @@ class Restartable:
     """Creates actors as a Ray remote class does. Ray restarts each of these actors up to ``restarts`` times.
 
     The actors' arguments are kept in the object store, in one copy for all actors. Otherwise Ray would delete large
-    arguments once the actors are up, and could not restart the actors (ray-project/ray#53727).
-
-    Args:
-        held: names of the methods whose calls stay open for long (`with_control`).
+    arguments once the actors are up, and could not restart the actors (ray-project/ray#53727). `with_control` explains
+    ``held``.
     """
 
     def __init__(self, actor_class: type, restarts: int, held: Collection[str] = (), **options: Any) -> None:

@@ -6,10 +6,9 @@ and starts another replica; `Replacements.take` returns the new replica when it 
 budget, even if it fails, except an attempt that finds no free accelerators: that one is repeated at every `take`. When
 the budget is spent, a lost replica is not replaced, and the log says so. An attempt that exceeds its deadline is given
 up; if its replica comes up later, the replica is ended again. Functions that end a replica wait until Ray reports the
-replica's resources, or its actor names, as free, which happens some time after the processes have ended.
-
-Shown by tests/integration/test_replacement.py and, with real replicas, tests/e2e/test_replacement.py,
-test_lost_replica.py and test_nodes.py.
+replica's resources, or its actor names, as free, which happens some time after the processes have ended. Shown by
+tests/integration/test_replacement.py and, with real replicas, tests/e2e/test_replacement.py, test_lost_replica.py and
+test_nodes.py.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ class Replacements:
         return len(self._attempts)
 
     def begin(self, what: str, lost: Any, start: Callable[[], Any]) -> None:
-        """Replace the replica ``lost`` by the one that ``start`` returns; ``what`` names it in the log.
+        """Replace the replica ``lost`` by the one that ``start`` returns; ``what`` names the new replica in the log.
 
-        If ``start`` raises NothingFree, it is called again later.
+        If ``start`` raises NothingFree, `take` starts a new attempt.
         """
         self._fill(_Attempt(what, start, lost))
 
@@ -183,7 +182,7 @@ def end_servers(replica: Any, timeout_s: float) -> None:
 
 def _kill(actors: Sequence[Any]) -> None:
     for actor in actors:
-        with suppress(Exception):  # the actor is already dead
+        with suppress(Exception):  # an actor that is already dead cannot be killed
             ray.kill(actor)
 
 

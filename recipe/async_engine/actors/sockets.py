@@ -7,9 +7,8 @@ folder, which is removed together with Ray's logs of the run (`sockets_folder`).
 
 verl asks the system for a free port and binds it seconds later (verl/single_controller/ray/base.py:91-110). By then one
 of Ray's connections may use the port. `rendezvous_ports` prevents this: its ports are below the range from which
-systems choose ports for connections.
-
-Shown by tests/integration/test_ray_start.py, test_trainer_group.py and tests/e2e/test_one_step_off.py.
+systems choose ports for connections. Shown by tests/integration/test_ray_start.py, test_trainer_group.py and
+tests/e2e/test_one_step_off.py.
 """
 
 from __future__ import annotations
@@ -39,11 +38,8 @@ ORDINARY = re.compile(r"[\w./+@%:=,-]+", re.ASCII)
 def usable(folder: str, named: str) -> str:
     """Create a folder for temporary files if it does not exist, and return its absolute path.
 
-    Args:
-        named: the setting or variable that names the folder.
-
     Raises:
-        RecipeError: no file can be written in the folder.
+        RecipeError: no file can be written in the folder, which the setting or variable ``named`` names.
     """
     path = os.path.abspath(folder)
     try:
@@ -51,7 +47,9 @@ def usable(folder: str, named: str) -> str:
         with tempfile.TemporaryFile(dir=path):
             return path
     except OSError as error:
-        raise RecipeError(f"{named}={folder}: no temporary files can be put there ({error}); correct it") from error
+        raise RecipeError(
+            f"{named}={folder}: no temporary files can be put there ({error}); name a writable folder"
+        ) from error
 
 
 def short(folder: str, room: int = LONGEST_OF_RAY) -> str:

@@ -11,9 +11,8 @@ It ends the run in one of these cases:
 To end the run, the watch makes the trainer's wait for a batch fail with the error. If the trainer waits for something
 else, the watch ends the process. The report is written on a thread of its own, so a hanging disk cannot keep the run
 alive. The main process gets the error in the answer to its next heartbeat (`RunWatch.last_words`). `core/deadlines.py`
-lists all processes that are watched, and the limits.
-
-Shown by tests/integration/test_watch.py, tests/e2e/test_stalls.py and test_ends.py.
+lists all processes that are watched, and the limits. Shown by tests/integration/test_watch.py, tests/e2e/test_stalls.py
+and test_ends.py.
 """
 
 import logging
@@ -62,7 +61,7 @@ class Questions:
         self._asked: dict[ray.ObjectRef, str] = {}
 
     def answered(self) -> list[tuple[str, ray.ObjectRef]]:
-        """Return component and answer (as a reference) for each new answer, and call the components that are due."""
+        """Return (component, object reference) for each new answer, and call each component whose pause is over."""
         now = time.monotonic()
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         answers = [(self._asked.pop(answer), answer) for answer in done]
@@ -74,12 +73,9 @@ class Questions:
 
 
 class RunWatch:
-    """Watches a run as the module's contract describes.
+    """Watches a run as the module's contract describes, and ends it after ``limit_s`` seconds without progress.
 
-    Args:
-        limit_s: seconds without progress after which the run is ended.
-        folder: the run's folder, in which the report is written.
-        leave: ends this process.
+    The report is written into ``folder``, the run's folder, and ``leave`` ends this process.
     """
 
     def __init__(self, limit_s: float, folder: str | os.PathLike[str], leave: Callable[[int], Any] = os._exit) -> None:
@@ -123,9 +119,7 @@ class RunWatch:
     def within(self, setting: str, limit_s: float, what: str) -> Iterator[None]:
         """End the run if the ``with`` block takes more than ``limit_s`` seconds; such blocks must not nest.
 
-        Args:
-            setting: the setting of ``async_training.timeouts`` that has the limit, for the message.
-            what: the block's work, for the message.
+        The error says that ``what`` took too long, and names the limit's ``setting`` in ``async_training.timeouts``.
         """
         self._stage = Silence(f"{what} takes longer than {limit_s:g} s (async_training.timeouts.{setting})", limit_s)
         try:
@@ -202,7 +196,7 @@ class RunWatch:
         if self._stall.too_long(silent_s if stage is None else 0.0):
             stalled = f"{self._stall.part} for {silent_s:.0f} s (async_training.timeouts.stall)"
             return CannotGoOn(f"{stalled}: {self._report()}")
-        # A busy actor answers late, so only its death counts, which Ray reports at once.
+        # An actor may answer late because it is busy, so only its death counts, which Ray reports at once.
         for name, answer in self._questions.answered():
             try:
                 ray.get(answer, timeout=REPORT_ANSWER_S)

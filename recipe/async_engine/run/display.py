@@ -109,7 +109,7 @@ class LivePanel:
 
     def _panel(self) -> Panel:
         # Read the window's size again, as it may have changed; rich would read that of standard input's terminal.
-        with suppress(OSError):  # the terminal was closed
+        with suppress(OSError):  # a terminal that was closed has no size
             self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
         table = Table.grid(padding=(0, 2))
         for name, text in self._lines:

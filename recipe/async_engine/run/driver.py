@@ -97,9 +97,7 @@ class Parts:
 def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None = None) -> None:
     """Run ``config``, then exit: with status 1 after a failure, 128 + signal after a signal, 3 after alarms, else 0.
 
-    Args:
-        mode: one of `MODES`.
-        trainer_class: fully qualified name of a trainer that replaces the mode's own.
+    ``mode`` is one of `MODES`, and ``trainer_class`` the fully qualified name of a trainer other than the mode's own.
     """
     if config.get("plan_only"):
         # The caller is not Hydra's command line, which shows the plan instead of calling this function.
@@ -202,7 +200,6 @@ class _Run:
         self._last_resort = LastResort(self._end_by_force)
 
     def run(self, mode: str, trainer_class: str) -> dict[str, Any]:
-        """Carry out the run and return the summary."""
         try:
             self._start()
             self._display = Display(mode, self.plan.total_steps)

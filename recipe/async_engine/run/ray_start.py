@@ -55,7 +55,7 @@ class Forks(Protocol):
 
     @property
     def runtime_env(self) -> dict[str, Any]:
-        """Return the part of Ray's ``runtime_env`` with which every worker of a job is such a fork."""
+        """Return the part of Ray's ``runtime_env`` that makes Ray fork every worker of a job."""
 
     def joined(self, job_id: str) -> None:
         """Record that Ray has accepted the run as job ``job_id``."""
@@ -168,7 +168,7 @@ def start_own(arguments: Mapping[str, Any], startup_s: float) -> None:
             with patience(max(0.0, deadline - time.monotonic())):
                 ray.init(**arguments)
                 return
-        except Exception as error:  # Ray has no exception class for this
+        except Exception as error:  # Ray has no exception class for a start that it gives up
             if not any(words in str(error) for words in GIVEN_UP) or time.monotonic() >= deadline:
                 raise
         logger.warning("Ray has given up its own start: it is started once more")

@@ -67,11 +67,7 @@ class TaskRunner:
         return {TRAINER_DOES: Class.START_UP} if self._trainer is None else self._trainer.live()
 
     def run(self, config: dict[str, Any], trainer_class: str, timeouts: Timeouts) -> Iterator[Any]:
-        """Run to the end, and yield events as the module's contract describes.
-
-        Args:
-            trainer_class: fully qualified name of an ``AsyncPPOTrainer``.
-        """
+        """Run the ``AsyncPPOTrainer`` with this fully qualified name, and yield the events of the module's contract."""
         # Import the trainer here, because the main process imports this module and does not need the trainer.
         from recipe.async_engine.trainer.diagnosis import describe
 
@@ -93,7 +89,7 @@ class TaskRunner:
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()
-            # A full garbage collection halts all threads, for half a second if it includes imported modules.
+            # A full garbage collection halts all threads, half a second for imported modules, so leave those out.
             gc.collect()
             gc.freeze()
             watch.hold(trainer.irreplaceable_actors())

@@ -110,7 +110,7 @@ def end_in_order(steps: Mapping[str, Callable[[], Any]]) -> BaseException | None
     for what, step in steps.items():
         try:
             step()
-        except BaseException as error:  # a signal may also end a step
+        except BaseException as error:  # a signal may also interrupt a step
             sys.stderr.write(f"\n{what} failed: {type(error).__name__}: {error}\n")
             first = first or error
     return first

@@ -6,9 +6,8 @@ processes every second: the trainer's process, which answers on a thread for the
 process, which it asks for the list of nodes. The run ends if the trainer's process has not answered for
 ``async_training.timeouts.heartbeat`` seconds (``startup`` before its first answer). It also ends if the control process
 has not answered for `CONTROL_S` seconds, because after 60 s Ray would kill the main process. If the main thread itself
-is stuck, `LastResort` ends the process. `core/deadlines.py` lists all limits.
-
-Shown by tests/integration/test_supervisor.py, test_shutdown.py and tests/e2e/test_ends.py.
+is stuck, `LastResort` ends the process. `core/deadlines.py` lists all limits. Shown by
+tests/integration/test_supervisor.py, test_shutdown.py and tests/e2e/test_ends.py.
 """
 
 from __future__ import annotations
@@ -132,7 +131,6 @@ class LastResort:
         self._allowed = Silence(what, limit_s)
 
     def stop(self) -> None:
-        """Stop limiting the main thread's time."""
         self._allowed = None
 
     def _watch(self) -> None:

@@ -8,9 +8,8 @@ the updates of batches never wait for each other. They send a copy of the weight
 If several batches are trained between two publications, the trainer's weights change while the rollout continues with
 the published weights. Therefore the trainer keeps a copy of the published weights until the next publication, and
 computes the log-probs of all these batches with the copy. A checkpoint that is written between two publications
-includes the copy, and a run that resumes from it publishes the copy under the same version number.
-
-Shown by tests/integration/test_published_weights.py and tests/e2e/test_published_weights.py.
+includes the copy, and a run that resumes from it publishes the copy under the same version number. Shown by
+tests/integration/test_published_weights.py and tests/e2e/test_published_weights.py.
 """
 
 from collections.abc import Iterator
@@ -191,9 +190,9 @@ class ActorWorker(DetachActorWorker):
         file = self._file(folder)
         if not file.is_file():
             raise CheckpointError(
-                f"{file} is not there. The checkpoint was written within a version, so each training rank needs its "
-                "file of the weights that were published then. Resume with the same number of ranks, or from another "
-                "checkpoint (trainer.resume_mode=resume_path)"
+                f"{file} is not there. The checkpoint was written between two weight syncs, so each training rank "
+                "needs its file of the weights of the earlier one. Resume with the same number of ranks, or from "
+                "another checkpoint (trainer.resume_mode=resume_path)"
             )
         try:
             saved = torch.load(file, weights_only=True)
@@ -202,7 +201,7 @@ class ActorWorker(DetachActorWorker):
         self.save_model_to_cpu(n)
         present = _tensors(self._copy(n))
         if [tensor.shape for tensor in saved] != [tensor.shape for tensor in present]:
-            raise CheckpointError(f"{file} has the weights of another model")
+            raise CheckpointError(f"{file} has the weights of another model: resume with the checkpoint's own model")
         for tensor, other in zip(present, saved, strict=True):
             tensor.copy_(other)
 
@@ -278,9 +277,7 @@ class PublishedWeights:
             self._workers.clear_cpu_model(TRAINED)
 
     def save(self, checkpoint: str | Path) -> None:
-        """Write the published weights into the folder of a checkpoint."""
         self._workers.write_copy(PUBLISHED, str(Path(checkpoint) / PUBLISHED))
 
     def load(self, checkpoint: str | Path) -> None:
-        """Read the published weights that :meth:`save` wrote."""
         self._workers.read_copy(PUBLISHED, str(Path(checkpoint) / PUBLISHED))

@@ -5,9 +5,7 @@ Contract: the loop makes no decisions of its own. The scheduler decides which ba
 replicas have a version, and the ledger knows the state of every prompt. A trainer's `Stages` compute rewards,
 log-probs, advantages and updates. A step trains one batch of ``b`` groups, and ``k`` steps make a version. Checkpoints
 and validations take place at the end of a version. ``fit`` yields after every step, so that its caller sees the
-progress and may end the run.
-
-Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
+progress and may end the run. Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
 """
 
 import logging

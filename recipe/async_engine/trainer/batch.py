@@ -5,9 +5,8 @@ Contract: the batch has the columns of verl's synchronous trainer (prompts, resp
 ``rm_scores``, the data set's own fields, ``uid`` of the group) and the column ``token_versions``. The rows are in the
 order of the groups, with a group's answers together, unless verl balances the batch. Every sampled token is checked
 against the staleness bound before it is trained. An answer is copied only once, into its row. Until the column is made,
-the versions of an answer's tokens are run-length encoded, as runs (version, count).
-
-Shown by tests/integration/test_batch.py and tests/e2e/test_fully_async.py.
+the versions of an answer's tokens are run-length encoded, as runs (version, count). Shown by
+tests/integration/test_batch.py and tests/e2e/test_fully_async.py.
 """
 
 from collections import Counter

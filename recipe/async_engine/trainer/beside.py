@@ -21,9 +21,8 @@ class Beside(Generic[Result]):
     """Runs functions on another thread. Only one thread may call the methods.
 
     Args:
-        name: the name of the other thread.
         timeout_s: seconds that a function may take in total.
-        late: a function that takes the number of work that is late and returns the error to raise.
+        late: a function that takes the ``number`` of late work and returns the error to raise.
         alarm: a function that is called on the other thread with an error of the work.
     """
 

@@ -10,10 +10,9 @@ on another thread while training continues. Until the marker is written, verl's 
 can be read, and refuses settings with which the run cannot continue. The checkpoint that the tracker names is tried
 first. After a kill the tracker may be empty, or name an incomplete checkpoint.
 
-A folder without a marker was not written completely, so it is removed. Folders of other trainers are left alone.
-
-Shown by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (every write fails or is the
-last one) and test_crash_fuzz.py (`kill -9`).
+A folder without a marker was not written completely, so it is removed. Folders of other trainers are left alone. Shown
+by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (every write fails or is the last
+one) and test_crash_fuzz.py (`kill -9`).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
 
 
 def defaults(config: Any) -> dict[str, Any]:
-    """Return the values that verl uses for fields which a row lacks, by the fields' names."""
+    """Return verl's default values for fields that a row may lack, by name."""
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     return {
         "agent_name": agent,
@@ -68,10 +68,7 @@ def defaults(config: Any) -> dict[str, Any]:
 
 
 def data_sets(config: Any, tokenizer: Any, processor: Any, batch: int) -> tuple[IndexedDataset, IndexedDataset]:
-    """Return the data sets of training and validation.
-
-    Args:
-        batch: number of prompts in a step, which the training data must have at least.
+    """Return the data sets of training (with at least ``batch`` prompts, which a step trains) and validation.
 
     Raises:
         ConfigError: the run cannot use one of the data sets. The error lists all problems.
@@ -90,8 +87,6 @@ def data_sets(config: Any, tokenizer: Any, processor: Any, batch: int) -> tuple[
 
 
 class _Maker:
-    """Makes one data set and checks it."""
-
     def __init__(self, config: Any, setting: str, tokenizer: Any, processor: Any) -> None:
         self._config, self._setting = config, setting
         self._tokenizer, self._processor = tokenizer, processor

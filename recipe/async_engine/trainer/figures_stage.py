@@ -71,11 +71,7 @@ class PrometheusExporter:
 
 
 class FiguresStage:
-    """Collects the current figures of a run, and exports them if ``exporter`` is given.
-
-    Args:
-        live_replicas: a function that returns the number of live replicas.
-    """
+    """Collects the current figures of a run, and exports them if ``exporter`` is given."""
 
     def __init__(
         self,

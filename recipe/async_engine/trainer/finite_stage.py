@@ -5,9 +5,8 @@ Contract: if a log-prob, value or advantage of an answer is NaN or infinite at a
 removed from the step's loss, logged and counted. Its numbers become zeros, because NaN times a mask of 0 is NaN. If no
 answer is left, the run ends. An answer of a validation has no score if its reward is not a finite number or its
 trajectory failed; the validation's means leave out each prompt that has such an answer. Other modules check rewards and
-the rollout's log-probs (`recipe.async_engine.rollout.loop_output`) and gradients (`alarm_stage`).
-
-Shown by tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
+the rollout's log-probs (`recipe.async_engine.rollout.loop_output`) and gradients (`alarm_stage`). Shown by
+tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
 """
 
 from __future__ import annotations

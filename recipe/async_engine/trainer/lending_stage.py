@@ -63,7 +63,7 @@ class LendingStage:
         self._switches, self._lent_s = 0, 0.0
 
     def wait(self, timeout_s: float, is_within_version: bool, finish: Callable[[], None]) -> None:
-        """Wait until a batch may be taken or no further batch can form, with hybrid replicas where these help.
+        """Wait until a batch may be taken or no further batch can form, and lend accelerators meanwhile if that helps.
 
         Args:
             timeout_s: deadline of each wait, in seconds.

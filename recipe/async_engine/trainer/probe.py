@@ -69,7 +69,7 @@ class Probe:
         return random.Random(seed).choices(self._vocabulary, k=count)
 
     def sampled(self, records: Sequence[ReplicaRecord]) -> list[Answer]:
-        """Return a few answers of each replica. With the same weights, every call returns the same answers."""
+        """Return a few answers from each replica. With the same weights, every call returns the same answers."""
         numbers = [(record, number) for number in range(ANSWERS_PER_REPLICA) for record in records]
         return self._answers([(*each, self.answer_tokens, self._timeout_s, uuid.uuid4().hex) for each in numbers])
 

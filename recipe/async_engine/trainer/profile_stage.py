@@ -5,9 +5,8 @@ Contract: the profile of a step covers the time from the wait for its batch to t
 the step's weights are published. The rollout engines that ``rollout.profiler`` selects are profiled for all this time,
 and the training workers from the beginning of the training on. With ``profile_continuous_steps``, consecutive steps
 have one trace. verl's finish hook runs once, after the last step of ``global_profiler.steps``, or after the run's last
-step if that is profiled. If a replica cannot be profiled, only its own trace is missing.
-
-Shown by tests/integration/test_profile_stage.py and tests/e2e/test_trainer_features.py.
+step if that is profiled. If a replica cannot be profiled, only its own trace is missing. Shown by
+tests/integration/test_profile_stage.py and tests/e2e/test_trainer_features.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class ProfileStage:
 
     Args:
         profiler: the section ``global_profiler`` of the configuration.
-        replicas: a function that returns the present replicas.
         profile: a function that starts or stops the training workers' profilers (`Stages.profile`).
         timeout_s: deadline of the replicas' answers, in seconds.
     """

@@ -78,7 +78,7 @@ class PublishStage:
         return self._way.is_over
 
     def seal(self, metrics: Metrics, timing: Timing) -> None:
-        """Copy the trainer's weights as the next version, from which training continues."""
+        """Copy the trainer's weights as the next version, so that training can continue from them."""
         with self._paused(metrics, timing):
             self.finish(metrics)
             version = self._scheduler.ledger.version + 1

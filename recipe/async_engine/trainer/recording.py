@@ -8,9 +8,8 @@ same calls (`recipe.async_engine.record.events`). A device is a server whose acc
 dies, the time since its last answer is recorded as `lost_with_replica`, and the time until it is replaced, or the run
 ends, as `down`. From the 10,000th group on, events of trajectories and groups are kept for one group in two, later for
 one in four, and so on. An error of the recording never ends a run. Events that could not be read or written are missing
-in the record and in the time report, which says that they are missing.
-
-Shown by tests/integration/test_recording.py and tests/accounts.py.
+in the record and in the time report, which says that they are missing. Shown by tests/integration/test_recording.py and
+tests/accounts.py.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from recipe.async_engine.record.events import (
 logger = logging.getLogger(__name__)
 
 ASK_S, LONGEST_ASK_S = 1.0, 30.0
-# In a long run, activity is asked for at intervals of the run's duration so far divided by this number.
+# In a long run, the interval between two questions for activity is the run's duration divided by this number.
 ASKED_IN_ALL = 2_000
 MANY = 5_000
 GROUPS_IN_FULL = 10_000
@@ -148,7 +147,7 @@ class Recording:
         self._lanes[name] = lane
 
     def ask(self) -> None:
-        """Ask all actors for their activity now. Activity before an actor's first question is not recorded."""
+        """Ask all actors for their activity now. What an actor did before it is first asked is not recorded."""
         try:
             with self._lock:
                 self._ask_all()
@@ -306,7 +305,7 @@ class Recording:
         if not device.is_counted:
             device.known_until = max(device.known_until, start)
         elif device.life:
-            # The device was restarted under the same name, so the time before its restart is `down` time.
+            # The device was restarted under the same name. Record the time until the restart as `down`.
             if not device.down:
                 self._dies(device)
             self._fill(device, Class.DOWN, start)

@@ -53,8 +53,6 @@ class Rehearsal:
 
     Attributes:
         workers: verl's group of the trainer's `ActorWorker` s.
-        ranks: number of trainer ranks.
-        version: the published version.
         rollout: verl's rollout section of the configuration.
         log_probs: verl's forward pass for old log-probs, with the trainer's current weights.
         published: a function that returns a context in which the trainer computes with the published weights.
@@ -102,7 +100,6 @@ class Rehearsal:
             self.result.seconds = time.monotonic() - began
 
     def rehearse(self) -> None:
-        """Make all checks, in order."""
         present = self.generating()
         with self.checking("engines answer"):
             before = self.probe.sampled(present)
@@ -143,7 +140,7 @@ class Rehearsal:
         self.compare(before)
 
     def _sent(self) -> Check:
-        """Send the version with the publisher's settings, and return the check. If it failed, set the next fallback."""
+        """Send the version with the publisher's settings. If that fails, apply a fallback to them. Return the check."""
         weights, began = self.publisher.weights, time.monotonic()
         check = Check(f"weights arrive (publish={weights.publish}, staging={weights.staging})")
         cause: Exception | None = None
@@ -256,8 +253,8 @@ class Rehearsal:
 
     @property
     def _longest_s(self) -> float:
-        # A transfer checks which replicas are alive, connects in two steps and sends. Each of these steps has the
-        # deadline. The sum is increased by one more deadline and a minute.
+        # A transfer has four steps, each with this deadline: it checks which replicas are alive, connects in two steps
+        # and sends. One more deadline and a minute are a margin.
         return 5 * self.publisher.known.timeout_s + 60
 
     # The following methods make the trainer's ranks compute.

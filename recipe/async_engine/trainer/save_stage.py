@@ -66,7 +66,6 @@ class SaveStage:
     """Writes checkpoints on a thread of its own. Only the trainer's thread calls the methods.
 
     Args:
-        saved: the run's checkpoints on disk.
         limit_s: seconds that a checkpoint may take in total.
         watched: a function that takes the name of a wait and returns a context which enforces the wait's deadline.
         committed: a function that is called with the step of each complete checkpoint.
@@ -101,7 +100,7 @@ class SaveStage:
     def save(self, step: int, snapshot: dict[str, Any], save_training_side: Callable[[], None]) -> None:
         """Have ``save_training_side`` write verl's files now, and write ``snapshot`` while training continues.
 
-        ``snapshot`` is the state of the rollout, with payloads as object references.
+        ``snapshot`` is the state of the rollout, with object references instead of trajectories.
         """
         with self._watched("writing a checkpoint"):
             write_rest = self._saved.save(step, snapshot, save_training_side)
@@ -166,7 +165,7 @@ class SavedRun(TrainingStep):
 
     @property
     def is_within_version(self) -> bool:
-        """Whether batches have been trained since weights were last published."""
+        """Whether batches have been trained since the last publication of weights."""
         return self.ledger.batches_left < self.plan.batches_per_version
 
     def save_if_due(self) -> None:
@@ -182,7 +181,7 @@ class SavedRun(TrainingStep):
     def save_once(self) -> None:
         """Save the run, unless it has a checkpoint of this step."""
         if self.saving.step != self.global_steps:
-            # Finish the publication first: a checkpoint must not have a version that is sealed but not announced.
+            # Finish the publication first: a checkpoint must not contain a version that the replicas do not have yet.
             self.publishing.finish(self.metrics)
             self.saving.finish()
             with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):

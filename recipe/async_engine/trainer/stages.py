@@ -26,7 +26,6 @@ class Stages(Protocol):
     Attributes:
         actor_rollout_wg: verl's group of the workers that train the policy.
         all_wg: the groups of all training workers, by role.
-        uses_reference: whether the run has a reference policy.
         prompts: verl's loader of the training data.
         val_dataloader: verl's loader of the validation data.
     """
@@ -58,11 +57,7 @@ class Stages(Protocol):
         """Take the rewards from the batch, where the agent-loop workers have put them."""
 
     def old_log_probs(self, batch: DataProto) -> tuple[DataProto, float]:
-        """Compute log-probs with the current weights.
-
-        Returns:
-            A batch with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
-        """
+        """Compute ``old_log_probs`` and ``entropys`` with the current weights; return both, and the MFU."""
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         """Add the reference policy's log-probs, if the run has a reference policy."""

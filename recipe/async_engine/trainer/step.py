@@ -37,7 +37,7 @@ from recipe.async_engine.trainer.step_metrics import StepMetrics
 
 
 class TrainingStep(Startup):
-    """The steps of a training run.
+    """The part of a trainer that trains steps.
 
     Attributes:
         metrics: the metrics of the current step.
@@ -75,7 +75,6 @@ class TrainingStep(Startup):
         return batch
 
     def train_on(self, batch: DataProto) -> DataProto:
-        """Train an assembled batch."""
         stages, version = self.stages, self.ledger.version
         self.metrics.update(note_answers(batch, self.tokenizer.all_special_ids, self.alarms))
         batch = stages.rewards(batch)
@@ -115,7 +114,7 @@ class TrainingStep(Startup):
             return self.stages.old_log_probs(batch)
 
     def _updated(self, model: str, output: DataProto) -> None:
-        """Update alarms and metrics after an update of ``model``. ``output`` has the metrics of its ranks."""
+        """Update alarms and metrics after an update of ``model``. ``output`` has the metrics of the model's ranks."""
         self.metrics.update(note_update(model, output, self.alarms))
         if model == "actor":
             metrics = output.meta_info["metrics"]

@@ -99,7 +99,6 @@ class Trackers:
 
     Args:
         names: the trackers' names (``trainer.logger``).
-        project, experiment: the run's project and name in the trackers.
         config: the run's settings, without secrets.
         step: the step of the checkpoint that the run resumes from, or 0.
         startup_s: seconds in which all trackers have to be set up.
@@ -274,7 +273,7 @@ def _is_row(line: bytes, last: int) -> bool:
     try:
         row = json.loads(line)
         return row["step"] <= last and ENDED not in row["data"]
-    except (ValueError, TypeError, KeyError):  # the line is incomplete
+    except (ValueError, TypeError, KeyError):  # an incomplete line is not a row
         return False
 
 

@@ -34,7 +34,7 @@ class TrainerGroup(RayWorkerGroup):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         worker = kwargs.get("ray_cls_with_init")
         if worker is not None:
-            # Make the actor class, which verl has already made, again: Ray accepts concurrency groups only then.
+            # verl has already made the actor class. Make it again, because concurrency groups cannot be added later.
             group = ray.remote(concurrency_groups={BESIDE_TRAINING: len(BESIDE_METHODS)})
             worker.cls = group(worker.cls.__ray_actor_class__)
         super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
@@ -50,7 +50,6 @@ class VerlTrainer(SeparateRayPPOTrainer):
     """verl's trainer, as an implementation of `Stages`.
 
     Args:
-        data: the data sets of training and validation.
         actor_worker: the class of the workers that train the policy.
         actor_role: verl's name of these workers' role.
         phase: a function that takes the name of a phase and returns a context which records the phase.

@@ -6,9 +6,8 @@ the dtype of the base weight. verl merges in place and undoes the merge afterwar
 (verl/workers/engine/fsdp/transformer_impl.py:1063), so that after a broken transfer the model keeps merged weights
 until the generator is garbage-collected; verl also rounds merged weights to bfloat16. Without merging
 (``model.lora.merge=false``) this engine always sends the adapters, whereas verl sends the frozen base if trainer and
-rollout are separate (verl/workers/engine_workers.py:772, verl #7495).
-
-Shown by tests/integration/test_lora_engine.py and tests/e2e/test_lora.py.
+rollout are separate (verl/workers/engine_workers.py:772, verl #7495). Shown by tests/integration/test_lora_engine.py
+and tests/e2e/test_lora.py.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Group:
     def end_rendezvous(self) -> None:
         """Kill the detached Ray actor through which the members have found each other, as it would outlive the run."""
         rays = collective.get_group_handle(self.name)
-        # Such an actor also exists for a communicator that could not be created.
+        # An actor for the rendezvous exists even for a communicator that could not be created.
         for key in {*rays._dev_comm_map, ",".join(map(str, rays._used_gpu_indices))}:
             with suppress(ValueError):
                 rays._destroy_store(rays._generate_group_key(key))
@@ -141,10 +141,7 @@ class BucketDescriptions:
         return self._socket.recv_pyobj()
 
     def close(self) -> None:
-        """Close the socket, because Python's garbage collector might wait for that for ever.
-
-        It would wait if it deleted the socket's context before the socket.
-        """
+        """Close the socket. If Python's garbage collector deleted the socket's context first, it would hang."""
         self._socket.close(linger=0)
 
 
@@ -350,7 +347,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             with self._filling():
                 sums.add_chunk(meta, bucket.fill(meta, chunk))
             if not chunk.is_cpu:
-                # The chunk's memory may be reused when the next chunk is gathered, so that has to wait for the copy.
+                # The chunk's memory may be reused when the next chunk is gathered, so gathering waits for the copy.
                 gathering.wait_stream(filling)
         await self._broadcast(bucket, is_last=True)
         for sent in (other, bucket):

@@ -406,8 +406,8 @@ class WeightPublisher(CheckpointEngineManager):
     async def _unroute(self, records: list[ReplicaRecord]) -> None:
         """Remove replicas from the load balancer, then abort the requests that wait at their servers.
 
-        Requests wait at the paused server of a replica of which only a weight worker died. The requests of a dead
-        server have failed already.
+        If only a weight worker of a replica died, the replica's server still lives, is paused, and has waiting
+        requests. If the server died, its requests have failed already.
         """
         leaving = await self.known.unroute(records)
         await self.known.each(

@@ -69,13 +69,7 @@ Action = Callable[[ReplicaRecord], Awaitable[Any]]
 
 
 class ReplicaSet:
-    """All replicas and servers that receive weights.
-
-    Args:
-        replicas: the replicas and servers at the start of the run.
-        load_balancer: verl's load balancer for the rollout replicas.
-        timeout_s: seconds that a call may take, unless another limit is given for it.
-    """
+    """All replicas and servers that receive weights. A call to one may take ``timeout_s`` seconds by default."""
 
     def __init__(self, replicas: list[RolloutReplica], load_balancer: ray.actor.ActorHandle, timeout_s: float) -> None:
         self.records = [ReplicaRecord(replica) for replica in replicas]

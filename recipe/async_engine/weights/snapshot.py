@@ -6,9 +6,8 @@ times. The copy is in host memory of trainer rank 0, in the dtype in which rollo
 that engines hold in a wider dtype keep that dtype. The memory is one allocation of exactly the size of the copy, pinned
 if there is an accelerator, and reused for the next version. Training waits only once, until everything is copied. The
 other ranks only help to gather each parameter. They keep names, shapes and dtypes without data, because they may have
-to iterate over the same names when the copy is sent.
-
-Shown by tests/integration/test_snapshot.py and, in runs, tests/e2e/test_fully_async.py.
+to iterate over the same names when the copy is sent. Shown by tests/integration/test_snapshot.py and, in runs,
+tests/e2e/test_fully_async.py.
 """
 
 from __future__ import annotations

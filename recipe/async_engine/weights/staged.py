@@ -47,10 +47,7 @@ class StagedWeights(ABC):
 
     @torch.no_grad()
     def complete(self, version: int, problem: str | None = None) -> None:
-        """End the stream and mark the version as staged.
-
-        Args:
-            problem: text of the first error in this stream, or None.
+        """End the stream, whose first error, if any, is ``problem``, and mark the version as staged.
 
         Raises:
             StagingRefused: the stream had an error on this rank or another, or parameters are missing.
@@ -88,7 +85,7 @@ class StagedWeights(ABC):
         return problem
 
     def _derive(self) -> None:  # noqa: B027, most have nothing to derive
-        """Compute what the swap needs, after the staged weights are complete."""
+        """Do nothing. A subclass may compute what its swap needs; the staged weights are complete at this point."""
 
     @abstractmethod
     def _swap(self) -> None: ...

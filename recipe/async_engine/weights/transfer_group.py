@@ -34,14 +34,7 @@ async def outcomes(references: list[Any], timeout_s: float) -> list[Any]:
 
 
 class TransferGroup:
-    """The members of one transfer, whose checkpoint engines are called together.
-
-    Args:
-        trainer: verl's worker group of the trainer's ranks.
-        receivers: worker group of the processes that receive the weights.
-        engine_class: class of every member's checkpoint engine.
-        timeout_s: deadline of each call.
-    """
+    """The members of one transfer. Their checkpoint engines are called together, each for at most ``timeout_s``."""
 
     def __init__(self, trainer: RayWorkerGroup, receivers: RayWorkerGroup, engine_class: Any, timeout_s: float) -> None:
         self._trainer, self._receivers = trainer, receivers
@@ -68,7 +61,7 @@ class TransferGroup:
         return _no_group(await outcomes(joined, self._timeout_s))
 
     async def transferred(self, calls: list[Any]) -> list[Any]:
-        """Return the outcome of each call. When a call fails, make all members leave the group, so that none waits."""
+        """Return the outcome of each call. If a call fails, all members leave the group, so that no call hangs."""
         calls = [asyncio.ensure_future(_in_time(call, self._timeout_s)) for call in calls]
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         failed = next((error for call in calls if call.done() and (error := call.exception())), None)

@@ -24,7 +24,6 @@ For an on-policy token (d = 0), pi_prox is pi_behave. No gradient flows through 
 the decoupled one: the chosen loss with its ratio to pi_prox, times the weights pi_prox / pi_behave if
 ``algorithm.rollout_correction`` asks for weights. verl passes columns to a registered loss by name and has no column
 for versions, so the column ``rollout_is_weights``, which is otherwise unused here, carries the shares d / (d + 1).
-
 Shown by tests/integration/test_corrected.py, test_loglinear.py and test_log_prob_columns.py.
 """
 
@@ -53,10 +52,9 @@ Loss = tuple[torch.Tensor, dict[str, Any]]
 
 
 def shares(token_versions: torch.Tensor, version: int) -> torch.Tensor:
-    """Return d / (d + 1), with a token's staleness d at the published ``version``, for each token, float32.
+    """Return d / (d + 1), float32, for each token, where d is the token's staleness at the published ``version``.
 
-    ``token_versions``, int64 of any shape, are the versions that sampled the tokens. The result is 0 where no version
-    sampled a token.
+    ``token_versions`` is int64 of any shape: the version that sampled each token, or `NOT_SAMPLED`, which gives 0.
     """
     age = (version - token_versions).float()
     return torch.where(token_versions == NOT_SAMPLED, 0.0, age / (age + 1))
@@ -159,10 +157,7 @@ def corrected(
 def mismatch_metrics(proximal: torch.Tensor, sampled: torch.Tensor, response_mask: torch.Tensor) -> dict[str, float]:
     """Return metrics of the untruncated token ratios ``exp(proximal - sampled)``.
 
-    Args:
-        proximal: log-probs of the proximal policy, (rows, R).
-        sampled: log-probs of the behaviour policy, (rows, R).
-        response_mask: 1 for the tokens that are trained, (rows, R).
+    The log-probs of proximal and behaviour policy, and ``response_mask``, 1 for trained tokens, are (rows, R).
 
     Returns:
         verl's KL, perplexity and chi-squared metrics; mean, maximum and minimum of the ratios w; and the effective

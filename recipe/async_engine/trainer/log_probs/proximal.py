@@ -4,9 +4,8 @@
 Contract: after `ProximalLogProbs.fill` a batch has ``old_log_probs``, even if log-prob servers failed. A row gets the
 servers' log-probs only if an acceptable version computed them for each sampled token. The trainer computes the other
 rows, with a warning and a metric, and the next batch uses the servers again. Every step reports, under verl's names,
-``timing_s/old_log_prob`` (the seconds of the trainer's own forward pass, or 0) and ``rollout_corr/*``.
-
-Shown by tests/integration/test_log_prob_columns.py, tests/e2e/test_model_engine.py and, for later batches of a version,
+``timing_s/old_log_prob`` (the seconds of the trainer's own forward pass, or 0) and ``rollout_corr/*``. Shown by
+tests/integration/test_log_prob_columns.py, tests/e2e/test_model_engine.py and, for later batches of a version,
 tests/e2e/test_fully_async.py.
 """
 
@@ -137,7 +136,7 @@ class ProximalLogProbs:
 def fill_reference(batch: DataProto, metrics: Metrics, compute: Callable[[DataProto], DataProto]) -> DataProto:
     """Add the log-probs that the reference policy's servers have computed to a batch, as ``ref_log_prob``.
 
-    If some rows have none, ``compute`` adds the trainer's ``ref_log_prob`` to the batch, and these rows get those.
+    If some rows have none, the trainer computes all rows with ``compute``, and these rows get the trainer's values.
     """
     rows = batch.non_tensor_batch.pop(REFERENCE, [None] * len(batch))
     column = torch.zeros(batch.batch["responses"].shape)
@@ -163,10 +162,7 @@ def rename_loss_metrics(metrics: Metrics) -> None:
 def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: Any) -> dict[str, float]:
     """Return a batch's ``actor/entropy``, aggregated like the loss (verl/experimental/separation/ray_trainer.py:522).
 
-    Args:
-        entropy: the entropy of each token's distribution, (rows, R).
-        response_mask: 1 for the tokens that are trained, (rows, R).
-        actor: verl's section ``actor_rollout_ref.actor``.
+    Each token's ``entropy``, and ``response_mask``, 1 for trained tokens, are (rows, R). ``actor`` is verl's section.
     """
     total = agg_loss(
         loss_mat=entropy,
@@ -179,7 +175,7 @@ def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: An
 
 @dataclass(frozen=True)
 class ServerColumns:
-    """The log-prob servers' scores for a batch of responses of R tokens.
+    """The log-prob servers' scores (log-probs and entropies) for a batch of responses of R tokens.
 
     Tokens that were not sampled have log-prob and entropy 0 and version -1.
     """
