@@ -104,7 +104,7 @@ class _OnMainLoop:
         super().__init__(*args, **kwargs)
 
     async def is_there(self) -> None:
-        """Do nothing; that the call returns shows that the actor's main loop runs."""
+        """Do nothing. A caller that gets an answer knows that the actor's main loop runs."""
 
     @staticmethod
     def as_control(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,7 +131,7 @@ class _Locked:
         super().__init__(*args, **kwargs)
 
     def is_there(self) -> None:
-        """Do nothing; that the call returns shows that the actor's process runs."""
+        """Do nothing. A caller that gets an answer knows that the actor's process runs."""
 
     @staticmethod
     def held(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,9 +3,9 @@
 
 Contract: a worker that died gets no calls until Ray has restarted it and `_prepare` has run; if there is no other
 worker, calls wait for it. A worker that has not answered for half of ``answer_s`` seconds gets calls only if there is
-no other worker. After ``answer_s`` seconds its process must be suspended or its event loop must hang: it is killed, and
-Ray restarts it. A worker whose process can no longer serve any call (a spoilt worker) raises `WorkerSpoilt` or answers
-even health checks with an error, and is killed at once. All methods are called on one event loop. Shown by
+no other worker. After ``answer_s`` seconds it is considered suspended or hanging: it is killed, and Ray restarts it. A
+worker whose process can no longer serve any call (a spoilt worker) raises `WorkerSpoilt` or answers even health checks
+with an error, and is killed at once. All methods are called on one event loop. Shown by
 tests/integration/test_worker_pool.py and test_reward_dispatch.py.
 """
 

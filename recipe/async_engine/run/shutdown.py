@@ -50,8 +50,7 @@ class EndAtOnce(KeyboardInterrupt):
 class EndingOnSignal:
     """A context manager of the main thread that ends a run on signals, as the module's contract describes.
 
-    Attributes:
-        status: exit status of the process, None if no signal came.
+    ``status`` is the exit status of the process, or None if no signal came.
     """
 
     def __init__(self) -> None:

@@ -135,8 +135,7 @@ class ActorWorker(DetachActorWorker):
     def pass_without_update(self, data: TensorDict) -> None:
         """Do one forward and backward pass over ``data``, as an update does, without changing weights or optimizer.
 
-        Args:
-            data: the result of verl's `left_right_2_no_padding` for a batch, the same on every rank.
+        ``data`` is the result of verl's `left_right_2_no_padding` for a batch, the same on every rank.
         """
         model, engine = self.actor.model_config, self.actor.engine
         maybe_fix_3d_position_ids(data)
@@ -248,11 +247,9 @@ def _tensors(copy: Any) -> list[torch.Tensor]:
 
 
 class PublishedWeights:
-    """Keeps a copy of the published weights in the training workers (`ActorWorker`), if the run needs the copy.
+    """Keeps a copy of the published weights in the training ``workers`` (`ActorWorker`), if the run needs the copy.
 
-    Args:
-        workers: the group of training workers.
-        saves: whether the run writes checkpoints.
+    ``saves`` says whether the run writes checkpoints.
     """
 
     def __init__(self, workers: Any, plan: RunPlan, saves: bool) -> None:

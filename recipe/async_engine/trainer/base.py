@@ -3,9 +3,10 @@
 
 Contract: the loop makes no decisions of its own. The scheduler decides which batch is next, the publisher knows which
 replicas have a version, and the ledger knows the state of every prompt. A trainer's `Stages` compute rewards,
-log-probs, advantages and updates. A step trains one batch of ``b`` groups, and ``k`` steps make a version. Checkpoints
-and validations take place at the end of a version. ``fit`` yields after every step, so that its caller sees the
-progress and may end the run. Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
+log-probs, advantages and updates. A step trains one batch of prompt groups, and a fixed number of steps makes a version
+of the weights. Checkpoints and validations take place at the end of a version. ``fit`` yields after every step, so that
+its caller sees the progress and may end the run. Shown by tests/e2e/test_fully_async.py, test_crash.py and
+test_faults.py.
 """
 
 import logging
@@ -68,9 +69,6 @@ class AsyncPPOTrainer(SavedRun):
     """The trainer of a run, whose generator `fit` is the training loop.
 
     The constructor writes derived settings into ``config``, in place, where verl reads them.
-
-    Attributes:
-        max_steps_duration: seconds of the longest step so far.
     """
 
     rehearsal_class: type[Rehearsal] = Rehearsal

@@ -33,12 +33,7 @@ class RehearsalFailed(RecipeError):
 
 @dataclass
 class Answer:
-    """An answer that a replica sampled.
-
-    Attributes:
-        log_probs: the log-prob of each sampled token, in nats.
-        requests: number of requests until the answer was complete.
-    """
+    """An answer that a replica sampled, with each token's log-prob in nats, and the number of requests that it took."""
 
     replica: str
     prompt: list[int]
@@ -61,7 +56,7 @@ class Probe:
         self.prompt_tokens = min(PROMPT_TOKENS, int(rollout.prompt_length))
         self.answer_tokens = min(ANSWER_TOKENS, int(rollout.response_length))
         room = int(rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length)
-        # The length in tokens of answers that should still be unfinished when a weight swap begins.
+        # An answer of this many tokens should still be unfinished when a weight swap begins.
         self._long = max(1, min(LONG_ANSWER_TOKENS, room - self.prompt_tokens))
 
     def tokens(self, seed: int, count: int) -> list[int]:

@@ -96,11 +96,7 @@ class PublishStage:
                 self.finish(metrics)
 
     def finish(self, metrics: Metrics) -> None:
-        """Wait until the replicas generate with the version that was sealed last.
-
-        Raises:
-            PublishFailed: the publication failed, or was not done in time.
-        """
+        """Wait until the replicas generate with the last sealed version; raise PublishFailed on failure or lateness."""
         with self._timeline.phase("sync"):
             arrived = self._way.wait()
         if arrived:
@@ -139,7 +135,7 @@ class PublishStage:
                 self._scheduler.pause_until_drained(training.timeouts.trajectory, fill=training.whole_batches)
         with self._timeline.during("swap", version):
             self._publisher.swap(staged)
-        # No replica generates at this point, so every group that starts from now on has the new version.
+        # No replica generates at this point, so every group that starts from now on starts with the new version.
         self._scheduler.version_announced()
         with self._timeline.during("resume", version):
             metrics = self._publisher.resume(staged)
@@ -149,10 +145,9 @@ class PublishStage:
         return metrics
 
     def _note_arrived(self) -> int:
-        """Report to the alarms whether the announced version has the same weights as the version before.
+        """Tell the alarms whether the announced version has the weights of the version before.
 
-        Returns:
-            1 if the weights should have changed but did not, and otherwise 0.
+        Return 1 if the weights should have changed but did not, else 0.
         """
         unchanged = self._unchanged.published(self._scheduler.ledger.announced, self._publisher.checksum)
         if unchanged is not None:

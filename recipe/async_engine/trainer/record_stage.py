@@ -47,9 +47,8 @@ UPDATE, COMPUTE = "update", "log_probs"
 class RecordStage:
     """The event record of a run, from the launch to the end.
 
-    Args:
-        replicas: a function that returns the present rollout replicas and log-prob servers, whose activity is recorded.
-        agents: a function that returns the agent-loop workers, whose activity is recorded too.
+    It includes the activity of the rollout replicas and log-prob servers, and of the agent-loop workers, which the
+    functions ``replicas`` and ``agents`` return.
     """
 
     def __init__(

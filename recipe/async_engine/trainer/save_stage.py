@@ -142,7 +142,7 @@ def loading(folder: str | Path | None) -> Iterator[None]:
 
 
 class SavedRun(TrainingStep):
-    """The part of a trainer that saves the run at the end of versions and resumes it from a checkpoint."""
+    """The part of a trainer that saves the run whenever a version is complete, and resumes it from a checkpoint."""
 
     saved: RunState
     saving: SaveStage

@@ -37,12 +37,7 @@ from recipe.async_engine.trainer.step_metrics import StepMetrics
 
 
 class TrainingStep(Startup):
-    """The part of a trainer that trains steps.
-
-    Attributes:
-        metrics: the metrics of the current step.
-        timing_raw: the durations in the current step, in seconds, under verl's names.
-    """
+    """The part of a trainer that trains steps. ``metrics`` and ``timing_raw`` (in seconds) are the current step's."""
 
     tokenizer: Any
     ledger: SampleLedger

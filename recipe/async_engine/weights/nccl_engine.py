@@ -94,7 +94,7 @@ class Group:
         threading.Thread(target=self._abort, name="leave-nccl-group", daemon=True).start()
 
     def join(self, world_size: int, rank: int, stream: Any) -> None:
-        """Join, with collectives on ``stream``, because Ray's own stream and the default one wait for each other."""
+        """Join the group, with collectives on ``stream``: Ray's own stream and the default one wait for each other."""
         collective.init_collective_group(world_size, rank, "nccl", self.name)
         rays, device = collective.get_group_handle(self.name), torch.cuda.current_device()
         rays._get_nccl_collective_communicator(str(device), [device])
@@ -141,7 +141,7 @@ class BucketDescriptions:
         return self._socket.recv_pyobj()
 
     def close(self) -> None:
-        """Close the socket. If Python's garbage collector deleted the socket's context first, it would hang."""
+        """Close the socket, because Python's garbage collector hangs if it deletes the context of an open socket."""
         self._socket.close(linger=0)
 
 

@@ -185,11 +185,7 @@ class WeightPublisher(CheckpointEngineManager):
         return self.resume(staged)
 
     def snapshot(self, version: int) -> None:
-        """Make the trainer copy its weights as ``version``; do nothing if training waits for the transfer anyway.
-
-        Raises:
-            PublishFailed: the copy failed.
-        """
+        """Make the trainer copy its weights, unless training waits for the transfer; raise PublishFailed on failure."""
         if not self._beside:
             return
         try:

@@ -60,11 +60,7 @@ class StagedWeights(ABC):
 
     @torch.no_grad()
     def swap(self, version: int) -> None:
-        """Make the staged weights the live ones. The model must not compute during the call.
-
-        Raises:
-            StagingRefused: this version is not completely staged.
-        """
+        """Make the staged weights live; raise StagingRefused if they are incomplete. The model must not compute now."""
         if self.version != version:
             raise StagingRefused(f"version {version} is not staged; {self.version} is")
         self.version = None

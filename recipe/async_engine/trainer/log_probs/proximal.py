@@ -47,9 +47,8 @@ Timing = dict[str, float]
 class ProximalLogProbs:
     """Adds proximal log-probs from the configured source.
 
-    Args:
-        by_published_weights: the trainer's forward pass with the weights that were published last. It returns a batch
-            with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
+    ``by_published_weights`` is the trainer's forward pass with the weights that were published last. It returns a batch
+    with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
     """
 
     def __init__(
