@@ -146,7 +146,7 @@ class RunWatch:
             cause = cause.__cause__
         try:
             lost = self._found_dead()
-        except Exception:  # if Ray fails too, the trainer's own error is the best information
+        except Exception:  # if no actor can be asked, the trainer's own error is the best information
             logger.exception("the run's parts could not be asked whether one of them has died")
             return error
         if lost is None:

@@ -266,7 +266,7 @@ class _Run:
             self._started.look()
             self._started.measure()
             self._look_at = time.monotonic() + LOOK_S
-        with suppress(RayError):  # errors of the run itself arrive with its events
+        with suppress(RayError):  # the figures are optional, and an error of the run arrives with the run's events
             for _, figures in live.answered():
                 display.live(ray.get(figures, timeout=0))
 

@@ -233,7 +233,7 @@ class RunState:
     Args:
         config: the whole configuration. verl's own retention of checkpoints is switched off in it, in place.
         made_with: the values that decide whether a later run can resume from the checkpoints (`trainer.made_with`).
-        lacking: a function that returns what this run would load and a folder does not have (`record.contents`).
+        lacking: a function that takes a folder and returns what this run would load but the folder does not have.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ from recipe.async_engine.record.events import (
 logger = logging.getLogger(__name__)
 
 ASK_S, LONGEST_ASK_S = 1.0, 30.0
-# In a long run, the interval between two questions for activity is the run's duration divided by this number.
+# In a long run, the interval between two requests for activity is the run's duration so far, divided by this number.
 ASKED_IN_ALL = 2_000
 MANY = 5_000
 GROUPS_IN_FULL = 10_000

@@ -32,7 +32,7 @@ class WeightsError(RecipeError):
 
 @dataclass(frozen=True)
 class Wire:
-    """The dtypes in which weights are sent: as narrow as possible if no receiver may lose precision.
+    """The dtypes in which weights are sent: the narrowest ones with which no receiver loses precision.
 
     Floating-point parameters that training holds in a wider dtype are converted to ``dtype``, unless the last two
     components of their names are in ``wide``: engines hold those parameters in a wider dtype too.
