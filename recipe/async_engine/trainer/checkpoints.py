@@ -196,7 +196,7 @@ def _folders(root: str | Path) -> dict[int, Path]:
 def _is_ours(folder: Path) -> bool:
     """Return whether this trainer wrote the folder, or began to write it.
 
-    It has the file `BEGUN` until the rollout state is written, and the marker once it is complete.
+    Such a folder has the file `BEGUN` until the rollout state is written, and the marker once the folder is complete.
     """
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     return not names or not names.isdisjoint({MARKER, *BEGUN_BY})

@@ -86,7 +86,7 @@ class _Device:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the process uses accelerators, so that it is a device. Agent-loop workers use none."""
+        """Whether the process uses accelerators, whose time the record accounts for. Agent-loop workers use none."""
         return self.kind != AGENTS
 
 

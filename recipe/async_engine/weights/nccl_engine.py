@@ -151,8 +151,8 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     Args:
         bucket_size: size of a bucket in bytes, as in verl.
-        timeout_s: time limit of one sync.
-        connect_timeout_s: time limit for joining a group; at most ``timeout_s``.
+        timeout_s: seconds that one sync may take.
+        connect_timeout_s: seconds that joining a group may take, at most ``timeout_s``.
         settings: verl's other arguments. With ``rebuild_group`` every sync creates a new group.
     """
 
