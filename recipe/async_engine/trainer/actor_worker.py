@@ -196,7 +196,9 @@ class ActorWorker(DetachActorWorker):
         try:
             saved = torch.load(file, weights_only=True)
         except Exception as error:  # torch may raise anything if the file is damaged
-            raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
+            raise CheckpointError(
+                f"{file} cannot be read ({type(error).__name__}: {error}): resume from another checkpoint"
+            ) from None
         self.save_model_to_cpu(n)
         present = _tensors(self._copy(n))
         if [tensor.shape for tensor in saved] != [tensor.shape for tensor in present]:

@@ -81,7 +81,7 @@ class LendingStage:
         self._taken_at = time.monotonic()
 
     def again(self) -> None:
-        """Note that the batch was not trained, because answers were lost."""
+        """Do not count the time since the last batch as training, because answers of that batch were lost."""
         self._taken_at = None
 
     def metrics(self) -> dict[str, float]:
