@@ -4,7 +4,8 @@
 Contract: a thread of the trainer's process watches the run from its beginning to its end, start-up and resume included.
 It ends the run in one of these cases:
 
-- no phase of the trainer or the rollout has begun or ended for ``async_training.timeouts.stall`` seconds;
+- for ``async_training.timeouts.stall`` seconds no phase of the trainer has begun or ended, no trajectory has ended, and
+  no weights were published;
 - a stage with a deadline of its own (`RunWatch.within`) is late;
 - an actor that the run needs and cannot replace (`RunWatch.hold`) has died.
 
@@ -108,7 +109,7 @@ class RunWatch:
         """Watch a trainer from now on.
 
         Args:
-            silent_s: returns the seconds since a phase of the trainer or the rollout last began or ended.
+            silent_s: returns the seconds without progress, as the module's contract defines it.
             describe: returns a report on what each process does or waits for.
             fail: makes the trainer's wait for a batch fail with an error.
             leaving: gets the error's name and message before the trainer's process is ended, and `LEAVING_S` seconds.
