@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m recipe.fully_async.main`` runs fully-asynchronous RL on separate trainer and rollout resources.
 
-It takes the same configuration as stock verl's fully-async main. ``preset=tiny_cpu`` has all settings that a run
-on a laptop needs.
+Its configuration is that of stock verl's fully-async main. ``preset=tiny_cpu`` has all settings for a run on a laptop.
 """
 
 import hydra

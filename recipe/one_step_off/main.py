@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m recipe.one_step_off.main`` runs one-step-off RL on separate trainer and rollout resources.
 
-It takes the same configuration as stock verl's one-step-off main. ``preset=tiny_cpu`` has all settings that a
-run on a laptop needs.
+Its configuration is that of stock verl's one-step-off main. ``preset=tiny_cpu`` has all settings for a run on a laptop.
 """
 
 import hydra

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Actors that answer control calls while many other calls are open, and that Ray restarts when they die.
 
-Contract: a Ray actor runs a limited number of calls at once, 1,000 by default, and the others wait in order. Methods
-that keep a call open for long (a trajectory, an answer, a score) share that number. All other methods (an abort, a
-cancellation, weights, a sign of life) are in a concurrency group of their own and never wait for the long calls. Ray
-runs each group on an event loop and thread of its own; a control call is forwarded from there to the actor's main loop,
-so that all of the actor's code still runs on one thread. Actors without coroutines get a lock instead. Shown by
-tests/integration/test_control.py, with real actors at small limits, and test_restarts.py.
+Contract: a Ray actor runs a limited number of calls at once, 1,000 by default, and further calls wait in order. Methods
+whose calls stay open for long (a trajectory, an answer, a score) share that number. All other methods (an abort, a
+cancellation, a weight sync, a health check) are control methods: they have a concurrency group of their own and never
+wait for the long calls. Ray runs each group on its own event loop and thread. A control call is forwarded from there to
+the actor's main loop, so that all of the actor's code still runs on one thread. Actors without coroutines get a lock
+instead. Shown by tests/integration/test_control.py, with real actors at small limits, and test_restarts.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 CONTROL = "control"
 CALLS = 256
-"""Number of control calls that an actor runs at once, including those that wait long, for weights or for a drain."""
+"""Number of control calls that an actor runs at once, including calls that wait long for weights or for a drain."""
 
 
 def with_control(
@@ -33,9 +33,9 @@ def with_control(
     """Return a remote class with a concurrency group for control calls, as the module's contract describes.
 
     Args:
-        held: names of the methods that keep calls open.
-        plain: names of further control methods, which are no coroutines and which the actor does not call itself. In a
-            class without coroutines every method that is not ``held`` is a control method.
+        held: names of the methods whose calls stay open for long.
+        plain: names of control methods that are not coroutines and that the actor does not call itself. In a class
+            without coroutines this is not needed: there every method that is not in ``held`` is a control method.
         options: options for ``ray.remote``.
     """
     methods = {name: method for name, method in inspect.getmembers(actor_class, inspect.isfunction) if name[0] != "_"}
@@ -53,14 +53,14 @@ def with_control(
 
 
 def sign_of_life(actor: Any) -> Any:
-    """Return the method that asks an actor's event loop for a sign of life; without a control group, its process."""
+    """Return the remote method that checks an actor's event loop, or only its process if it has no control group."""
     return getattr(actor, "is_there", None) or actor.__ray_ready__
 
 
 class EarlyCancellations:
-    """Remembers cancelled calls that have not begun yet, because a cancellation may overtake its call.
+    """Remembers cancellations of calls that have not begun yet, because a cancellation may arrive before its call.
 
-    Only the newest `LIMIT` cancellations are kept, because an older one is for a call that had already ended.
+    Only the newest `LIMIT` cancellations are kept: an older cancellation belongs to a call that had already ended.
     """
 
     LIMIT = 20_000
@@ -69,13 +69,12 @@ class EarlyCancellations:
         self._keys: dict[str, None] = {}
 
     def add(self, key: str) -> None:
-        """Remember that the call with this key is cancelled."""
         self._keys[key] = None
         if len(self._keys) > self.LIMIT:
             del self._keys[next(iter(self._keys))]
 
     def take(self, key: str) -> bool:
-        """Return whether the call with this key, which begins now, was cancelled; forget the cancellation."""
+        """Return whether the call with this key was cancelled before it began, and forget the cancellation."""
         was_cancelled = key in self._keys
         self._keys.pop(key, None)
         return was_cancelled
@@ -86,7 +85,7 @@ def _is_coroutine(method: Callable[..., Any]) -> bool:
 
 
 def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Do what functools.wraps does, but without ``__wrapped__``, where Ray would look for the concurrency group."""
+    """Return a decorator like functools.wraps, but without ``__wrapped__``, in which Ray would look for the group."""
 
     def named(call: Callable[..., Any]) -> Callable[..., Any]:
         call = functools.wraps(method)(call)
@@ -97,19 +96,19 @@ def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
 
 
 class _OnMainLoop:
-    """Base class of actors with coroutines."""
+    """Base class of actors with coroutines, which run all calls on the actor's main event loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Ray constructs an actor with coroutines on the loop that runs calls without a concurrency group.
+        # Ray constructs an actor with coroutines on its main loop, which also runs calls outside the control group.
         self._home = asyncio.get_running_loop()
         super().__init__(*args, **kwargs)
 
     async def is_there(self) -> None:
-        """Give a sign of life of the actor's main loop."""
+        """Do nothing. A caller that gets an answer knows that the actor's main loop runs."""
 
     @staticmethod
     def as_control(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the method for the control group so that it runs on the main loop, directly if called from there."""
+        """Put the method into the control group, and forward calls from other threads to the main loop."""
 
         @_named_as(method)
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,18 +124,18 @@ class _OnMainLoop:
 
 
 class _Locked:
-    """Base class of actors without coroutines."""
+    """Base class of actors without coroutines, which run one call at a time, under a lock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._turn = threading.RLock()
         super().__init__(*args, **kwargs)
 
     def is_there(self) -> None:
-        """Give a sign of life of the actor's process."""
+        """Do nothing. A caller that gets an answer knows that the actor's process runs."""
 
     @staticmethod
     def held(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the method so that it holds the actor's lock and only one call runs at a time."""
+        """Wrap the method so that it holds the actor's lock."""
 
         @_named_as(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +146,7 @@ class _Locked:
 
     @classmethod
     def as_control(cls, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the method for the control group, so that it holds the actor's lock."""
+        """Put the method into the control group, and make it hold the actor's lock."""
         return ray.method(concurrency_group=CONTROL)(cls.held(method))
 
 
@@ -188,22 +187,20 @@ def was_restarted() -> bool:
 
 
 class Restartable:
-    """Stands in for a remote class. Ray restarts each of its actors up to ``restarts`` times.
+    """Creates actors as a Ray remote class does. Ray restarts each of these actors up to ``restarts`` times.
 
-    The arguments of the actors are kept in the object store, one copy for all actors. Otherwise Ray would delete large
-    arguments once the actors are up, and could not restart the actors (ray-project/ray#53727).
-
-    Args:
-        held: names of the methods that keep calls open (`with_control`).
+    The actors' arguments are kept in the object store, in one copy for all actors. Otherwise Ray would delete large
+    arguments once the actors are up, and could not restart the actors (ray-project/ray#53727). `with_control` explains
+    ``held``.
     """
 
     def __init__(self, actor_class: type, restarts: int, held: Collection[str] = (), **options: Any) -> None:
         self._remote_class = with_control(actor_class, held, max_restarts=restarts, **options)
-        # References by the id of the value. The value is kept too, so that no other value can get its id.
+        # Object references by the id() of the argument. The argument is kept too, so that its id() is not reused.
         self._held: dict[int, tuple[Any, ray.ObjectRef]] = {}
 
     def options(self, **options: Any) -> SimpleNamespace:
-        """Return an object whose ``remote`` method creates an actor, as the ``options`` of a remote class does."""
+        """Return an object whose ``remote`` method creates an actor with these options of Ray."""
         remote_class = self._remote_class.options(**options)
         return SimpleNamespace(remote=lambda *arguments: remote_class.remote(*map(self._hold, arguments)))
 

@@ -2,14 +2,13 @@
 """Starts a new replica for each one that a run has lost, while the run continues.
 
 Contract: the run never waits for a replacement. A thread ends the processes of the lost replica, frees its resources
-and starts another replica; `Replacements.take` returns the new replica when it is up. Each attempt counts against the
-budget, whether it succeeds or not. Only an attempt that found no free accelerators does not count, and is repeated at
-every `take` until there are some. When the budget is spent, the log says so and the replica is not replaced. An attempt
-that exceeds its deadline is given up, and a replica that it starts later is ended again. Functions that end a replica
-return when Ray reports its resources, or its actor names, as free, which is some time after its processes have ended.
-
-Shown by tests/integration/test_replacement.py and, with real replicas, tests/e2e/test_replacement.py,
-test_lost_replica.py and test_nodes.py.
+and starts another replica; `Replacements.take` returns the new replica when it is up. Each attempt counts against a
+budget, even if it fails, except an attempt that finds no free accelerators: that one is repeated at every `take`. When
+the budget is spent, a lost replica is not replaced, and the log says so. An attempt that exceeds its deadline is given
+up; if its replica comes up later, the replica is ended again. Functions that end a replica wait until Ray reports the
+replica's resources, or its actor names, as free, which happens some time after the processes have ended. Shown by
+tests/integration/test_replacement.py and, with real replicas, tests/e2e/test_replacement.py, test_lost_replica.py and
+test_nodes.py.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Attempt:
-    """One attempt to replace a replica; ``lost`` is the lost replica, or None if it has already been cleared away."""
+    """One attempt to replace a replica; ``lost`` is the lost replica, or None if an earlier attempt has ended it."""
 
     what: str
     start: Callable[[], Any]
@@ -57,7 +56,7 @@ class Replacements:
         clear: ends the remaining processes of a lost replica and frees its resources.
 
     Attributes:
-        begun: number of attempts so far, without those that found no free accelerators.
+        begun: number of attempts so far that count against the budget.
     """
 
     def __init__(self, budget: int, timeout_s: float, clear: Callable[[Any], None]) -> None:
@@ -66,18 +65,18 @@ class Replacements:
         self._timeout_s = timeout_s
         self._clear = clear
         self._attempts: list[_Attempt] = []
-        # Attempts beyond the budget. They begin if an attempt under way turns out not to count (no free accelerators).
+        # Attempts that the budget does not allow now. They begin if a running attempt turns out not to count.
         self._waiting: list[_Attempt] = []
 
     @property
     def under_way(self) -> int:
-        """Return how many replicas are being started, or are up and wait for the next weight sync."""
+        """Number of replicas that are being started, or are up and wait for `take`."""
         return len(self._attempts)
 
     def begin(self, what: str, lost: Any, start: Callable[[], Any]) -> None:
-        """Replace the replica ``lost`` by the one that ``start`` returns; ``what`` names it in the log.
+        """Replace the replica ``lost`` by the one that ``start`` returns; ``what`` names the new replica in the log.
 
-        If ``start`` raises NothingFree, it is called again later.
+        If ``start`` raises NothingFree, `take` starts a new attempt.
         """
         self._fill(_Attempt(what, start, lost))
 
@@ -123,7 +122,7 @@ class Replacements:
         threading.Thread(target=self._clear_away, args=[attempt.lost], name="clear a lost replica", daemon=True).start()
 
     def _work(self, attempt: _Attempt) -> None:
-        # `take` has cancelled the future if it has given up the attempt.
+        # If `take` has given up this attempt, it has cancelled the future `result`.
         try:
             self._clear_away(attempt.lost)
             started = attempt.start()
@@ -138,7 +137,6 @@ class Replacements:
             self._clear(started)
 
     def _clear_away(self, lost: Any) -> None:
-        """Clear away a lost replica; ``lost`` is None if an earlier attempt has already done so."""
         if lost is not None:
             self._clear(lost)
 
@@ -147,9 +145,9 @@ POLL_S = 0.05
 
 
 def clear_replica(replica: Any, timeout_s: float = CLEARED_S) -> None:
-    """End a replica and free its resources; raise TimeoutError if Ray does not count the resources as free in time.
+    """End a replica and wait until Ray reports its resources as free; raise TimeoutError if Ray does not in time.
 
-    Waiting is necessary because verl refuses to start a replica if it finds too few free accelerators
+    Without this wait, verl could refuse to start the next replica for lack of free accelerators
     (single_controller/ray/base.py:239).
     """
     _kill([*replica.servers, *replica.workers])
@@ -162,14 +160,14 @@ def clear_replica(replica: Any, timeout_s: float = CLEARED_S) -> None:
 
 @contextmanager
 def cleared_on_failure(replicas: Sequence[Any]) -> Iterator[None]:
-    """If starting these replicas fails within this context, end them, as the next attempt needs their resources."""
+    """If the ``with`` block, which starts these replicas, fails, end them: the next attempt needs their resources."""
     try:
         yield
     except BaseException:
         for replica in replicas:
             try:
                 clear_replica(replica)
-            except Exception:  # the caller gets the error that made the start fail
+            except Exception:  # the caller gets the error of the failed start instead
                 logger.exception("replica %s, which failed to start, could not be ended", replica.replica_rank)
         raise
 
@@ -184,7 +182,7 @@ def end_servers(replica: Any, timeout_s: float) -> None:
 
 def _kill(actors: Sequence[Any]) -> None:
     for actor in actors:
-        with suppress(Exception):  # the actor is already dead
+        with suppress(Exception):  # an actor that is already dead cannot be killed
             ray.kill(actor)
 
 
@@ -198,7 +196,7 @@ def _wait_until_none(left: Callable[[], Sequence[str]], what: str, timeout_s: fl
 
 
 def _holding_resources(groups: Sequence[PlacementGroup]) -> list[str]:
-    """Return the ids of placement groups that still hold resources. Ray's resource names contain the group's id."""
+    """Return the ids of the placement groups that still hold resources. Ray's names of the resources contain the id."""
     resources = list(ray.available_resources()) if groups else []
     ids = [group.id.hex() for group in groups]
     return [group for group in ids if any(group in name for name in resources)]

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Socket paths and ports that a run's processes use to connect: paths short enough for Linux, ports that stay free.
 
-Contract: a folder with a path of any length can hold sockets, because `short` returns a link to it. The link is kept
-and used again; the files are in the folder itself. Ray kills processes, which then cannot remove their sockets; sockets
-in Ray's own folder are removed together with Ray's logs of the run.
+Contract: sockets can be put in a folder whose path is too long for them, because `short` returns a symbolic link to the
+folder. The link is kept and reused. A process that Ray kills cannot remove its sockets, so they are put in Ray's own
+folder, which is removed together with Ray's logs of the run (`sockets_folder`).
 
 verl asks the system for a free port and binds it seconds later (verl/single_controller/ray/base.py:91-110). By then one
-of Ray's connections may use the port, unless it is below the range from which systems choose ports for connections
-(`rendezvous_ports`).
-
-Shown by tests/integration/test_ray_start.py, test_trainer_group.py and tests/e2e/test_one_step_off.py.
+of Ray's connections may use the port. `rendezvous_ports` prevents this: its ports are below the range from which
+systems choose ports for connections. Shown by tests/integration/test_ray_start.py, test_trainer_group.py and
+tests/e2e/test_one_step_off.py.
 """
 
 from __future__ import annotations
@@ -39,11 +38,8 @@ ORDINARY = re.compile(r"[\w./+@%:=,-]+", re.ASCII)
 def usable(folder: str, named: str) -> str:
     """Create a folder for temporary files if it does not exist, and return its absolute path.
 
-    Args:
-        named: the setting or variable that names the folder.
-
     Raises:
-        RecipeError: no file can be written in the folder.
+        RecipeError: no file can be written in the folder, which the setting or variable ``named`` names.
     """
     path = os.path.abspath(folder)
     try:
@@ -51,14 +47,16 @@ def usable(folder: str, named: str) -> str:
         with tempfile.TemporaryFile(dir=path):
             return path
     except OSError as error:
-        raise RecipeError(f"{named}={folder}: no temporary files can be put there ({error}); correct it") from error
+        raise RecipeError(
+            f"{named}={folder}: no temporary files can be put there ({error}); name a writable folder"
+        ) from error
 
 
 def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
-    """Return the folder, or a link to it if its path has spaces or is too long for ``room`` more bytes.
+    """Return the folder, or a link to it if the folder's path has spaces or is too long to add ``room`` bytes.
 
     Raises:
-        RecipeError: no link can be made, for example because other users may write to the folder of links.
+        RecipeError: no link can be made, for example because other users may write to the folder of the links.
     """
     if len(folder.encode()) + 1 + room <= LONGEST_PATH and ORDINARY.fullmatch(folder):
         return folder
@@ -84,7 +82,7 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
 
 
 def sockets_folder() -> str:
-    """Return Ray's folder of sockets; without Ray, or if its paths are too long, the system's temporary folder."""
+    """Return Ray's folder of sockets, or the system's temporary folder without Ray or if Ray's paths are too long."""
     node = ray._private.worker._global_node
     folder = None if node is None else str(node.get_sockets_dir_path())
     fits = folder is not None and len(folder.encode()) + 1 + LONGEST_NAME <= LONGEST_PATH

@@ -19,7 +19,7 @@ MOST = 12
 
 
 def answers(asked: Mapping[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Return the answer of each component, or a text that it failed or did not answer in time."""
+    """Return each component's answer, or a text which says that the component failed or did not answer in time."""
     said: dict[str, Any] = {}
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=REPORT_ANSWER_S) if asked else None
     for name, reference in asked.items():
@@ -52,7 +52,7 @@ def waits(loop: asyncio.AbstractEventLoop | None = None) -> list[str]:
 
 
 def _innermost(coroutine: Any) -> str:
-    """Return the frame that awaits something other than a coroutine, and the two frames around it."""
+    """Return the innermost frame of a waiting coroutine and the two frames around it, as one line."""
     frames: list[FrameType] = []
     while isinstance(coroutine, CoroutineType) and coroutine.cr_frame is not None:
         frames.append(coroutine.cr_frame)

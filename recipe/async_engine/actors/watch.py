@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a run that cannot continue although its trainer keeps waiting, and says why.
+"""Ends a run that can make no progress but whose trainer would keep waiting, and reports the cause.
 
 Contract: a thread of the trainer's process watches the run from its beginning to its end, start-up and resume included.
 It ends the run in one of these cases:
 
-- nothing has begun or ended for ``async_training.timeouts.stall`` seconds;
+- for ``async_training.timeouts.stall`` seconds no phase of the trainer has begun or ended, no trajectory has ended, and
+  no weights were published;
 - a stage with a deadline of its own (`RunWatch.within`) is late;
 - an actor that the run needs and cannot replace (`RunWatch.hold`) has died.
 
-The run is ended first: the trainer's wait for a batch fails with the error, and if the trainer waits for something
-else, its process is ended. The report is written at the same time on another thread and cannot prevent this. The main
-process gets the error with its next heartbeat (`RunWatch.last_words`), so it needs no file. `core/deadlines.py` lists
-who else is watched, and the limits.
-
-Shown by tests/integration/test_watch.py, tests/e2e/test_stalls.py and test_ends.py.
+To end the run, the watch makes the trainer's wait for a batch fail with the error. If the trainer waits for something
+else, the watch ends the process. The report is written on a thread of its own, so a hanging disk cannot keep the run
+alive. The main process gets the error in the answer to its next heartbeat (`RunWatch.last_words`). `core/deadlines.py`
+lists all processes that are watched, and the limits. Shown by tests/integration/test_watch.py, tests/e2e/test_stalls.py
+and test_ends.py.
 """
 
 import logging
@@ -48,10 +48,10 @@ STATUS = 70
 
 
 class Questions:
-    """Remote calls that are repeated, and whose answers are collected without waiting.
+    """Repeats a remote call to each of several components, and collects the answers without waiting for them.
 
     Args:
-        calls: functions that make the calls, by the name of the component that is asked.
+        calls: functions that make the calls, by the name of the called component.
         every_s: seconds between an answer of a component and the next call to it.
     """
 
@@ -62,7 +62,7 @@ class Questions:
         self._asked: dict[ray.ObjectRef, str] = {}
 
     def answered(self) -> list[tuple[str, ray.ObjectRef]]:
-        """Return the answers that came since the last call, by component, and ask each component that is due."""
+        """Return (component, object reference) for each new answer, and call each component whose pause is over."""
         now = time.monotonic()
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         answers = [(self._asked.pop(answer), answer) for answer in done]
@@ -74,12 +74,9 @@ class Questions:
 
 
 class RunWatch:
-    """Watches a run as the module's contract describes.
+    """Watches a run as the module's contract describes, and ends it after ``limit_s`` seconds without progress.
 
-    Args:
-        limit_s: seconds for which nothing may begin or end.
-        folder: the run's folder, in which the report is written.
-        leave: ends this process.
+    The report is written into ``folder``, the run's folder, and ``leave`` ends this process.
     """
 
     def __init__(self, limit_s: float, folder: str | os.PathLike[str], leave: Callable[[int], Any] = os._exit) -> None:
@@ -97,11 +94,9 @@ class RunWatch:
         self._thread = threading.Thread(target=self._watch, name="run-watch", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that watches the run."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching, since the run has ended."""
         self._over.set()
 
     def follow(
@@ -114,16 +109,19 @@ class RunWatch:
         """Watch a trainer from now on.
 
         Args:
-            silent_s: returns the seconds for which nothing has begun or ended in the trainer.
-            describe: returns the report on who waits for whom.
+            silent_s: returns the seconds without progress, as the module's contract defines it.
+            describe: returns a report on what each process does or waits for.
             fail: makes the trainer's wait for a batch fail with an error.
-            leaving: called before the trainer's process is ended; it has `LEAVING_S` seconds.
+            leaving: gets the error's name and message before the trainer's process is ended, and `LEAVING_S` seconds.
         """
         self._silent_s, self._describe, self._fail, self._leaving = silent_s, describe, fail, leaving
 
     @contextmanager
     def within(self, setting: str, limit_s: float, what: str) -> Iterator[None]:
-        """Give a stage the deadline ``limit_s``, set by ``async_training.timeouts.<setting>``; stages do not nest."""
+        """End the run if the ``with`` block takes more than ``limit_s`` seconds; such blocks must not nest.
+
+        The error says that ``what`` took too long, and names the limit's ``setting`` in ``async_training.timeouts``.
+        """
         self._stage = Silence(f"{what} takes longer than {limit_s:g} s (async_training.timeouts.{setting})", limit_s)
         try:
             yield
@@ -136,10 +134,10 @@ class RunWatch:
         self._questions = Questions({name: _ask(actor) for name, actor in actors.items()}, HELD_AGAIN_S)
 
     def cause_of(self, error: Exception) -> Exception:
-        """Return what caused a trainer's error: the death of a held actor if there was one, else the error itself.
+        """Return the cause of a trainer's error: the death of an actor of `hold` if there was one, else the error.
 
-        An error of Ray does not name the actor if a connection broke before Ray knows that the node is gone. And if one
-        rank dies, the collective of another rank may fail first.
+        The error may hide that death. Ray's error names no actor if a connection broke before Ray noticed the loss of
+        the node. And if one rank dies, a collective of another rank may fail first.
         """
         cause: BaseException | None = error
         while cause is not None:
@@ -149,7 +147,7 @@ class RunWatch:
             cause = cause.__cause__
         try:
             lost = self._found_dead()
-        except Exception:  # without Ray no actor can be asked, and the run's own error is the best information
+        except Exception:  # if no actor can be asked, the trainer's own error is the best information
             logger.exception("the run's parts could not be asked whether one of them has died")
             return error
         if lost is None:
@@ -158,7 +156,7 @@ class RunWatch:
         return lost
 
     def _found_dead(self) -> CannotGoOn | None:
-        """Return an error that names the held actor that has died, if any; wait `BLAME_S` seconds for busy actors."""
+        """Return an error that names a dead actor of `hold`, or None; wait at most `BLAME_S` seconds for answers."""
         asked = {_ask(actor)(): name for name, actor in self._held.items()}
         until = time.monotonic() + BLAME_S
         waiting = list(asked)
@@ -199,7 +197,7 @@ class RunWatch:
         if self._stall.too_long(silent_s if stage is None else 0.0):
             stalled = f"{self._stall.part} for {silent_s:.0f} s (async_training.timeouts.stall)"
             return CannotGoOn(f"{stalled}: {self._report()}")
-        # An actor answers only when its present work is done, but Ray reports an actor's death at once.
+        # An actor may answer late because it is busy, so only its death counts, which Ray reports at once.
         for name, answer in self._questions.answered():
             try:
                 ray.get(answer, timeout=REPORT_ANSWER_S)
@@ -212,7 +210,7 @@ class RunWatch:
         return None
 
     def _report(self) -> str:
-        """Return the report on who waits for whom; give up after `REPORT_S` s, because it may ask a stuck component."""
+        """Return the report on what each process does; give up after `REPORT_S` s, as it may ask a stuck process."""
         said = [f"the report was not done within {REPORT_S:g} s"]
 
         def describe() -> None:
@@ -228,7 +226,7 @@ class RunWatch:
 
     def _end(self, error: CannotGoOn) -> None:
         self._error = error
-        # Each step has its own thread: a lock that is not released or a disk that hangs must not keep the run alive.
+        # Each call has its own thread: a lock that is not released or a disk that hangs must not keep the run alive.
         for step in (self._fail, self._write):
             threading.Thread(target=step, args=(error,), daemon=True).start()
         if not self._over.wait(GRACE_S):
@@ -247,7 +245,7 @@ class RunWatch:
 
 
 def _ask(actor: Any) -> Callable[[], ray.ObjectRef]:
-    """Return a function that asks an actor of any class for a sign of life."""
+    """Return a function that calls an actor of any class to check whether it is alive."""
     return lambda: actor.__ray_call__.remote(lambda actor: None)
 
 

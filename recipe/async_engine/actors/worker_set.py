@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that Ray restarts when they die: which of them may get work, and which one has the least.
+"""Chooses a worker for each call from workers that Ray restarts when they die.
 
-Contract: a worker that died gets no work until Ray has restarted it and it was prepared; if there is no other worker,
-calls wait for it. A worker that has not answered for half of ``answer_s`` seconds gets no work if there is another one.
-After ``answer_s`` seconds the worker is killed, and so restarted, because its process is suspended or its event loop
-hangs. A spoilt worker, whose process can no longer serve any call, is killed at once; it reports this itself
-(`WorkerSpoilt`), or answers every question with an error. All methods are called on one event loop.
-
-Shown by tests/integration/test_worker_pool.py and test_reward_dispatch.py.
+Contract: a worker that died gets no calls until Ray has restarted it and `_prepare` has run; if there is no other
+worker, calls wait for it. A worker that has not answered for half of ``answer_s`` seconds gets calls only if there is
+no other worker. After ``answer_s`` seconds it is considered suspended or hanging: it is killed, and Ray restarts it. A
+worker whose process can no longer serve any call (a spoilt worker) raises `WorkerSpoilt` or answers even health checks
+with an error, and is killed at once. All methods are called on one event loop. Shown by
+tests/integration/test_worker_pool.py and test_reward_dispatch.py.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from recipe.async_engine.core.plain import told
 logger = logging.getLogger(__name__)
 
 ASK_EVERY = 0.1
-"""Pause between an answer and the next question, as a share of ``answer_s``."""
+"""Pause between an answer and the next health check, as a share of ``answer_s``."""
 LOOK_S = 1.0
 PASSED_OVER_AT_MOST = 64
 
@@ -43,11 +42,11 @@ class WorkerRestarted(RecipeError):
 
 
 class WorkerSpoilt(RecipeError):
-    """Raised by a worker whose process can no longer do what every call needs."""
+    """Raised by a worker whose process can no longer serve any call."""
 
 
 def as_handle(method: str, call: Callable[..., Awaitable[Any]]) -> SimpleNamespace:
-    """Return an object whose method ``method`` can be called like that of an actor handle."""
+    """Return a stand-in for an actor handle, on which ``handle.<method>.remote(...)`` calls ``call``."""
     return SimpleNamespace(**{method: SimpleNamespace(remote=call)})
 
 
@@ -56,16 +55,15 @@ class WorkerSet:
 
     Args:
         kind: name of this type of worker, for the log.
-        actors: the workers, which Ray may restart.
         answer_s: seconds without an answer after which a worker is killed.
-        startup_s: seconds after which a worker that is not up again is given up; None for no limit.
+        startup_s: seconds in which a worker has to restart; after them it is given up. None: no limit.
 
     Attributes:
         actors: workers that are alive, by name.
-        silent: names of living workers that do not answer.
+        silent: names of living workers that do not answer at present.
         lives: number of restarts of each worker.
         load: number of open calls of each worker.
-        reserved: name of a worker that gets no further work if there is another one, even one that is being restarted.
+        reserved: name of a worker that gets no new calls as long as another worker is alive or being restarted.
     """
 
     def __init__(self, kind: str, actors: Sequence[Any], answer_s: float, startup_s: float | None = None) -> None:
@@ -84,13 +82,13 @@ class WorkerSet:
 
     @property
     def lost(self) -> bool:
-        """Return whether no worker is alive or being restarted."""
+        """Whether all workers have died and none is being restarted."""
         return not self.actors and not self._returning
 
     def choose(self, but: str | None = None) -> str | None:
         """Return the name of the worker with the fewest open calls, if possible not ``but``; None if all are lost.
 
-        The more calls of a worker have failed in a row (:meth:`note`), the more often the worker is passed over.
+        A worker whose last n calls failed (`note`) is avoided in the next 2^n choices, at most 64, if others are alive.
         """
         candidates = [name for name in self.actors if name not in self.silent and name not in (but, self.reserved)]
         # If the only worker alive is reserved, calls wait for workers that are being restarted.
@@ -100,13 +98,12 @@ class WorkerSet:
         return min(anyone, key=lambda n: (passed_over[n] > 0, self.load[n], self._calls[n]), default=None)
 
     def note(self, name: str, failed: bool) -> None:
-        """Record whether a call of this worker failed."""
         self._failed[name] = self._failed[name] + 1 if failed else 0
         self._passed_over[name] = min(2 ** self._failed[name], PASSED_OVER_AT_MOST) if failed else 0
 
     @asynccontextmanager
     async def one(self, name: str) -> AsyncIterator[Any]:
-        """Wait until a worker is up and yield it for one call; raise WorkerDied if it dies before or during this."""
+        """Wait until a worker is up and yield it for a call; raise WorkerDied if it dies before or during the call."""
         self.load[name] += 1
         self._calls[name] += 1
         life = 0
@@ -118,7 +115,7 @@ class WorkerSet:
             life = self.lives[name]
             yield self.actors[name]
         except RayTaskError as error:
-            # This clause is first: Ray's error is also an instance of its cause's class, which may be RayActorError.
+            # This clause has to be first: a RayTaskError can also be a RayActorError, if that is its cause's class.
             said = isinstance(error.cause, WorkerRestarted | WorkerSpoilt)
             ended = error.cause if said else await self._spoilt(name, life, error)
             if ended is None:
@@ -134,7 +131,7 @@ class WorkerSet:
     def died(self, name: str, life: int, error: BaseException) -> None:
         """Take a dead worker out of service until it is up again; only the first report of a death counts.
 
-        ``life`` is the worker's number in `lives` when the call began, by which later reports are recognised.
+        ``life`` is the worker's number in `lives` when the failed call began. A report with an old number is ignored.
         """
         if name in self.actors and life == self.lives[name]:
             logger.error("%s %s died: %s", self._kind, name, error)
@@ -144,8 +141,8 @@ class WorkerSet:
                 self._noticed_death(name)
 
     async def _spoilt(self, name: str, life: int, error: RayTaskError) -> WorkerSpoilt | None:
-        """Return why a worker is spoilt, or None if the error concerns only its call."""
-        # Ray may send a worker's WorkerSpoilt as an error of another class that only quotes its text.
+        """Return why a worker can no longer serve any call, or None if only the call with this error failed."""
+        # Ray may deliver a WorkerSpoilt as an error of another class that quotes the WorkerSpoilt's text.
         for line in str(error).splitlines():
             _, named, words = line.partition(f"{WorkerSpoilt.__name__}: ")
             if named:
@@ -161,19 +158,19 @@ class WorkerSet:
         return None
 
     def _noticed_death(self, name: str) -> None:
-        """Hook for subclasses, called once for each death of a worker."""
+        """Do nothing; a subclass may override this hook, which is called once for each death of a worker."""
 
     async def _prepare(self, actor: Any) -> None:
-        """Hook for subclasses that sends a restarted worker what it must know before it gets work."""
+        """Do nothing; a subclass may send a restarted worker the settings and handles that it needs for calls."""
 
     def watch(self) -> None:
-        """From now on, repeatedly ask every worker whether it answers, including workers that are restarted."""
+        """From now on, check every worker's health repeatedly, also after a restart."""
         self._watched = True
         for name in self.actors:
             self._question(name, for_ever=True)
 
     def doubt(self, name: str | None) -> None:
-        """Ask a worker whether it answers, because a call to it was given up."""
+        """Check a worker's health once, because a call to it was given up; until it answers, it counts as silent."""
         if name in self.actors:
             self.silent.add(name)
             self._question(name, for_ever=False)
@@ -183,7 +180,7 @@ class WorkerSet:
             del self._questions[name]
             self.silent.discard(name)
             if self._watched and not question.cancelled() and question.exception() is None:
-                # The worker was restarted, and the question was to its earlier process.
+                # The worker was restarted, and its new process is not checked yet.
                 self.watch()
 
         if name not in self._questions:
@@ -191,11 +188,11 @@ class WorkerSet:
             self._questions[name].add_done_callback(end)
 
     async def any_answer(self) -> None:
-        """Wait until one of the workers that were asked has answered or died."""
+        """Wait until one of the workers whose health is being checked has answered or died."""
         await asyncio.wait(self._questions.values(), return_when=asyncio.FIRST_COMPLETED)
 
     def stop(self) -> None:
-        """Stop asking workers, and stop waiting for workers that are being restarted."""
+        """Stop the health checks, and stop waiting for workers that are being restarted."""
         self._watched = False
         for task in (*self._returning.values(), *self._questions.values()):
             task.cancel()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the accelerators of the main process's machine, and the Ray cluster that a run would join.
 
-`inspect_machine` only looks at files; it neither imports torch nor starts a process. The platform of a run is chosen
-outside the engine (`recipe.laptop.choice`), never guessed by verl's platform plugin. The choice has to be in the
-environment before torch, vLLM or verl is imported.
+`inspect_machine` only looks at files; it neither imports torch nor starts a process. `recipe.laptop.choice` chooses the
+platform of a run (CPU or accelerator), so that verl's platform plugin never has to guess the CPU. The choice has to be
+in the environment variables before torch, vLLM or verl is imported.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/da
 ACCELERATOR_COMMANDS = ("nvidia-smi", "rocm-smi", "npu-smi")
 LOCAL_RAY_ADDRESS = "local"
 
-# A package that vLLM imports sets the root logger to this level. Its default, ERROR, would hide all warnings.
+# A package that vLLM imports sets the root logger to the level in this variable. Its default would hide all warnings.
 LOG_LEVEL = {"SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING"}
 
 
 @dataclass(frozen=True)
 class PlatformChoice:
-    """The platform of a run.
+    """The platform of a run: the CPU or an accelerator.
 
     Attributes:
         name: "cpu", the user's VERL_PLATFORM, or None if verl detects the accelerator.
@@ -56,7 +56,7 @@ class Machine:
 
 
 def cluster_to_join(environ: Mapping[str, str], machine: Machine, ray_address: str | None) -> str | None:
-    """Return the setting or command that makes ray.init join a cluster, or None if ray.init starts one.
+    """Return the setting or command that makes ray.init join an existing cluster, or None if ray.init starts one.
 
     ray.init looks for an address in the configuration, then in the environment, then for a cluster on this machine.
     ``ray job submit`` sets RAY_ADDRESS for the command that it runs.

@@ -37,7 +37,7 @@ COLUMNS, LINES = 90, 12
 
 
 class Bar:
-    """A progress bar on any stream, which also prints lines every `PLAIN_S` seconds."""
+    """A progress bar on any stream, with lines about trainer and rollout every `PLAIN_S` seconds."""
 
     def __init__(
         self, mode: str, total_steps: int, stream: TextIO, clock: Callable[[], float] = time.monotonic
@@ -89,7 +89,7 @@ class LivePanel:
             get_renderable=self._panel,
             console=self._console,
             refresh_per_second=2,
-            # Output that is redirected to a file must still go there.
+            # If the user has redirected the output to a file, it must still go there.
             redirect_stdout=sys.stdout.isatty(),
         )
         self._live.start()
@@ -108,8 +108,8 @@ class LivePanel:
         self._live.stop()
 
     def _panel(self) -> Panel:
-        # The window may have changed; rich itself would read the size of standard input's terminal.
-        with suppress(OSError):  # the terminal was closed
+        # Read the window's size again, as it may have changed; rich would read that of standard input's terminal.
+        with suppress(OSError):  # a terminal that was closed has no size
             self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
         table = Table.grid(padding=(0, 2))
         for name, text in self._lines:
@@ -126,7 +126,7 @@ def has_room(stream: TextIO) -> bool:
 
 
 class Display:
-    """Shows a run on the main process's standard error, or on ``stream``, as the module's contract describes."""
+    """Shows a run on standard error, or on ``stream``, as the module's contract describes."""
 
     def __init__(self, mode: str, total_steps: int, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -149,7 +149,7 @@ class Display:
             self._shown.resume(step)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Show a training step that is complete."""
+        """Show the metrics of a training step that is complete."""
         seconds = metrics.get("timing_s/step")
         samples = metrics.get("fully_async/trained_samples")
         shown = {
@@ -163,7 +163,7 @@ class Display:
             self._shown.step(int(metrics[STEP]), said)
 
     def live(self, figures: Mapping[str, Any]) -> None:
-        """Show what the trainer and the rollout do now (`recipe.async_engine.record.figures`)."""
+        """Show what the trainer and the rollout are doing, from the figures of `recipe.async_engine.record.figures`."""
         with self._while_it_can_be_written():
             self._shown.live(sides(figures))
 

@@ -66,26 +66,26 @@ class RunFailed(RecipeError):
 
 
 class Laptop(Protocol):
-    """What a run needs, from outside the engine, on a machine without an accelerator."""
+    """The functions of `recipe.laptop`, which this package must not import, for machines without an accelerator."""
 
     def choose_platform(
         self, environ: Mapping[str, str], machine: Machine, ray_address: str | None = None, device: str | None = None
     ) -> PlatformChoice:
-        """Choose the platform of a run from the main process's environment, its machine, and two settings."""
+        """Choose the platform of a run from the environment variables, the machine and two settings."""
 
     def fill_builtin_task(self, config: DictConfig) -> None:
         """Create the built-in task's files if it is configured, and set null paths in ``config`` to these files."""
 
     def forks(self, config: DictConfig, choice: PlatformChoice) -> Forks | None:
-        """Start the process from which this run's Ray forks its workers; return None if the run cannot use forks."""
+        """Start the process from which Ray's workers are forked; return None if the run cannot use forks."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Objects that a main process passes to a run because the engine must not import them; see `recipe.mains.run`.
+    """Objects that `recipe.mains.run` passes to a run because this package must not import them.
 
     Attributes:
-        judges: rules that check the configuration in addition to the engine's own.
+        judges: rules that check the configuration in addition to this package's own.
         account: computes the time account (share of accelerator time in each class) from the event record.
     """
 
@@ -97,12 +97,10 @@ class Parts:
 def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None = None) -> None:
     """Run ``config``, then exit: with status 1 after a failure, 128 + signal after a signal, 3 after alarms, else 0.
 
-    Args:
-        mode: one of `MODES`.
-        trainer_class: fully qualified name of a trainer that replaces the mode's own.
+    ``mode`` is one of `MODES`, and ``trainer_class`` the fully qualified name of a trainer other than the mode's own.
     """
     if config.get("plan_only"):
-        # Hydra's command line shows the plan and does not call this function; other callers do.
+        # The caller is not Hydra's command line, which shows the plan instead of calling this function.
         sys.stderr.write("plan_only=true: nothing is started; Hydra's command line shows the plan\n")
         sys.exit(1)
     try:
@@ -176,7 +174,7 @@ def only_rehearse(config: DictConfig) -> None:
 
 
 def _write_settings(config: DictConfig) -> None:
-    """Write the run's settings without secrets. Hydra's own copies would contain them in plain text and are off."""
+    """Write the run's settings without secrets. Hydra's own copies would contain the secrets, so they are off."""
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
     file = Path(config.trainer.default_local_dir, SETTINGS_FILE)
     durable.write(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
@@ -194,7 +192,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self._timeouts = self.plan.settings.async_training.timeouts
-        # These include Ray's own processes, unless Ray belongs to a cluster or to the caller.
+        # The processes of Ray itself are recorded too, unless Ray belongs to a cluster or to the caller.
         self._started = StartedProcesses(own=self.ray_of_its_own)
         self._look_at = 0.0
         self._forks: Forks | None = None
@@ -202,7 +200,6 @@ class _Run:
         self._last_resort = LastResort(self._end_by_force)
 
     def run(self, mode: str, trainer_class: str) -> dict[str, Any]:
-        """Carry out the run and return the summary."""
         try:
             self._start()
             self._display = Display(mode, self.plan.total_steps)
@@ -227,7 +224,7 @@ class _Run:
         _write_settings(self.config)
         given = take_environment(self.config)
         if self.ray_of_its_own:
-            # Workers inherit these variables. In runtime_env they would be in Ray's log with their values.
+            # Workers inherit these variables. In runtime_env Ray would log their values.
             os.environ.update(given)
             given = {}
             self._forks = self.parts.laptop.forks(self.config, self.choice)
@@ -243,7 +240,7 @@ class _Run:
 
     def _follow(self, trainer_class: str, display: Display) -> None:
         """Start the trainer's actor and process its events until the run ends."""
-        # Place the trainer on the main's node if that has a free CPU, because the loss of either node ends the run.
+        # Place the trainer on the main process's node if it has a free CPU: the loss of either node would end the run.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         actor = ray.remote(concurrency_groups={"beside": 2, "live": 1})(TaskRunner)
         runner = actor.options(num_cpus=1, scheduling_strategy=here, **under_nsight(self.config)).remote()
@@ -265,11 +262,11 @@ class _Run:
             2 * self._timeouts.heartbeat,
         )
         if time.monotonic() >= self._look_at:
-            # Descendants are found through their parents, so look for them while the parents live.
+            # Descendants can be found only through their parents, so look for them while the parents live.
             self._started.look()
             self._started.measure()
             self._look_at = time.monotonic() + LOOK_S
-        with suppress(RayError):  # errors of the run itself arrive with its events
+        with suppress(RayError):  # the figures are optional, and an error of the run arrives with the run's events
             for _, figures in live.answered():
                 display.live(ray.get(figures, timeout=0))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a main process starts Ray or joins a cluster, and which settings Ray gets.
+"""Starts Ray, or joins a Ray cluster, with the settings that the run needs.
 
-Contract: if the run starts Ray, Ray's start may take as long as that of the whole run
-(``async_training.timeouts.startup``). Ray's sockets have paths short enough for Linux, however long the path of their
-folder is. Shown by tests/integration/test_ray_start.py, test_joining.py and test_profiled.py.
+Contract: if the run starts Ray, that may take up to ``async_training.timeouts.startup`` seconds. Ray's sockets have
+paths short enough for Linux, however long the path of their folder is. Shown by tests/integration/test_ray_start.py,
+test_joining.py and test_profiled.py.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ appears when Ray's node has ended: a node gives its agents a fixed 30 s to write
 
 
 class Forks(Protocol):
-    """Starts the processes of a local run as forks of one process that has imported everything."""
+    """Starts the workers of a local run as forks of one process that has imported all modules."""
 
     @property
     def runtime_env(self) -> dict[str, Any]:
-        """Return the part of Ray's ``runtime_env`` that makes every worker of a job one of these forks."""
+        """Return the part of Ray's ``runtime_env`` that makes Ray fork every worker of a job."""
 
     def joined(self, job_id: str) -> None:
         """Record that Ray has accepted the run as job ``job_id``."""
 
     def stop(self) -> None:
-        """End the process that the workers are forked from, since the run has ended."""
+        """End the process that the workers are forked from, after the run has ended."""
 
 
 def shorten_folders(ray_init: DictConfig) -> None:
-    """Use short paths for the folders of sockets, in this process and in those that it starts from now on.
+    """Use short paths for the folders of sockets, in this process and in the processes that it starts from now on.
 
     Raises:
         RecipeError: one of the folders is not writable. Ray's own error would not name the folder.
@@ -80,7 +80,7 @@ def shorten_folders(ray_init: DictConfig) -> None:
 
 
 def leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
-    """Remove settings that describe a Ray node which the run would start; Ray refuses them when it joins a cluster."""
+    """Remove settings that describe a Ray node of the run's own; ray.init refuses them when it joins a cluster."""
     left_out = [name for name in RESOURCES if ray_init.pop(name, None) is not None]
     if left_out:
         names = ", ".join(left_out)
@@ -88,7 +88,7 @@ def leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
 
 
 def take_environment(config: DictConfig) -> dict[str, str]:
-    """Remove the environment variables for workers from the configuration, which can then be saved, and return them."""
+    """Remove the environment variables for workers from the configuration, so that it can be saved; return them."""
     given = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True).get("runtime_env") or {}
     variables = given.get("env_vars") or {}
     if variables:
@@ -137,7 +137,7 @@ def start_ray(
         return
     arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     if own and arguments.get("include_dashboard") is False:
-        # Only the dashboard shows task events, of which Ray's control process keeps 100 MiB in 1,000 small steps.
+        # Only the dashboard uses task events. Ray's control process would keep 100 MiB of them in 1,000 small steps.
         arguments["_system_config"] = {"task_events_report_interval_ms": 0} | (arguments.get("_system_config") or {})
     if choice.is_cpu:
         defaults: dict[str, Any] = {"env_vars": {} if own else dict(choice.environment)}
@@ -146,7 +146,7 @@ def start_ray(
 
         defaults = get_ppo_ray_runtime_env(config)
         defaults["env_vars"] = LOG_LEVEL | dict(defaults.get("env_vars") or {})
-    # Leave out nulls: verl's configuration sets py_executable to null.
+    # Leave out settings that are null, as py_executable is in verl's configuration.
     asked = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
     forked = {} if forks is None else forks.runtime_env
     variables = _not_the_jobs(defaults.get("env_vars", {}) | dict(given))
@@ -168,7 +168,7 @@ def start_own(arguments: Mapping[str, Any], startup_s: float) -> None:
             with patience(max(0.0, deadline - time.monotonic())):
                 ray.init(**arguments)
                 return
-        except Exception as error:  # Ray has no exception class for this
+        except Exception as error:  # Ray has no exception class for a start that it gives up
             if not any(words in str(error) for words in GIVEN_UP) or time.monotonic() >= deadline:
                 raise
         logger.warning("Ray has given up its own start: it is started once more")
@@ -178,11 +178,11 @@ def start_own(arguments: Mapping[str, Any], startup_s: float) -> None:
 
 @contextmanager
 def patience(startup_s: float) -> Iterator[None]:
-    """Allow ``startup_s`` seconds for a start of Ray within this context, although Ray's own limits are shorter.
+    """Allow ``startup_s`` seconds for a start of Ray in the ``with`` block, although Ray's own limits are shorter.
 
-    Ray gives up a node that is not registered after 30 s, a fixed number (ray/_private/node.py:428). So within this
-    context Ray's query for the node is repeated until it succeeds, as long as the node's raylet lives. Ray's other
-    limits are environment variables, which its processes inherit.
+    Ray gives up a node that is not registered after a fixed 30 s (ray/_private/node.py:428). So Ray's query for the
+    node is repeated until it succeeds, as long as the node's raylet lives. Ray's other limits are environment
+    variables, which Ray's processes inherit.
     """
     asked, deadline = services.get_node, time.monotonic() + startup_s
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor in which a run's trainer works.
+"""The Ray actor that builds a run's trainer and runs it.
 
 Contract: ``run`` yields ``Began``, then (the trainer's report on the run so far, metrics) for every step, then
-``Ended`` with the trainer's last report, even if the run failed. An error is sent as text, because its class may not
-exist in the process that reads it. A `RunWatch` watches the run from start-up to its end.
+``Ended`` with the trainer's last report, even if the run failed. An error is sent as text, because the main process may
+not have the error's class. A `RunWatch` watches the run from start-up to its end.
 """
 
 import gc
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Began:
-    """All processes run and the checkpoint, if there is one, is loaded; ``step`` is the checkpoint's last step."""
+    """An event: all processes run, and the checkpoint of ``step`` is loaded; without one ``step`` is 0."""
 
     step: int
     state: dict[str, Any]
@@ -38,14 +38,14 @@ class Began:
 
 @dataclass(frozen=True)
 class Ended:
-    """The run is over. ``error`` has the name, message and traceback of the error that ended it, or is None."""
+    """An event: the run is over. ``error`` has name, message and traceback of the error that ended it, or is None."""
 
     state: dict[str, Any]
     error: dict[str, str] | None
 
 
 class TaskRunner:
-    """Builds a mode's trainer and runs it. `stop`, `beat` and `live` are called meanwhile, on threads of their own."""
+    """Builds a mode's trainer and runs it. During `run`, other threads call `stop`, `beat` and `live`."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
@@ -59,20 +59,16 @@ class TaskRunner:
             self._trainer.request_stop(why)
 
     def beat(self) -> dict[str, str] | None:
-        """Give a sign of life; return name and message of the error with which the watch is ending the run, or None."""
+        """Answer a heartbeat: return name and message of the error with which the watch ends the run, or None."""
         return None if self._watch is None else self._watch.last_words()
 
     def live(self) -> dict[str, Any]:
-        """Return what the trainer and the rollout do now, with figures (`recipe.async_engine.record.figures`)."""
+        """Return what the trainer and the rollout are doing, and figures (`recipe.async_engine.record.figures`)."""
         return {TRAINER_DOES: Class.START_UP} if self._trainer is None else self._trainer.live()
 
     def run(self, config: dict[str, Any], trainer_class: str, timeouts: Timeouts) -> Iterator[Any]:
-        """Run to the end, and yield events as the module's contract describes.
-
-        Args:
-            trainer_class: fully qualified name of an ``AsyncPPOTrainer``.
-        """
-        # This is imported here because the main process imports this module and does not need the trainer.
+        """Run the ``AsyncPPOTrainer`` with this fully qualified name, and yield the events of the module's contract."""
+        # Import the trainer here, because the main process imports this module and does not need the trainer.
         from recipe.async_engine.trainer.diagnosis import describe
 
         trainer: Any = None
@@ -93,7 +89,7 @@ class TaskRunner:
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()
-            # A full garbage collection halts all threads, half a second for imported modules alone: exclude those.
+            # A full garbage collection halts all threads, half a second for imported modules, so leave those out.
             gc.collect()
             gc.freeze()
             watch.hold(trainer.irreplaceable_actors())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run and all of its processes end, by a signal or by themselves.
+"""Ends a run and all of its processes, at the run's own end or after a signal.
 
 Contract: the first signal asks the run to end after the present step, with a checkpoint if the run saves any. A second
 signal, or the deadline, ends the run at once; so does the first signal while there is no trainer yet. No process that a
-run has started on its own machine outlives the run, even one that is suspended or hangs. Processes are ended first and
-the summary is written last. A step of this shutdown that fails does not prevent the others, and does not hide an
-earlier error. A main process that is stuck is ended by `run/supervisor.py`. Shown by
+run has started on the main process's machine outlives the run, even if it is suspended or hangs. Processes are ended
+first, and the summary is written last. If a step of this shutdown fails, the others are still carried out, and an
+earlier error is reported rather than a later one. `run/supervisor.py` ends a main process that is stuck. Shown by
 tests/integration/test_shutdown.py, tests/e2e/test_signals.py and test_stalls.py.
 """
 
@@ -50,8 +50,7 @@ class EndAtOnce(KeyboardInterrupt):
 class EndingOnSignal:
     """A context manager of the main thread that ends a run on signals, as the module's contract describes.
 
-    Attributes:
-        status: exit status of the process, None if no signal came.
+    ``status`` is the exit status of the process, or None if no signal came.
     """
 
     def __init__(self) -> None:
@@ -110,17 +109,17 @@ def end_in_order(steps: Mapping[str, Callable[[], Any]]) -> BaseException | None
     for what, step in steps.items():
         try:
             step()
-        except BaseException as error:  # a signal may also end a step
+        except BaseException as error:  # a signal may also interrupt a step
             sys.stderr.write(f"\n{what} failed: {type(error).__name__}: {error}\n")
             first = first or error
     return first
 
 
 class StartedProcesses:
-    """The processes that this process starts from now on, including their descendants, and the memory that they use.
+    """Records, measures and ends the processes that this process starts from now on, and their descendants.
 
     Args:
-        own: whether the processes belong to the run; if not, they are neither recorded nor ended.
+        own: whether the processes belong to the run; if not, they are only measured.
 
     Attributes:
         peak_gib: largest measured memory of this process and its descendants together, in GiB.
@@ -135,7 +134,7 @@ class StartedProcesses:
         self._needed: dict[psutil.Process, str] = {}
 
     def look(self) -> None:
-        """Record which descendants exist now. A descendant whose parent has ended cannot be found any more."""
+        """Record the descendants that exist now. Once its parent has ended, a descendant cannot be found any more."""
         if self._own:
             self._found = {process for process in self._found if _runs(process)}
             self._found.update(set(psutil.Process().children(recursive=True)) - self._others)
@@ -144,8 +143,8 @@ class StartedProcesses:
         """Measure the memory of this process and its descendants; short peaks between two calls are missed.
 
         Each process counts with its proportional share (Linux's PSS): its own memory, and its part of memory shared
-        with other processes, for example with the one it was forked from. Reading the share halts a process for
-        milliseconds, so it is read only when an upper bound that is cheap to read has risen.
+        with other processes, such as the process it was forked from. Reading the share halts the process for
+        milliseconds, so the share is read only if the resident memory, an upper bound, has risen.
         """
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
         bound = sum(_bytes(process, exactly=False) for process in family)
@@ -154,7 +153,6 @@ class StartedProcesses:
             self.peak_gib = max(self.peak_gib, sum(_bytes(process, exactly=True) for process in family) / 2**30)
 
     def look_for_needed(self) -> None:
-        """Record the processes without which the run cannot continue."""
         for child in psutil.Process().children() if self._own else ():
             with suppress(psutil.NoSuchProcess):
                 command = " ".join(child.cmdline())
@@ -174,7 +172,7 @@ class StartedProcesses:
                 process.kill()
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return what caused an error: the loss of a needed process if there was one, else the error itself."""
+        """Return the cause of an error: the loss of a needed process if there was one, else the error itself."""
         lost = self.lost() if isinstance(error, Exception) else None
         return lost or error
 

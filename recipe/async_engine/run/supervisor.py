@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the main process of a run watches: the trainer's process, Ray's control process, and its own main thread.
+"""Detects in the main process that the trainer's process, Ray's control process or the main thread itself hangs.
 
-Contract: the main process never waits without a deadline. While it waits for the trainer's events, it asks two
-processes every second for a sign of life: the trainer's process, on a thread there that nothing else uses, and Ray's
-control process, by a query for its nodes. The run ends if the trainer has not answered for
-``async_training.timeouts.heartbeat`` seconds (``startup`` before its first answer), or the control process for
-`CONTROL_S` seconds, because Ray would end the main process after 60 s without a message. If the main thread itself is
-stuck, `LastResort` ends the process. `core/deadlines.py` lists all limits.
-
-Shown by tests/integration/test_supervisor.py, test_shutdown.py and tests/e2e/test_ends.py.
+Contract: the main process never waits without a deadline. While it waits for the trainer's events, it calls two
+processes every second: the trainer's process, which answers on a thread for these calls alone, and Ray's control
+process, which it asks for the list of nodes. The run ends if the trainer's process has not answered for
+``async_training.timeouts.heartbeat`` seconds (``startup`` before its first answer). It also ends if the control process
+has not answered for `CONTROL_S` seconds, because after 60 s Ray would kill the main process. If the main thread itself
+is stuck, `LastResort` ends the process. `core/deadlines.py` lists all limits. Shown by
+tests/integration/test_supervisor.py, test_shutdown.py and tests/e2e/test_ends.py.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def control_probe(limit_s: float, ask: Callable[[], Any] = ray.nodes) -> Iterato
         while not over.wait(BEAT_S):
             # `ray.nodes` would start another Ray if the main process has already shut down its own.
             if ray.is_initialized():
-                with suppress(Exception):  # a failed call is not a sign of life
+                with suppress(Exception):  # a failed call does not count as an answer
                     ask()
                     silence.heard()
 
@@ -77,8 +76,8 @@ def listen(
         alive: called every second, to show that the caller of this function is not stuck.
 
     Raises:
-        CannotGoOn: the trainer's process, or Ray's control process, gives no sign of life.
-        RayActorError: the trainer's process has died without an error from its watch.
+        CannotGoOn: the trainer's process, or Ray's control process, has not answered for too long.
+        RayActorError: the trainer's process has died, and its `RunWatch` had reported no error.
     """
     trainer, missing = Silence("the trainer's process has given no sign of life", timeouts.startup), NOT_STARTED
     closing: Silence | None = None
@@ -116,7 +115,7 @@ def listen(
 
 
 class LastResort:
-    """Ends this process if its main thread does not finish a task in time, from a thread of its own.
+    """Ends this process, from another thread, if the main thread does not finish a task in time.
 
     Args:
         end: called with the reason before the process ends; it may hang or fail.
@@ -128,11 +127,10 @@ class LastResort:
         threading.Thread(target=self._watch, name="last-resort", daemon=True).start()
 
     def allow(self, what: str, limit_s: float) -> None:
-        """Declare what the main thread does from now on and how many seconds that may take, until the next call."""
+        """Give the main thread ``limit_s`` seconds, from now to the next call, for the task that ``what`` names."""
         self._allowed = Silence(what, limit_s)
 
     def stop(self) -> None:
-        """Stop limiting the main thread's time."""
         self._allowed = None
 
     def _watch(self) -> None:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training worker, which sends a copy of its weights while it trains and keeps the last published weights.
+"""verl's training worker, extended to send a copy of its weights while it trains, and to keep the published weights.
 
 Contract: the calls that send weights run in the actor's own concurrency group `BESIDE_TRAINING`, so these calls and
 the updates of batches never wait for each other. They send a copy of the weights
 (`recipe.async_engine.weights.snapshot`).
 
-If a version has several batches, the trainer's weights change while the rollout continues with the published weights.
-Therefore the trainer keeps a copy of the published weights until the next publication, and computes the log-probs of
-every batch of the version with it. A checkpoint that is written within a version includes this copy, and a run that
-resumes from the checkpoint publishes it under the version's number.
-
-Shown by tests/integration/test_published_weights.py and tests/e2e/test_published_weights.py.
+If several batches are trained between two publications, the trainer's weights change while the rollout continues with
+the published weights. Therefore the trainer keeps a copy of the published weights until the next publication, and
+computes the log-probs of all these batches with the copy. A checkpoint that is written between two publications
+includes the copy, and a run that resumes from it publishes the copy under the same version number. Shown by
+tests/integration/test_published_weights.py and tests/e2e/test_published_weights.py.
 """
 
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ LOSSES = (losses.BYPASS, losses.LOGLINEAR)
 PUBLISHED, TRAINED = "published", "trained"
 
 BESIDE_TRAINING = "weights"
-"""The name of the actor's concurrency group for the methods in `BESIDE_METHODS`."""
+"""Name of the actor's concurrency group for the methods in `BESIDE_METHODS`."""
 BESIDE_METHODS = ("execute_checkpoint_engine", "send_snapshot")
 
 
@@ -54,12 +53,12 @@ SHARDED = ("fsdp2", "veomni")
 
 
 class ShardCopy:
-    """A training rank's copy of its own shards, whose memory is reused for the next copy.
+    """A copy of one training rank's weight shards in host memory, which is reused for the next copy.
 
-    Training can continue from such a copy, so it has each rank's shards bit for bit, usually in fp32. The copy that is
-    sent is another one: the whole model, on rank 0 only, in the rollout's dtype. The form is the one of
-    `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`. Unlike verl's function (:1180), this copies the tensors even if
-    they are on the CPU, and copies all shards into one piece of pinned memory.
+    Training can continue from the copy, so it has the shards bit for bit, usually in fp32. (A `WeightSnapshot`, which
+    is sent, has the whole model instead, on rank 0 only and in the rollout's dtype.) `take` returns the format of
+    `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`. Unlike verl's function (:1180), `take` also copies tensors that
+    are on the CPU, and copies all shards into one piece of pinned memory.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class ShardCopy:
 
     @torch.no_grad()
     def take(self, module: torch.nn.Module) -> tuple[dict[str, tuple[torch.Tensor, Any]], Any]:
-        """Copy this rank's shards of the module's parameters, and return the copy in the form that verl can load."""
+        """Copy this rank's shards of the module's parameters, and return the copy in verl's format."""
         parameters = dict(module.named_parameters())
         shards: list[torch.Tensor] = [
             getattr(parameter, "_local_tensor", parameter) for parameter in parameters.values()
@@ -97,7 +96,7 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call verl's method on the training device, which every thread has to select again."""
+        """Call a method of the checkpoint engine as verl does, after selecting the training device for this thread."""
         if self._device is not None:
             get_platform().set_device(self._device)
         return super().execute_checkpoint_engine(method, *args, **kwargs)
@@ -136,8 +135,7 @@ class ActorWorker(DetachActorWorker):
     def pass_without_update(self, data: TensorDict) -> None:
         """Do one forward and backward pass over ``data``, as an update does, without changing weights or optimizer.
 
-        Args:
-            data: the result of verl's `left_right_2_no_padding` for a batch, the same on every rank.
+        ``data`` is the result of verl's `left_right_2_no_padding` for a batch, the same on every rank.
         """
         model, engine = self.actor.model_config, self.actor.engine
         maybe_fix_3d_position_ids(data)
@@ -172,7 +170,6 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:
-        """Load the weights of a checkpoint, without its optimizer state."""
         load_weights(self.actor.engine, folder)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -192,18 +189,20 @@ class ActorWorker(DetachActorWorker):
         file = self._file(folder)
         if not file.is_file():
             raise CheckpointError(
-                f"{file} is not there. The checkpoint was written within a version, so each training rank needs its "
-                "file of the weights that were published then. Resume with the same number of ranks, or from another "
-                "checkpoint (trainer.resume_mode=resume_path)"
+                f"{file} is not there. The checkpoint was written between two weight syncs, so each training rank "
+                "needs its file of the weights of the earlier one. Resume with the same number of ranks, or from "
+                "another checkpoint (trainer.resume_mode=resume_path)"
             )
         try:
             saved = torch.load(file, weights_only=True)
         except Exception as error:  # torch may raise anything if the file is damaged
-            raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
+            raise CheckpointError(
+                f"{file} cannot be read ({type(error).__name__}: {error}): resume from another checkpoint"
+            ) from None
         self.save_model_to_cpu(n)
         present = _tensors(self._copy(n))
         if [tensor.shape for tensor in saved] != [tensor.shape for tensor in present]:
-            raise CheckpointError(f"{file} has the weights of another model")
+            raise CheckpointError(f"{file} has the weights of another model: resume with the checkpoint's own model")
         for tensor, other in zip(present, saved, strict=True):
             tensor.copy_(other)
 
@@ -222,12 +221,11 @@ class CriticWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:
-        """Load the weights of a checkpoint, without its optimizer state."""
         load_weights(self.engine, folder)
 
 
 def load_weights(engine: Any, folder: str) -> None:
-    """Have verl's checkpoint manager load only the model."""
+    """Load only the weights of a checkpoint into one of verl's engines, without the optimizer state."""
     # verl misspells the name for Megatron (workers/engine/megatron/transformer_impl.py:627).
     manager = getattr(engine, "checkpoint_manager", None) or engine.checkpoint_mananager
     contents, manager.checkpoint_load_contents = manager.checkpoint_load_contents, ["model"]
@@ -235,7 +233,7 @@ def load_weights(engine: Any, folder: str) -> None:
         engine.load_checkpoint(folder, del_local_after_load=False)
     finally:
         manager.checkpoint_load_contents = contents
-    # Megatron's optimizers have their own copies of the weights, which verl does not update in this case.
+    # Megatron's optimizers have copies of the weights, which verl does not update if it loads only the model.
     if (renew := getattr(engine.optimizer, "reload_model_params", None)) is not None:
         with engine.train_mode():  # this context moves offloaded weights and optimizer state to the device
             renew()
@@ -251,11 +249,9 @@ def _tensors(copy: Any) -> list[torch.Tensor]:
 
 
 class PublishedWeights:
-    """The published weights, of which the trainer's `ActorWorker` s keep a copy if the run needs it.
+    """Keeps a copy of the published weights in the training ``workers`` (`ActorWorker`), if the run needs the copy.
 
-    Args:
-        workers: the group of training workers.
-        saves: whether the run writes checkpoints.
+    ``saves`` says whether the run writes checkpoints.
     """
 
     def __init__(self, workers: Any, plan: RunPlan, saves: bool) -> None:
@@ -264,13 +260,13 @@ class PublishedWeights:
         self._are_kept = plan.batches_per_version > 1 and needed
 
     def keep(self) -> None:
-        """Have the workers copy their current weights, which are the published ones, if the run needs the copy."""
+        """Copy the workers' current weights, which have just been published, if the run needs the copy."""
         if self._are_kept:
             self._workers.save_model_to_cpu(PUBLISHED)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Load the published weights into the workers inside the ``with`` block, and their own weights after it."""
+        """Use the published weights in the workers during the ``with`` block, and restore the newest ones after it."""
         self._workers.save_model_to_cpu(TRAINED)
         try:
             self._workers.restore_model_from_cpu(PUBLISHED)
@@ -280,9 +276,7 @@ class PublishedWeights:
             self._workers.clear_cpu_model(TRAINED)
 
     def save(self, checkpoint: str | Path) -> None:
-        """Write the published weights into the folder of a checkpoint."""
         self._workers.write_copy(PUBLISHED, str(Path(checkpoint) / PUBLISHED))
 
     def load(self, checkpoint: str | Path) -> None:
-        """Read the published weights that :meth:`save` wrote."""
         self._workers.read_copy(PUBLISHED, str(Path(checkpoint) / PUBLISHED))

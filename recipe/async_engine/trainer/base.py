@@ -3,11 +3,10 @@
 
 Contract: the loop makes no decisions of its own. The scheduler decides which batch is next, the publisher knows which
 replicas have a version, and the ledger knows the state of every prompt. A trainer's `Stages` compute rewards,
-log-probs, advantages and updates. A step trains one batch of ``b`` groups, and ``k`` steps make a version. Checkpoints
-and validations take place at the end of a version. ``fit`` yields after every step, so that its caller sees the
-progress and may stop the run.
-
-Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
+log-probs, advantages and updates. A step trains one batch of prompt groups, and a fixed number of steps makes a version
+of the weights. Checkpoints and validations take place at the end of a version. ``fit`` yields after every step, so that
+its caller sees the progress and may end the run. Shown by tests/e2e/test_fully_async.py, test_crash.py and
+test_faults.py.
 """
 
 import logging
@@ -70,9 +69,6 @@ class AsyncPPOTrainer(SavedRun):
     """The trainer of a run, whose generator `fit` is the training loop.
 
     The constructor writes derived settings into ``config``, in place, where verl reads them.
-
-    Attributes:
-        max_steps_duration: seconds of the longest step so far.
     """
 
     rehearsal_class: type[Rehearsal] = Rehearsal
@@ -95,7 +91,7 @@ class AsyncPPOTrainer(SavedRun):
         workers = self.actor_worker, self.actor_role, self.timeline.phase, self._updated
         self.stages = VerlTrainer(config, tokenizer, processor, data, *workers)
         self.timeouts = self.plan.settings.async_training.timeouts
-        # After the launch only the prompt feed's thread uses `prompts`. A checkpoint is restored before that.
+        # After the launch only the thread that feeds prompts uses `prompts`. A checkpoint is restored before that.
         used = epoch_prompts(len(data[0]), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.stages.prompts, config.trainer.total_epochs, used)
         self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
@@ -144,7 +140,7 @@ class AsyncPPOTrainer(SavedRun):
         )
 
     def _asked(self) -> Sequence[Any]:
-        """Return the servers whose activity the event record has."""
+        """Return the replicas and log-prob servers whose activity is recorded, in the event record and in profiles."""
         hybrid = [] if self.hybrid is None else self.hybrid.replicas
         return [*hybrid, *self.publisher.replicas, *self.references] if self.is_up else ()
 
@@ -152,7 +148,7 @@ class AsyncPPOTrainer(SavedRun):
         return self.publisher.live_replicas + (0 if self.hybrid is None else self.hybrid.live_replicas)
 
     def _agents(self) -> Sequence[Any]:
-        """Return the agent-loop workers whose activity the event record has."""
+        """Return the agent-loop workers whose activity the event record contains."""
         return self.async_rollout_manager.agent_loop_workers if self.is_up else ()
 
     def fit(self, watch: RunWatch) -> Iterator[dict[str, Any]]:
@@ -222,7 +218,7 @@ class AsyncPPOTrainer(SavedRun):
         self.timeline.stop()
 
     def end_tracking(self, error: Mapping[str, str] | None, limit_s: float | None = None) -> None:
-        """Give the trackers their last rows, and tell them how the run ended. Any thread may call this.
+        """Give the trackers their last rows, and tell them how the run ended. Any thread may call this method.
 
         Args:
             error: name and message of the error that ended the run, if any.
@@ -238,7 +234,7 @@ class AsyncPPOTrainer(SavedRun):
         self.alarms.finish()
 
     def fail(self, error: BaseException) -> None:
-        """Make the training loop raise this error when it next waits for a batch. Any thread may call this."""
+        """Make the training loop raise this error when it next waits for a batch. Any thread may call this method."""
         if self.scheduler is not None:
             self.scheduler.fail(error)
 
@@ -253,7 +249,7 @@ class AsyncPPOTrainer(SavedRun):
         return dict(names.values())
 
     def request_stop(self, why: str) -> None:
-        """End the run after the current step, with a checkpoint if the run writes any. Any thread may call this."""
+        """End the run after the current step, with a checkpoint if it saves any. Any thread may call this method."""
         self.stopped_by = why
         if self.scheduler is not None:
             self.scheduler.want_no_more()
@@ -278,7 +274,7 @@ class AsyncPPOTrainer(SavedRun):
             self.profiling.end(self.global_steps, self.is_last_step)
             if ends_version := self.ledger.batches_left == 0:
                 self._publish()
-        # A mode may write a checkpoint within the step, before it sends the weights. This time is not the step's.
+        # Some modes write a checkpoint within the step, before they send the weights. The step's time excludes that.
         self.timing_raw["step"] -= self.timing_raw.get("save_checkpoint", 0.0)
         self.max_steps_duration = max(self.max_steps_duration, self.timing_raw["step"])
         self._save_if_instance_expires()
@@ -300,9 +296,9 @@ class AsyncPPOTrainer(SavedRun):
         return self.metrics
 
     def _fetched_groups(self) -> list[GroupRun] | None:
-        """Return the groups of the next batch with their payloads, or None if no further batch can form.
+        """Return the groups of the next batch with their answers, or None if no further batch can form.
 
-        If a node's death has lost answers, they are generated again.
+        Answers that were lost with a node are generated again.
         """
         while (groups := self._next_groups()) is not None:
             lost = []
@@ -336,28 +332,26 @@ class AsyncPPOTrainer(SavedRun):
             self.logger.log(data=self.metrics, step=self.global_steps)
 
     def _save_and_validate(self) -> None:
-        """Save and validate if that is due at this version, or at the end of the run, but only once at a step."""
+        """Save and validate if that is due at this version or at the end of the run, at most once in a step."""
         version = self.ledger.version
         self.save_if_due()
         if self._is_due(self.config.trainer.test_freq) and self._validated_at != self.global_steps:
             self._validated_at = self.global_steps
             self.publishing.finish(self.metrics)
             if self.is_within_version:
-                # The run ends within a version, so publish its last weights for the validation, under the number of the
-                # version that they follow.
+                # The run ends between two versions. Publish the newest weights, so that they are validated, under the
+                # number of the version that they follow.
                 self.metrics.update(self.publisher.publish(version))
             self.metrics.update(self._validate_now())
 
     def _publish(self) -> None:
-        """Seal the next version and send it to the replicas, during the next batch or before it."""
+        """Copy the weights as the next version, and send the copy to the replicas, before or during the next batch."""
         self.publishing.seal(self.metrics, self.timing_raw)
         self.sealed()
         self.publishing.send(self.metrics, self.timing_raw)
 
     def sealed(self) -> None:
-        """Do nothing. A subclass may override this hook, which is called between the sealing of a version and its
-        transfer.
-        """
+        """Do nothing. A subclass may override this hook, which is called when a version is copied but not yet sent."""
 
     def _publish_again(self) -> None:
         self.publishing.again(self.is_within_version)
@@ -393,13 +387,13 @@ class AsyncPPOTrainer(SavedRun):
         return metrics
 
     def live(self) -> dict[str, Any]:
-        """Return the current figures, and what the trainer and the rollout are doing. Any thread may call this."""
+        """Return current figures, and what trainer and rollout are doing. Any thread may call this method."""
         return {TRAINER_DOES: Class.START_UP} if self.figures is None else self.figures.live(self.global_steps)
 
     def account(self) -> dict[str, Any]:
         """Return a summary of the run so far, with the keys of ``summary.json`` (docs/run-record.md).
 
-        When the event record is closed, the summary includes it.
+        It includes a description of the event record once that is closed.
         """
         counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
         rollout = {} if self.scheduler is None else self.scheduler.metrics()

@@ -4,10 +4,9 @@
 Contract: the batch has the columns of verl's synchronous trainer (prompts, responses, masks, ``rollout_log_probs``,
 ``rm_scores``, the data set's own fields, ``uid`` of the group) and the column ``token_versions``. The rows are in the
 order of the groups, with a group's answers together, unless verl balances the batch. Every sampled token is checked
-against the staleness bound before it is trained. An answer is copied only once, into its row. The versions of an
-answer's tokens are runs (version, count) until they become a column.
-
-Shown by tests/integration/test_batch.py and tests/e2e/test_fully_async.py.
+against the staleness bound before it is trained. An answer is copied only once, into its row. Until the column is made,
+the versions of an answer's tokens are run-length encoded, as runs (version, count). Shown by
+tests/integration/test_batch.py and tests/e2e/test_fully_async.py.
 """
 
 from collections import Counter
@@ -36,7 +35,7 @@ def assemble(
     Args:
         outputs: the fetched trajectories of each group.
         postprocess: verl's function that joins padded trajectories (``AgentLoopWorker._postprocess``).
-        order: the number of the trajectory in each row of the batch. None keeps the order of the groups.
+        order: for each row of the batch, the index of its trajectory. None keeps the order of the groups.
     """
     in_groups = [output for group_outputs in outputs for output in group_outputs]
     order = range(len(in_groups)) if order is None else order
@@ -53,12 +52,12 @@ def assemble(
 def balanced(
     groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]], balance: Callable[[DataProto], None]
 ) -> list[int]:
-    """Return the numbers of all trajectories in an order in which each rank gets about the same number of tokens.
+    """Return the indices of all trajectories in an order in which each rank gets about the same number of tokens.
 
-    verl chooses the order. To avoid that verl copies the whole batch, it only gets the lengths and numbers of the rows.
+    verl chooses the order. It reorders a stand-in with the lengths and indices of the rows, not the batch itself, which
+    it would copy.
 
     Args:
-        groups: the groups of the batch.
         outputs: the trajectories of each group.
         balance: verl's function that reorders a batch in place (``RayPPOTrainer._balance_batch``).
     """
@@ -75,7 +74,7 @@ def balanced(
 
 def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
     """Return the version of each token, int64 (rows, length), from each row's runs, padded with `NOT_SAMPLED`."""
-    # Allocate with torch, because NumPy requests huge pages, which takes several times as long if memory is fragmented.
+    # Allocate with torch: NumPy requests huge pages, which takes several times as long if memory is fragmented.
     column = torch.empty((len(rows), length), dtype=torch.int64)
     for row, runs in zip(column.numpy(), rows, strict=True):
         begin = 0
@@ -98,11 +97,11 @@ def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]])
 def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, float]:
     """Return metrics of the ages of a batch's sampled tokens when it is trained at ``version``.
 
-    An age is a number of versions. The metrics have the oldest token's age, the mean over tokens, and verl's statistics
-    over trajectories. Ratios are shares of the trajectories.
+    An age is a number of versions. The metrics include the age of the oldest token, the mean age of tokens, and verl's
+    statistics over trajectories. Ratios are shares of the trajectories.
 
     Raises:
-        StalenessViolation: a token is older than ``bound``. The caller has not trained the batch yet.
+        StalenessViolation: a token is older than ``bound``. The batch must not be trained.
         VersionRecordError: a token has a later version than ``version``.
     """
     of_rows = enumerate(batch.non_tensor_batch[VERSION_RUNS])
@@ -111,7 +110,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     ages = version - sampled_by
     if (ages < 0).any():
         raise VersionRecordError(f"tokens of version {sampled_by.max()} cannot be trained at version {version}")
-    # `oldest` and `newest` have the ages of each trajectory's oldest and newest token, or 0 if no token was sampled.
+    # `oldest` and `newest` are the ages of each trajectory's oldest and newest token, or 0 if no token was sampled.
     oldest = np.zeros(len(batch), np.int64)
     np.maximum.at(oldest, row, ages)
     newest = oldest.copy()
@@ -152,11 +151,8 @@ def _of_all(name: str, values: np.ndarray) -> dict[str, float]:
 def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, float]:
     """Set the advantages of tokens that were sampled more than ``limit`` versions before ``version`` to 0, in place.
 
-    These tokens thus have no policy gradient. They stay in the mask, because verl's mean over a mini-batch with an
-    empty mask would be NaN (core_algos.py:1175).
-
-    Returns:
-        Metrics with the number of these tokens and their share of the batch's tokens.
+    These tokens thus have no policy gradient. They stay in ``response_mask``, because verl's mean over a mini-batch
+    with an empty mask would be NaN (core_algos.py:1175). The result has their number and share as metrics.
     """
     versions = batch.batch[TOKEN_VERSIONS]
     old = (versions != NOT_SAMPLED) & (versions < version - limit) & batch.batch["response_mask"].bool()
@@ -169,7 +165,7 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
 
 
 def token_ages(batch: DataProto, version: int) -> dict[int, int]:
-    """Return the numbers of sampled tokens by age, in versions, when the batch is trained at ``version``."""
+    """Return the number of sampled tokens of each age, in versions, when the batch is trained at ``version``."""
     ages: Counter[int] = Counter()
     for runs in batch.non_tensor_batch[VERSION_RUNS]:
         for sampled_by, count in runs:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a function on another thread while training continues, one function at a time.
 
-Contract: the work ends when the function returns or raises, or at its deadline, which counts from the start. `wait`
-returns the result or raises the error. ``alarm`` is called with an error immediately, even before `wait` is called.
+Contract: the work is over when the function returns or raises, or at a deadline after its start. `wait` returns the
+result or raises the error. ``alarm`` is called with an error at once, even if `wait` is called later or never.
 Shown by tests/integration/test_beside.py and test_saving.py.
 """
 
@@ -21,9 +21,8 @@ class Beside(Generic[Result]):
     """Runs functions on another thread. Only one thread may call the methods.
 
     Args:
-        name: the name of the other thread.
         timeout_s: seconds that a function may take in total.
-        late: a function that takes the number of late work and returns the error to raise.
+        late: a function that takes the ``number`` of late work and returns the error to raise.
         alarm: a function that is called on the other thread with an error of the work.
     """
 

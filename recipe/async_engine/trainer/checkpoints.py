@@ -10,11 +10,9 @@ on another thread while training continues. Until the marker is written, verl's 
 can be read, and refuses settings with which the run cannot continue. The checkpoint that the tracker names is tried
 first. After a kill the tracker may be empty, or name an incomplete checkpoint.
 
-The writing of a folder without a marker was interrupted, so such a folder is removed. Folders of other trainers are
-left alone.
-
-Shown by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (every write fails or is the
-last one) and test_crash_fuzz.py (`kill -9`).
+A folder without a marker was not written completely, so it is removed. Folders of other trainers are left alone. Shown
+by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (every write fails or is the last
+one) and test_crash_fuzz.py (`kill -9`).
 """
 
 from __future__ import annotations
@@ -53,9 +51,9 @@ DIGITS = 18
 FOLDER = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 ASIDE = ".aside"
 BEGUN = "begun"
-"""The first file that this trainer writes into a folder. It is removed when the rollout state has been written."""
+"""The first file that this trainer writes into a checkpoint's folder, removed when the rollout state is written."""
 BEGUN_BY = (BEGUN, BEGUN + durable.PARTIAL, ROLLOUT_STATE, ROLLOUT_STATE + durable.PARTIAL)
-"""Files of which each folder that this trainer has begun to write has at least one."""
+"""A folder that this trainer has begun to write has at least one of these files."""
 SMALL = 1 << 20
 """Largest size in bytes of a file whose digest is in the marker."""
 FULL = 1 << 20
@@ -68,7 +66,7 @@ def folder_of(root: str | Path, step: int) -> Path:
 
 
 def commit(root: str | Path, step: int) -> None:
-    """Mark a checkpoint as complete, so that a run may resume from it."""
+    """Mark a checkpoint as complete, so that a run may resume from it, and make verl's tracker name it."""
     folder = folder_of(root, step)
     durable.sync_tree(folder)
     track(root, step)
@@ -102,9 +100,9 @@ def problem(folder: str | Path, sizes_only: bool = False) -> str | None:
 
 
 def candidates(root: str | Path) -> list[int]:
-    """Return the steps whose folders have a marker, in the order in which they should be tried.
+    """Return the steps whose folders have a marker, in the order in which a resuming run should try them.
 
-    The step that verl's tracker names comes first. The earlier steps follow, the newest first, and then the later ones.
+    The step that verl's tracker names comes first, then the earlier steps, the newest first, and then the later steps.
 
     Raises:
         CheckpointError: the tracker names a checkpoint of another trainer.
@@ -148,7 +146,7 @@ def clear(root: str | Path) -> None:
 
 
 def require_room(root: str | Path, after: int) -> None:
-    """Raise `CheckpointError` if another trainer has a checkpoint of a step later than ``after`` in this folder."""
+    """Raise `CheckpointError` if ``root`` has a checkpoint of another trainer for a step later than ``after``."""
     foreign = [str(folder) for step, folder in _folders(root).items() if step > after and not _is_ours(folder)]
     if foreign:
         raise CheckpointError(
@@ -198,7 +196,7 @@ def _folders(root: str | Path) -> dict[int, Path]:
 def _is_ours(folder: Path) -> bool:
     """Return whether this trainer wrote the folder, or began to write it.
 
-    Such a folder has `BEGUN` until the rollout state is written, and has the marker from its completion on.
+    Such a folder has the file `BEGUN` until the rollout state is written, and the marker once the folder is complete.
     """
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     return not names or not names.isdisjoint({MARKER, *BEGUN_BY})
@@ -230,12 +228,12 @@ def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterato
 
 
 class RunState:
-    """The checkpoints of one run.
+    """Writes the checkpoints of one run, and finds and reads the checkpoint that the run resumes from.
 
     Args:
         config: the whole configuration. verl's own retention of checkpoints is switched off in it, in place.
         made_with: the values that decide whether a later run can resume from the checkpoints (`trainer.made_with`).
-        lacking: a function that returns which contents that this run would load a folder lacks (`record.contents`).
+        lacking: a function that takes a folder and returns what this run would load but the folder does not have.
     """
 
     def __init__(
@@ -260,19 +258,19 @@ class RunState:
         self._owner: Owner | None = None
         self._found: dict[str, Any] | None = None
         self._history_from: int | None = -1
-        """The step from which the run resumed, or -1. Checkpoints of later steps are renamed before the first save.
-        None after that.
+        """The step from which the run resumed, or -1. Before the first save, checkpoints of later steps are renamed,
+        and this becomes None.
         """
         self.resumed: dict[str, Any] = {"step": 0, "groups_kept": 0, "changed": []}
-        """Facts about the resumption: the checkpoint's step, the number of ready groups that it had, and the settings
-        that have changed since.
+        """The step and the number of ready groups of the checkpoint that the run resumed from, and settings that have
+        changed since.
         """
 
     def save(self, step: int, snapshot: dict[str, Any], save_verl: Callable[[], None]) -> Callable[[], None]:
-        """Have ``save_verl`` write verl's files, and return a function that writes ``snapshot`` and commits both.
+        """Have ``save_verl`` write verl's files, and return a function that completes the checkpoint with ``snapshot``.
 
-        The function has to be called once, on any thread, before the next save begins. It also removes checkpoints
-        that are no longer retained. ``snapshot`` may not be changed. If the step already has a checkpoint, nothing is
+        The caller calls that function once, on any thread, before the next save, and leaves ``snapshot`` unchanged. The
+        function also removes checkpoints that are no longer retained. If the step already has a checkpoint, nothing is
         written.
         """
         root = self._root

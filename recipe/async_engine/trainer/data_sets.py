@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the run's data sets with verl's own function, and checks them before any worker starts.
 
-Contract: the data sets have to be created without an error, have enough rows after the filters, and have first rows
-that can be read and that verl's own agent loops can turn into prompts. A failure is a `ConfigError` that names the
-setting and quotes the cause. The trainer's process makes these checks and not the main, because they need verl, the
-run's tokenizer and the user's class. Shown by tests/integration/test_data_sets.py.
+Contract: it must be possible to create the data sets. They must have enough rows after filtering, and first rows that
+can be read and that verl's own agent loops can turn into prompts. Otherwise a `ConfigError` names the setting and
+quotes the cause. The checks need verl, the run's tokenizer and the user's class, so they run in the trainer's process
+and not in the main process. Shown by tests/integration/test_data_sets.py.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ FIRST = 8
 def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
     """Return the tokenizer and processor, loaded as in the workers: with `tokenizer_path` and `custom_chat_template`.
 
-    Remote code is trusted if either `data.trust_remote_code`, which verl's data sets use, or the model's own setting,
-    which verl's workers use, says so.
+    Remote code is trusted if `data.trust_remote_code` (used by verl's data sets) or the model's own setting (used by
+    verl's workers) says so.
 
     Raises:
-        ConfigError: the model has no tokenizer, or it cannot be loaded.
+        ConfigError: the tokenizer is missing or cannot be loaded.
     """
     model = copy.deepcopy(config.actor_rollout_ref.model)
     OmegaConf.set_struct(model, False)
@@ -55,7 +55,7 @@ def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
 
 
 def defaults(config: Any) -> dict[str, Any]:
-    """Return the defaults, by name, that verl's own code uses for fields that a row lacks."""
+    """Return verl's default values for fields that a row may lack, by name."""
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     return {
         "agent_name": agent,
@@ -68,12 +68,7 @@ def defaults(config: Any) -> dict[str, Any]:
 
 
 def data_sets(config: Any, tokenizer: Any, processor: Any, batch: int) -> tuple[IndexedDataset, IndexedDataset]:
-    """Return the data sets of training and validation.
-
-    Args:
-        config: the whole configuration.
-        tokenizer, processor: as `tokenizer_and_processor` returns them.
-        batch: number of prompts in a step, which is the smallest usable size of the training data.
+    """Return the data sets of training (with at least ``batch`` prompts, which a step trains) and validation.
 
     Raises:
         ConfigError: the run cannot use one of the data sets. The error lists all problems.
@@ -92,8 +87,6 @@ def data_sets(config: Any, tokenizer: Any, processor: Any, batch: int) -> tuple[
 
 
 class _Maker:
-    """Makes one data set and checks it."""
-
     def __init__(self, config: Any, setting: str, tokenizer: Any, processor: Any) -> None:
         self._config, self._setting = config, setting
         self._tokenizer, self._processor = tokenizer, processor
@@ -132,7 +125,7 @@ class _Maker:
         return IndexedDataset(dataset, defaults(self._config), is_indexed=self._is_train)
 
     def _is_verls(self, row: dict[str, Any]) -> bool:
-        """Return whether one of verl's own agent loops, and not a user's loop of the same name, will get a row."""
+        """Return whether one of verl's own agent loops will process a row, and not a user's loop of the same name."""
         agent = self._config.actor_rollout_ref.rollout.agent
         name = row.get("agent_name", agent.default_agent_loop)
         return name in VERLS_LOOPS and not agent.get("agent_loop_config_path")
@@ -147,9 +140,9 @@ class _Maker:
         return self._refused(f"data with at least {needed} prompts, which a step trains", advice)
 
     def _why_left_out(self) -> str:
-        """Return why the first rows are unusable, for the case that verl's filter dropped too many rows.
+        """Return why the first rows of the unfiltered data are unusable, if verl's filter dropped too many rows.
 
-        The filter itself only reports the number of dropped rows, as if all of them were too long.
+        The filter itself reports only how many rows it dropped, and calls all of them too long.
         """
         data = copy.deepcopy(self._config.data)
         OmegaConf.set_struct(data, False)
@@ -158,7 +151,7 @@ class _Maker:
             rows = self._made(data)
             first = [rows[index] for index in range(min(FIRST, len(rows)))]
             fault = self._cannot_prompt([row["raw_prompt"] for row in first if FAILURE not in row])
-        except Exception:  # this text is only an explanation, so the message does without it
+        except Exception:  # this explanation is optional
             return ""
         return "" if fault is None else f"Of all {len(rows)}: {fault.problems[0].advice}"
 

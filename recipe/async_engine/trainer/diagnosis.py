@@ -13,7 +13,7 @@ DEEPEST = 14
 
 
 def describe(trainer: Any, thread: int) -> str:
-    """Return a report on the processes of an `AsyncPPOTrainer`, which may not have finished its launch.
+    """Return a report on the processes of an `AsyncPPOTrainer`, even before its launch has finished.
 
     ``thread`` is the id of the training loop's thread. Processes that do not answer come first, because they are the
     most likely cause of a problem.
@@ -36,7 +36,7 @@ def describe(trainer: Any, thread: int) -> str:
 
 
 def _asked(trainer: Any) -> dict[str, Any]:
-    """Return object references of each process's description of itself, by the name of the process."""
+    """Ask each process to describe what it does, and return the answers' object references by the processes' names."""
     if not trainer.is_up:
         return {}
 

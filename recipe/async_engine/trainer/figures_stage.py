@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives the current figures of a run to the main's terminal, the trackers and Prometheus.
+"""Collects the current metrics (figures) of a run for the main process's terminal, the trackers and Prometheus.
 
 Contract: any thread may read the figures at any time, without waiting for a stage of the trainer. `live` and `report`
 also export the figures to Prometheus, through Ray. Shown by tests/integration/test_exported.py and tests/e2e.
@@ -38,7 +38,7 @@ LEDGER_COUNTS: Sequence[str] = ("issued", "trained", "filtered", "failed", "live
 class PrometheusExporter:
     """Exports the figures of one run to Prometheus through Ray, with the label `run`.
 
-    The exporter must be used in a process of Ray. After its first failure it does nothing.
+    It only works in a process that is connected to Ray. After its first failure it does nothing.
     """
 
     def __init__(self, run: str) -> None:
@@ -47,7 +47,7 @@ class PrometheusExporter:
         self._has_failed = False
 
     def tell(self, figures: Mapping[str, Any]) -> None:
-        """Export those of the figures that are numbers."""
+        """Export the figures that are numbers."""
         if self._has_failed:
             return
         try:
@@ -71,13 +71,7 @@ class PrometheusExporter:
 
 
 class FiguresStage:
-    """Collects and exports the current figures of a run.
-
-    Args:
-        ledger, scheduler, timeline, alarms: the objects of the run from which the figures are read.
-        live_replicas: a function that returns the number of live replicas.
-        exporter: the export to Prometheus, or None.
-    """
+    """Collects the current figures of a run, and exports them if ``exporter`` is given."""
 
     def __init__(
         self,
@@ -93,7 +87,7 @@ class FiguresStage:
         self._reported: Mapping[str, Any] = {}
 
     def live(self, step: int) -> dict[str, Any]:
-        """Return the current figures, and what the trainer and the rollout are doing. The main asks every second."""
+        """Return current figures, and what trainer and rollout are doing. The main process asks every second."""
         reported = {
             name: value for name, value in self._reported.items() if name in EXPORTED or name.startswith(SERVERS)
         }
@@ -102,7 +96,6 @@ class FiguresStage:
         return {**figures, TRAINER_DOES: self._timeline.doing, ROLLOUT_DOES: self._timeline.rollout.lane.what}
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Store and export the metrics of the last step."""
         self._reported = metrics
         self._export(metrics)
 

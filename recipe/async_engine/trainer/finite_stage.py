@@ -2,12 +2,11 @@
 """Handles NaN and infinite numbers in a training batch, and missing scores in a validation.
 
 Contract: if a log-prob, value or advantage of an answer is NaN or infinite at a trained token, the whole answer is
-removed from the step's loss, with a warning and a count. Its numbers become zeros, because NaN times a mask of 0 is
-NaN. If no answer is left, the run ends. A validation's means leave out each prompt that has an answer without a score;
-an answer has no score if its reward is not a finite number or its trajectory failed. Other modules check rewards and
-the rollout's own log-probs (`recipe.async_engine.rollout.loop_output`) and gradients (`alarm_stage`).
-
-Shown by tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
+removed from the step's loss, logged and counted. Its numbers become zeros, because NaN times a mask of 0 is NaN. If no
+answer is left, the run ends. An answer of a validation has no score if its reward is not a finite number or its
+trajectory failed; the validation's means leave out each prompt that has such an answer. Other modules check rewards and
+the rollout's log-probs (`recipe.async_engine.rollout.loop_output`) and gradients (`alarm_stage`). Shown by
+tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
 
     Args:
         batch: a batch with ``response_mask``, (rows, R), which is 1 for trained tokens.
-        names: the columns (rows, R) to check, of which the batch may lack some.
+        names: the columns (rows, R) to check. Columns that the batch does not have are skipped.
 
     Raises:
         TrainingFailed: no answer is left.
@@ -74,8 +73,8 @@ def with_scores(
         turns: the numbers of turns of the answers, in one array for each batch.
 
     Returns:
-        The four arguments without the dropped answers, with values in ``infos`` of which verl can take means; and the
-            number of answers without a score.
+        The four arguments without the dropped answers, with ``infos`` in a form of which verl can take means, and the
+        number of answers without a score.
     """
     # verl uses "reward" or "acc" as its main score.
     scored = [infos[name] for name in ("reward", "acc") if name in infos]
@@ -92,7 +91,7 @@ def with_scores(
 
 
 def _averaged(values: list[Any]) -> list[Any]:
-    """Return values in a form that verl's means accept: either all strings, which verl skips, or numbers and None."""
+    """Return values of which verl can take means: either strings only, which verl skips, or numbers and None."""
     if any(isinstance(value, str) for value in values):
         return [None if value is None else str(value) for value in values]
     return [value if isinstance(value, float) or is_number(value) else None for value in values]

@@ -63,7 +63,7 @@ class LendingStage:
         self._switches, self._lent_s = 0, 0.0
 
     def wait(self, timeout_s: float, is_within_version: bool, finish: Callable[[], None]) -> None:
-        """Wait until a batch may be taken or no further batch can form, with hybrid replicas where these help.
+        """Wait until a batch may be taken or no further batch can form, and lend accelerators meanwhile if that helps.
 
         Args:
             timeout_s: deadline of each wait, in seconds.
@@ -81,7 +81,7 @@ class LendingStage:
         self._taken_at = time.monotonic()
 
     def again(self) -> None:
-        """Note that the batch was not trained, because answers were lost."""
+        """Do not count the time since the last batch as training, because answers of that batch were lost."""
         self._taken_at = None
 
     def metrics(self) -> dict[str, float]:
@@ -99,7 +99,7 @@ class LendingStage:
             return TAKE
         ledger = self._scheduler.ledger
         if self._is_over or ledger.version > ledger.announced:
-            # While a version is on its way, its announcement is waited for; it is asked again then.
+            # A version is being published. Its announcement calls this function again.
             return None
         return LEND if self._policy.lends(places, demand) else None
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects the settings and data of a run that its checkpoints store, so that a resumed run notices changes.
 
-`core.snapshots` has the rules for changes of these values. A file of the training data is identified by its size and a
+`core.snapshots` decides which of these values may change. A file of the training data is identified by its size and a
 digest of its content. If the file is larger than `WHOLE` bytes, the digest is of its first and last `PART` bytes. Data
 that is not on a local disk is identified by its name, and the tokenizer by its vocabulary. Shown by
 tests/integration/test_made_with.py.
@@ -72,7 +72,7 @@ SIZES = (
 
 
 def _of_models(config: Any) -> dict[str, Any]:
-    """Return the values of models, adapters and optimizers. A model outside of local folders has no sizes."""
+    """Return the values of models, adapters and optimizers. Sizes are only known of models in local folders."""
     policy, found = config.actor_rollout_ref.get("model") or {}, {}
     sections = {"actor_rollout_ref.actor": policy.get("path")}
     if has_critic(config):
@@ -88,7 +88,7 @@ def _of_models(config: Any) -> dict[str, Any]:
 
 
 def _sizes(path: Any) -> str | None:
-    """Return the sizes that decide the shapes of a model's weights, or None if its config.json cannot be read."""
+    """Return the `SIZES` of a model as text, or None if its config.json cannot be read."""
     file = Path(str(path)).expanduser() / "config.json"
     try:
         content = from_json(file.read_bytes())
@@ -114,7 +114,7 @@ def _lora(model: Mapping[str, Any]) -> str:
 
 
 def files_fingerprint(files: Iterable[Any]) -> str:
-    """Return a description of the files: of their content if they are on a local disk, and otherwise their names."""
+    """Return a text that identifies files by their content, or, if they are not on a local disk, by their names."""
     return ", ".join(_fingerprint(str(file)) for file in files)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gets a few answers from rollout replicas, which are not used for training.
+"""Requests a few answers from rollout replicas for a run's rehearsal. These answers are not trained.
 
 Contract: each request has its own seed, so that it does not change the engine's other random numbers. Requests are sent
 directly to a replica's server, without the load balancer. If a weight sync interrupts an answer, the request is sent
@@ -33,14 +33,7 @@ class RehearsalFailed(RecipeError):
 
 @dataclass
 class Answer:
-    """An answer that a replica sampled.
-
-    Attributes:
-        prompt: the tokens of the prompt.
-        tokens: the sampled tokens.
-        log_probs: the log-prob of each sampled token, in nats.
-        requests: number of requests until the answer was complete.
-    """
+    """An answer that a replica sampled, with each token's log-prob in nats, and the number of requests that it took."""
 
     replica: str
     prompt: list[int]
@@ -63,22 +56,22 @@ class Probe:
         self.prompt_tokens = min(PROMPT_TOKENS, int(rollout.prompt_length))
         self.answer_tokens = min(ANSWER_TOKENS, int(rollout.response_length))
         room = int(rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length)
-        # The length in tokens of an answer that should not be complete when the swap begins.
+        # An answer of this many tokens should still be unfinished when a weight swap begins.
         self._long = max(1, min(LONG_ANSWER_TOKENS, room - self.prompt_tokens))
 
     def tokens(self, seed: int, count: int) -> list[int]:
-        """Return ``count`` random tokens, which are always the same for a seed."""
+        """Return ``count`` random tokens, always the same for a given seed."""
         return random.Random(seed).choices(self._vocabulary, k=count)
 
     def sampled(self, records: Sequence[ReplicaRecord]) -> list[Answer]:
-        """Return a few answers of each replica. With the same weights, every call returns the same answers."""
+        """Return a few answers from each replica. With the same weights, every call returns the same answers."""
         numbers = [(record, number) for number in range(ANSWERS_PER_REPLICA) for record in records]
         return self._answers([(*each, self.answer_tokens, self._timeout_s, uuid.uuid4().hex) for each in numbers])
 
     def under(self, records: Sequence[ReplicaRecord], change: Callable[[], None], timeout_s: float) -> list[Answer]:
-        """Call ``change`` while each replica generates a long answer, and return the complete answers.
+        """Call ``change`` while each replica generates a long answer, and return the answers when they are complete.
 
-        ``timeout_s`` is the deadline of the answers and of ``change`` together, in seconds.
+        The answers and ``change`` together have ``timeout_s`` seconds.
         """
         names = {f"rehearsal-{uuid.uuid4().hex}": record for record in records}
 
@@ -93,7 +86,7 @@ class Probe:
         return answers.wait() or []
 
     async def _begun(self, names: dict[str, ReplicaRecord], is_over: Callable[[], bool]) -> None:
-        """Return when each of the requests has a token, when all have ended, or at the deadline."""
+        """Wait until each request has sampled a token or all requests have ended, or until the deadline."""
         deadline = time.monotonic() + self._timeout_s
         while not is_over() and time.monotonic() < deadline:
             news = await asyncio.gather(

@@ -2,12 +2,11 @@
 """Profiles the steps of ``global_profiler.steps`` with verl's own profilers.
 
 Contract: the profile of a step covers the time from the wait for its batch to the end of its training, and ends before
-its weights are published. The rollout engines that ``rollout.profiler`` selects are profiled for all this time, and
-the training workers from the beginning of their work. With ``profile_continuous_steps``, consecutive steps have one
-trace. The finish hook runs once, after the last step of ``global_profiler.steps``, or after the run's last step if that
-is profiled. If a replica cannot be profiled, only its own trace is missing.
-
-Shown by tests/integration/test_profile_stage.py and tests/e2e/test_trainer_features.py.
+the step's weights are published. The rollout engines that ``rollout.profiler`` selects are profiled for all this time,
+and the training workers from the beginning of the training on. With ``profile_continuous_steps``, consecutive steps
+have one trace. verl's finish hook runs once, after the last step of ``global_profiler.steps``, or after the run's last
+step if that is profiled. If a replica cannot be profiled, only its own trace is missing. Shown by
+tests/integration/test_profile_stage.py and tests/e2e/test_trainer_features.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class ProfileStage:
 
     Args:
         profiler: the section ``global_profiler`` of the configuration.
-        replicas: a function that returns the present replicas.
         profile: a function that starts or stops the training workers' profilers (`Stages.profile`).
         timeout_s: deadline of the replicas' answers, in seconds.
     """
@@ -48,19 +46,19 @@ class ProfileStage:
         self._engines = self._workers = False
 
     def begin(self, step: int) -> None:
-        """Begin to profile the rollout engines, when the trainer begins to wait for a step's batch."""
+        """Begin to profile the rollout engines. The trainer calls this when it begins to wait for a step's batch."""
         if step in self._steps and not self._engines:
             self._engines = True
             self._ask("start_profile")
 
     def train(self, step: int) -> None:
-        """Begin to profile the training workers, when the training of a step begins."""
+        """Begin to profile the training workers. The trainer calls this when it begins to train a step."""
         if step in self._steps and not self._workers:
             self._workers = True
             self._profile(start=True)
 
     def end(self, step: int, is_last: bool) -> None:
-        """End the profile, when the training of a step has ended or no further batch can form."""
+        """End the profile. The trainer calls this when a step is trained, or when no further batch can form."""
         if self._in_a_row and step + 1 in self._steps and not is_last:
             return
         if self._workers:

@@ -2,9 +2,9 @@
 """Publishes the trainer's weights as the next version.
 
 Contract: first a version is sealed: its weights are copied, and training continues from them. Then the replicas stage
-the version and swap it in, the ledger announces it, and the replicas resume generation. This happens while training
-continues, or training waits for it (``async_training.weights.publish``). Only one version is transferred at a time. It
-is announced while no replica generates. Shown by tests/e2e/test_fully_async.py, test_swaps.py and test_faults.py.
+the version and swap it in, the ledger announces it, and the replicas resume generation. Meanwhile training continues or
+waits (``async_training.weights.publish``). Only one version is transferred at a time, and a version is announced while
+no replica generates. Shown by tests/e2e/test_fully_async.py, test_swaps.py and test_faults.py.
 """
 
 from __future__ import annotations
@@ -34,11 +34,8 @@ class PublishStage:
     """Publishes versions. The trainer's thread calls the methods, and passes the metrics and timing of its step.
 
     Args:
-        scheduler: the scheduler, whose ledger counts the versions.
-        publisher: sends weights to the replicas and log-prob servers.
         published: the trainer's copy of the weights that were published last.
-        unchanged: detects a version with the same weights as the version before.
-        alarms: receives versions with unchanged weights.
+        unchanged: detects a version with the same weights as the version before, which is reported to ``alarms``.
         timeline: receives the phases of a publication.
         fail: a function that is called, on another thread, with the error of a failed publication.
     """
@@ -61,7 +58,7 @@ class PublishStage:
         self._way = self._new_way(fail)
 
     def _new_way(self, fail: Callable[[BaseException], None]) -> Beside[dict[str, float]]:
-        # A weight sync has 4 + `ATTEMPTS` steps, each with the deadline ``weight_sync``: a check which replicas are
+        # A publication has 4 + `ATTEMPTS` steps, each with the deadline ``weight_sync``: a check which replicas are
         # alive, at most `ATTEMPTS` transfers, the pause, the swap and the resumption.
         timeouts, parts = self._plan.settings.async_training.timeouts, 4 + ATTEMPTS
         setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
@@ -81,7 +78,7 @@ class PublishStage:
         return self._way.is_over
 
     def seal(self, metrics: Metrics, timing: Timing) -> None:
-        """Copy the trainer's weights as the next version, from which training continues."""
+        """Copy the trainer's weights as the next version, so that training can continue from them."""
         with self._paused(metrics, timing):
             self.finish(metrics)
             version = self._scheduler.ledger.version + 1
@@ -91,7 +88,7 @@ class PublishStage:
             self._scheduler.version_sealed()
 
     def send(self, metrics: Metrics, timing: Timing) -> None:
-        """Send the sealed version to the replicas, and wait for this if weights are published inline."""
+        """Begin to send the sealed version to the replicas, and wait for the end if weights are published inline."""
         version = self._scheduler.ledger.version
         with self._paused(metrics, timing):
             self._way.begin(version, lambda: self._bring(version))
@@ -99,11 +96,7 @@ class PublishStage:
                 self.finish(metrics)
 
     def finish(self, metrics: Metrics) -> None:
-        """Wait until the replicas generate with the version that was sealed last.
-
-        Raises:
-            PublishFailed: the publication failed, or was not done in time.
-        """
+        """Wait until the replicas generate with the last sealed version; raise PublishFailed on failure or lateness."""
         with self._timeline.phase("sync"):
             arrived = self._way.wait()
         if arrived:
@@ -113,8 +106,8 @@ class PublishStage:
     def again(self, is_within_version: bool) -> None:
         """Publish the ledger's version when the run begins: the initial weights, or the weights of a checkpoint.
 
-        With ``is_within_version`` the checkpoint was written after further batches had been trained, so the copy of the
-        published weights is sent.
+        With ``is_within_version``, batches were trained between the publication and the checkpoint. Then the
+        checkpoint's copy of the published weights is sent.
         """
         version = self._scheduler.ledger.version
         with self._published.in_use() if is_within_version else nullcontext():
@@ -125,7 +118,7 @@ class PublishStage:
 
     @contextmanager
     def _paused(self, metrics: Metrics, timing: Timing) -> Iterator[None]:
-        """Count the time inside the ``with`` block as time for which a publication pauses training."""
+        """Add the duration of the ``with`` block to the time for which publications pause training."""
         with self._timeline.phase("sync"), marked_timer("update_weights", timing, color="red"):
             began = time.monotonic()
             yield
@@ -142,7 +135,7 @@ class PublishStage:
                 self._scheduler.pause_until_drained(training.timeouts.trajectory, fill=training.whole_batches)
         with self._timeline.during("swap", version):
             self._publisher.swap(staged)
-        # No replica generates at this point, so every group that starts from now on has the new version.
+        # No replica generates at this point, so every group that starts from now on starts with the new version.
         self._scheduler.version_announced()
         with self._timeline.during("resume", version):
             metrics = self._publisher.resume(staged)
@@ -152,10 +145,9 @@ class PublishStage:
         return metrics
 
     def _note_arrived(self) -> int:
-        """Report to the alarms whether the announced version has the same weights as the version before.
+        """Tell the alarms whether the announced version has the weights of the version before.
 
-        Returns:
-            1 if the weights should have changed but did not, and otherwise 0.
+        Return 1 if the weights should have changed but did not, else 0.
         """
         unchanged = self._unchanged.published(self._scheduler.ledger.announced, self._publisher.checksum)
         if unchanged is not None:

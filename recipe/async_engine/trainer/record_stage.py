@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts and ends the event record of a run, and adds the trainer's events to it.
 
-Contract: the trainer's accelerators count as computing while verl calls its worker groups, which is a phase of the
-timeline. During all other work of a step the accelerators count as waiting. The ranks of a call count as one device.
-With ``async_training.events=false`` nothing is recorded. Shown by tests/integration/test_recording.py and
-tests/accounts.py.
+Contract: the trainer's accelerators count as computing while verl calls a worker group, and as waiting during all other
+work of a step. All ranks together count as one device. With ``async_training.events=false`` nothing is recorded. Shown
+by tests/integration/test_recording.py and tests/accounts.py.
 """
 
 from __future__ import annotations
@@ -48,11 +47,8 @@ UPDATE, COMPUTE = "update", "log_probs"
 class RecordStage:
     """The event record of a run, from the launch to the end.
 
-    Args:
-        config: the whole configuration.
-        timeline: the trainer's timeline.
-        replicas: a function that returns the present rollout and log-prob servers, which are asked for their activity.
-        agents: a function that returns the agent-loop workers, which are asked too.
+    It includes the activity of the rollout replicas and log-prob servers, and of the agent-loop workers, which the
+    functions ``replicas`` and ``agents`` return.
     """
 
     def __init__(
@@ -92,7 +88,7 @@ class RecordStage:
             self._recording.ask()
 
     def end(self, scheduler: RolloutScheduler | None, failed: bool) -> None:
-        """End generation and close the event record. An error is only logged, and the run has no time report then."""
+        """End generation and close the event record. An error is only logged; the run then has no time report."""
         if self._recording is None or self._recording.recorded is not None:
             return
         self._timeline.stop()
@@ -111,7 +107,7 @@ class RecordStage:
 
     @property
     def recorded(self) -> Recorded | None:
-        """The description of the closed record, or None if there is no record or the run has not ended."""
+        """A description of the closed record, or None if there is no record or it is not closed yet."""
         return None if self._recording is None else self._recording.recorded
 
     def ages(self, batch: DataProto, version: int) -> None:

@@ -2,15 +2,14 @@
 """Writes the event record of a run: what each process did, when, and for how long.
 
 Contract: the modules of the trainer's process report events with :meth:`Recording.tell`, on any thread. Rollout
-servers, log-prob servers and agent-loop workers store their activity until a thread of the recording asks for it, every
-second at first and less often in a long run. The same questions measure the difference between their clocks and this
-process's (`recipe.async_engine.record.events`). A device is a server, whose accelerator time the record accounts for.
-If a device dies, the time since its last answer is recorded as `lost_with_replica`, and the time until it is replaced,
-or the run ends, as `down`. From the 10,000th group on, events of trajectories and groups are kept for one group in two,
-later for one in four, and so on. An error of the recording never ends a run. Events that cannot be read or written are
-missing in the record and in the time report, which says so.
-
-Shown by tests/integration/test_recording.py and tests/accounts.py.
+servers, log-prob servers and agent-loop workers store their activity. A thread of this module asks them for it, every
+second at first and less often in a long run, and measures the offset of their clocks from this process's clock with the
+same calls (`recipe.async_engine.record.events`). A device is a server whose accelerator time is recorded. If a device
+dies, the time since its last answer is recorded as `lost_with_replica`, and the time until it is replaced, or the run
+ends, as `down`. From the 10,000th group on, events of trajectories and groups are kept for one group in two, later for
+one in four, and so on. An error of the recording never ends a run. Events that could not be read or written are missing
+in the record and in the time report, which says that they are missing. Shown by tests/integration/test_recording.py and
+tests/accounts.py.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ from recipe.async_engine.record.events import (
 logger = logging.getLogger(__name__)
 
 ASK_S, LONGEST_ASK_S = 1.0, 30.0
-# In a long run, the interval between two questions is the run's duration so far divided by this number.
+# In a long run, the interval between two requests for activity is the run's duration so far, divided by this number.
 ASKED_IN_ALL = 2_000
 MANY = 5_000
 GROUPS_IN_FULL = 10_000
 
 
 def is_kept(group: int) -> bool:
-    """Return whether the events of a group are kept.
+    """Return whether the events of the group with this number are kept.
 
-    They are kept for the first 10,000 groups, one in two of the next 10,000, one in four of the next 20,000, and so on.
+    Kept are the first 10,000 groups, one in two of the next 10,000, one in four of the next 20,000, and so on.
     """
     return group % (1 << (group // GROUPS_IN_FULL).bit_length()) == 0
 
@@ -87,7 +86,7 @@ class _Device:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the process uses accelerators, so that its time is accounted for. Agent-loop workers use none."""
+        """Whether the process uses accelerators, whose time the record accounts for. Agent-loop workers use none."""
         return self.kind != AGENTS
 
 
@@ -95,10 +94,9 @@ class Recording:
     """Writes the event record of a run.
 
     Args:
-        folder: the folder of the run.
-        devices: the numbers of accelerators of each kind of process.
+        devices: the number of accelerators of each kind of process.
         header: further facts about the run for the record's header.
-        parts: a function that returns the present actors to ask, by the names of their lanes.
+        parts: a function that returns the actors whose activity is recorded, by the names of their lanes in the record.
         clock: the clock of this process, in seconds.
 
     Attributes:
@@ -144,12 +142,12 @@ class Recording:
         self._told.append(event._replace(start=event.start - self._began, end=event.end - self._began))
 
     def follow(self, name: str, lane: Lane) -> None:
-        """Record the activity of a lane of this process from now on, under the given name."""
+        """From now on, record the activity that this process collects in ``lane``, under the given name."""
         lane.take()
         self._lanes[name] = lane
 
     def ask(self) -> None:
-        """Ask all actors for their activity now. Activity before an actor's first question is not recorded."""
+        """Ask all actors for their activity now. What an actor did before it is first asked is not recorded."""
         try:
             with self._lock:
                 self._ask_all()
@@ -251,7 +249,7 @@ class Recording:
             asked[device.asked[1]] = device
         began, waiting = self._clock(), list(asked)
         while waiting:
-            # An agent loop may keep its worker from answering. If only agent-loop workers are missing, wait less long.
+            # An agent loop may keep its worker from answering, so wait less if only agent-loop workers are missing.
             limit = TOLD_S if any(asked[reference].is_counted for reference in waiting) else AGENTS_TOLD_S
             if (left := began + limit - self._clock()) <= 0:
                 break
@@ -260,7 +258,7 @@ class Recording:
                 self._take(asked[reference], reference)
 
     def _again(self, name: str, handle: Any) -> _Device | None:
-        """Return the device that was lost under this name, if any, which another process continues."""
+        """Return the device that was lost under this name, if any, so that a new process can continue it."""
         for device in self._gone:
             if device.name == name:
                 self._gone.remove(device)
@@ -292,7 +290,7 @@ class Recording:
         known = until = device.known_until
         for span in answer.spans:
             start, end = (device.clock.here(time) - self._began for time in (span.start, span.end))
-            # Record only the time after `known`, because earlier time has been recorded, as `lost` if the device died.
+            # Skip the time before `known`, which is recorded already, possibly as `lost_with_replica`.
             if end > known:
                 self._told.append(Event(device.name, span.what, max(start, known), end, span.share, tokens=span.tokens))
                 until = max(until, end)
@@ -307,7 +305,7 @@ class Recording:
         if not device.is_counted:
             device.known_until = max(device.known_until, start)
         elif device.life:
-            # The device was restarted under the same name, so its earlier time is followed by `down` time.
+            # The device was restarted under the same name. Record the time until the restart as `down`.
             if not device.down:
                 self._dies(device)
             self._fill(device, Class.DOWN, start)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rehearsal of a run: before the first step, test in the run's own processes that weights reach the replicas.
+"""The rehearsal of a run: it tests before the first step, in the run's own processes, that weights reach the replicas.
 
 Contract: `Rehearsal.run` is called after the first publication, before anything is generated for training. It samples
 from every replica, sends the same version again in the configured way, samples once more, and compares log-probs.
-During the transfer every trainer rank computes, and each replica has an open request that the swap interrupts. Training
-is not affected: no weight, optimizer state, random state or group changes. Every wait has a deadline
-(``async_training.timeouts.rehearsal``).
+During the transfer every trainer rank computes, and each replica has an open request that the swap interrupts. The
+rehearsal does not affect training: it changes no weights, optimizer states, random states or groups. Every wait has a
+deadline (``async_training.timeouts.rehearsal``).
 
 - If a transfer fails, the run falls back to ``publish=inline``, and then to ``staging=none``. If an engine refused the
   weights, the order of these fallbacks is reversed. The run continues with the settings that worked.
@@ -41,7 +41,7 @@ from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
 logger = logging.getLogger(__name__)
 
 TOKENS_AT_ONCE = 1024
-"""Number of tokens in a micro-batch. It is small, because the memory that is left for logits is not known."""
+"""Number of tokens in a micro-batch, which is small because the free memory for logits is not known."""
 
 Pairs = dict[str, list[tuple[float, float]]]
 """The two log-probs of each token, as pairs, by replica."""
@@ -52,13 +52,10 @@ class Rehearsal:
     """The rehearsal of a run. The trainer's thread calls `run` once.
 
     Attributes:
-        publisher: the publisher of the run, after its first publication.
         workers: verl's group of the trainer's `ActorWorker` s.
-        version: the published version.
-        probe: gets answers from the replicas.
         rollout: verl's rollout section of the configuration.
         log_probs: verl's forward pass for old log-probs, with the trainer's current weights.
-        published: a function that returns a context in which the trainer has the published weights.
+        published: a function that returns a context in which the trainer computes with the published weights.
         timeout_s: deadline of each step, in seconds.
         position_rows: number of rows of position ids, which is more than 1 for models with positions in images.
         result: the checks and their outcomes, also if `run` raises an error.
@@ -103,7 +100,6 @@ class Rehearsal:
             self.result.seconds = time.monotonic() - began
 
     def rehearse(self) -> None:
-        """Make all checks, in order."""
         present = self.generating()
         with self.checking("engines answer"):
             before = self.probe.sampled(present)
@@ -115,7 +111,7 @@ class Rehearsal:
             check.said = self._judge("answers of {} changed, though the weights did not", _same_tokens(before, after))
 
     def generating(self) -> list[ReplicaRecord]:
-        """Return the rollout replicas."""
+        """Return the rollout replicas, without the log-prob servers."""
         return [record for record in self.publisher.known.present if record.generates]
 
     @contextmanager
@@ -127,14 +123,14 @@ class Rehearsal:
         except (NoReplicaLeft, PublishFailed):
             raise
         except Exception as error:  # any error here would also happen later in the run
-            if self.result.has_failed:  # a nested check has failed and is recorded already
+            if self.result.has_failed:  # a nested check has failed, and its failure is recorded already
                 raise
             self.result.checks.append(Check(name, FAILED, str(error), time.monotonic() - began))
             raise RehearsalFailed(f"{name}: {error}") from error
         check.seconds = time.monotonic() - began
         self.result.checks.append(check)
 
-    # The following methods send the weights. `recipe.partial_rollout.rehearsal` overrides this part.
+    # The following methods send the weights. `recipe.partial_rollout.rehearsal` overrides `send_again`.
 
     def send_again(self, before: list[Answer]) -> None:
         """Send the version again with the run's settings, or with fallbacks if that fails, and compare log-probs."""
@@ -144,7 +140,7 @@ class Rehearsal:
         self.compare(before)
 
     def _sent(self) -> Check:
-        """Send the version with the publisher's settings. If that fails, change the settings to the next fallback."""
+        """Send the version with the publisher's settings. If that fails, apply a fallback to them. Return the check."""
         weights, began = self.publisher.weights, time.monotonic()
         check = Check(f"weights arrive (publish={weights.publish}, staging={weights.staging})")
         cause: Exception | None = None
@@ -165,7 +161,10 @@ class Rehearsal:
         return check
 
     def _send(self) -> str:
-        """Transfer the version: in one attempt with the rehearsal's deadline, or as in training after a fallback."""
+        """Transfer the version, and return a remark for the check.
+
+        There is one attempt, with the rehearsal's deadline. After a fallback there are as many attempts as in training.
+        """
         with nullcontext() if self.result.fallbacks else self.in_haste():
             if self.publisher.weights.publish != "beside":
                 self.work()
@@ -202,7 +201,7 @@ class Rehearsal:
             self.under_requests(swap, check)
 
     def under_requests(self, change: Callable[[], None], check: Check) -> None:
-        """Call ``change`` while each replica has an open request, and record in ``check`` how the requests ended."""
+        """Call ``change`` while each replica generates an answer, and record in ``check`` how the answers ended."""
         answers = self.probe.under(self.generating(), change, self._longest_s)
         cut = sum(answer.requests > 1 for answer in answers)
         check.said = f"{len(answers)} came back whole, {cut} of them in parts"
@@ -215,7 +214,7 @@ class Rehearsal:
             raise PublishFailed(f"{', '.join(lacking)} did not get the weights: {self.publisher.known.errors}")
 
     def _note_servers(self, staged: StagedVersion) -> None:
-        """Record which log-prob servers lack the version. The trainer then computes log-probs in their place."""
+        """Record which log-prob servers lack the version, so that the trainer will compute log-probs in their place."""
         servers = [record for record in self.publisher.known.records if not record.generates]
         said = "; ".join(f"{record.name}: {record.error}" for record in servers if record not in staged.holders)
         if servers:
@@ -243,7 +242,7 @@ class Rehearsal:
 
     @contextmanager
     def in_haste(self) -> Iterator[None]:
-        """Limit a transfer inside the ``with`` block to one attempt and the rehearsal's deadline."""
+        """Limit transfers in the ``with`` block to one attempt, with the rehearsal's deadline."""
         publisher = self.publisher
         usual = publisher.known.timeout_s, publisher.attempts
         publisher.known.timeout_s, publisher.attempts = min(usual[0], self.timeout_s), 1
@@ -254,8 +253,8 @@ class Rehearsal:
 
     @property
     def _longest_s(self) -> float:
-        # A transfer checks which replicas are alive, connects in two steps and sends. Each of these steps has the
-        # deadline. The sum is increased by one more deadline and a minute.
+        # A transfer has four steps, each with this deadline: it checks which replicas are alive, connects in two steps
+        # and sends. One more deadline and a minute are a margin.
         return 5 * self.publisher.known.timeout_s + 60
 
     # The following methods make the trainer's ranks compute.
@@ -269,7 +268,7 @@ class Rehearsal:
         passes = 0
         while passes == 0 or not until():
             try:
-                # If a transfer blocks this pass, the transfer fails first, because its own deadline is earlier.
+                # If a transfer blocks this pass, the transfer's own deadline comes first, and its error is reported.
                 ray.get(self.workers.pass_without_update(data), timeout=self._longest_s)
             except GetTimeoutError:
                 raise RehearsalFailed(
@@ -338,7 +337,7 @@ class Rehearsal:
 
 
 def _same_tokens(before: list[Answer], after: list[Answer]) -> Pairs:
-    """Return both log-probs of each token before the first difference between two samples, by replica."""
+    """Return both log-probs of each token that comes before the first difference between two answers, by replica."""
     pairs: Pairs = {}
     for one, other in zip(before, after, strict=True):
         shared = [*map(eq, one.tokens, other.tokens), False].index(False)

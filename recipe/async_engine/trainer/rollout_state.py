@@ -3,13 +3,12 @@
 
 Contract: one file has a consistent state of all three. The file is in the folder of the checkpoint's model, is complete
 whenever it exists, and is written before the checkpoint is committed (``checkpoints``). A scheduler's snapshot has
-object references of the payloads, which are fetched while the file is written, on any thread, and are written from the
-object store's memory without a copy. In a resumed run, ready groups are trained as they are, and running groups
-continue from their kept answers. The file is read with ``torch.load``, which unpickles it: checkpoints are trusted like
-the code, as verl's own ``data.pt`` is. `Snapshot` describes the content, and `checked` refuses any other content as
-damaged.
-
-Shown by tests/integration/test_rollout_state.py, test_damaged_files.py and tests/e2e/test_faults.py.
+object references of the payloads (packed trajectories). They are fetched while the file is written, on any thread, and
+written from the object store's memory without a copy. In a resumed run, ready groups are trained as they are, and
+running groups continue from their kept answers. The file is read with ``torch.load``, which unpickles it, so
+checkpoints must be as trustworthy as the code, like verl's own ``data.pt``. `Snapshot` describes the content, and
+`checked` refuses any other content as damaged. Shown by tests/integration/test_rollout_state.py, test_damaged_files.py
+and tests/e2e/test_faults.py.
 """
 
 import logging
@@ -70,7 +69,7 @@ class LedgerState(TypedDict):
 class Position(TypedDict):
     """The position in the data, which `PromptSource.state` returns.
 
-    ``put_back`` is a single prompt or None in checkpoints of earlier versions of this package.
+    In checkpoints of earlier versions of this package, ``put_back`` is one prompt or None and not a list.
     """
 
     epoch: Number
@@ -81,7 +80,7 @@ class Position(TypedDict):
 
 @with_config(ConfigDict(arbitrary_types_allowed=True))
 class LiveGroup(TypedDict):
-    """A live group: the prompt's row, and a list item for each trajectory in the other fields."""
+    """A live group: the data row of its prompt, and lists that have one item for each trajectory."""
 
     row: dict[str, Any]
     scored: list[InstanceOf[TrajectoryScored] | None]
@@ -98,7 +97,7 @@ class Interrupted(TypedDict):
 
 
 class Scores(TypedDict):
-    """The scores of the first and the last validation."""
+    """The mean scores of the first and the last validation."""
 
     first: float | None
     last: float | None
@@ -165,8 +164,8 @@ def checked(snapshot: Any) -> dict[str, Any]:
 def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
     """Write a scheduler's snapshot, with its payloads, into the folder of a checkpoint.
 
-    All payloads have to be fetched within ``timeout_s`` seconds. If a payload is lost, because a node or worker died,
-    its group is saved as running instead of ready, so that a resumed run generates the lost answer again.
+    The payloads must arrive within ``timeout_s`` seconds. If a payload is lost with a node or worker, its group is
+    saved as running instead of ready, so that a resumed run generates the lost answer again.
     """
     deadline = time.monotonic() + timeout_s
     groups = {group_id: _fetched(group, deadline) for group_id, group in snapshot["groups"].items()}
@@ -179,8 +178,8 @@ def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
     saved = {**snapshot, "format": STATE_FORMAT, "groups": groups, "ledger": {**snapshot["ledger"], "live": live}}
     path = Path(folder) / ROLLOUT_STATE
     path.parent.mkdir(parents=True, exist_ok=True)
-    # torch's default pickle protocol would write bytes as text. Ray's cloudpickle also writes objects of classes that a
-    # user's file defines, because a prompt may have such objects.
+    # torch's default pickle protocol would write bytes as text. A prompt may have objects of classes that a user's file
+    # defines, and Ray's cloudpickle can write these.
     keeping = {"pickle_module": cloudpickle, "pickle_protocol": pickle.HIGHEST_PROTOCOL}
     durable.write(path, lambda file: torch.save(saved, file, **keeping))
 
@@ -230,6 +229,6 @@ def put_payloads(snapshot: dict[str, Any]) -> None:
 def _array(payload: Any) -> Any:
     """Return a payload in a form that `recipe.async_engine.rollout.trajectory_codec` can unpack.
 
-    This is an array, or bytes in checkpoints of earlier versions of this package.
+    That form is an array, or bytes if an earlier version of this package wrote the checkpoint.
     """
     return payload.numpy() if isinstance(payload, torch.Tensor) else payload

@@ -2,11 +2,11 @@
 """Saves a run while training continues, and resumes a run from a checkpoint.
 
 Contract: a checkpoint is the state of a run between two steps. The trainer's thread copies the scheduler's state, with
-object references instead of payloads, and has verl write its files. Then training continues, while another thread
-fetches the payloads, writes the remaining files and commits the checkpoint. Only one checkpoint is written at a time:
-the next checkpoint, and the end of the run, wait for it. A checkpoint has ``async_training.timeouts.checkpoint``
-seconds. One that fails or is late ends the run with its own error, at the latest when the next step begins. If the run
-fails for another reason, an unfinished checkpoint is completed first, if possible. Shown by
+object references instead of trajectories, and has verl write its files. Then training continues, while another thread
+fetches the trajectories, writes the remaining files and commits the checkpoint. Only one checkpoint is written at a
+time: the next checkpoint, and the end of the run, wait for it. If a checkpoint fails or takes more than
+``async_training.timeouts.checkpoint`` seconds, the run ends with that error, at the latest when the next step begins.
+If the run fails for another reason, an unfinished checkpoint is completed first, if possible. Shown by
 tests/integration/test_save_stage.py, tests/e2e/test_faults.py and test_disks.py.
 
 verl's v1 trainers call the callback ``trainer.checkpoint_callback_class`` after each checkpoint. This package calls the
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def teller(config: Any, trainer: Any) -> Callable[[int], None]:
-    """Return a function that calls the user's checkpoint callback, if there is one, for the checkpoint of a step."""
+    """Return a function that takes a checkpoint's step and calls the user's checkpoint callback, if there is one."""
     callback = build_checkpoint_callback(config)
 
     def tell(step: int) -> None:
@@ -66,8 +66,6 @@ class SaveStage:
     """Writes checkpoints on a thread of its own. Only the trainer's thread calls the methods.
 
     Args:
-        saved: the run's checkpoints on disk.
-        timeline: the trainer's timeline.
         limit_s: seconds that a checkpoint may take in total.
         watched: a function that takes the name of a wait and returns a context which enforces the wait's deadline.
         committed: a function that is called with the step of each complete checkpoint.
@@ -102,7 +100,7 @@ class SaveStage:
     def save(self, step: int, snapshot: dict[str, Any], save_training_side: Callable[[], None]) -> None:
         """Have ``save_training_side`` write verl's files now, and write ``snapshot`` while training continues.
 
-        ``snapshot`` is the state of the rollout, with payloads as object references.
+        ``snapshot`` is the state of the rollout, with object references instead of trajectories.
         """
         with self._watched("writing a checkpoint"):
             write_rest = self._saved.save(step, snapshot, save_training_side)
@@ -144,7 +142,7 @@ def loading(folder: str | Path | None) -> Iterator[None]:
 
 
 class SavedRun(TrainingStep):
-    """A run that is saved at the end of versions and can resume from a checkpoint."""
+    """The part of a trainer that saves the run whenever a version is complete, and resumes it from a checkpoint."""
 
     saved: RunState
     saving: SaveStage
@@ -167,7 +165,7 @@ class SavedRun(TrainingStep):
 
     @property
     def is_within_version(self) -> bool:
-        """Whether batches have been trained since weights were last published."""
+        """Whether batches have been trained since the last publication of weights."""
         return self.ledger.batches_left < self.plan.batches_per_version
 
     def save_if_due(self) -> None:
@@ -183,7 +181,7 @@ class SavedRun(TrainingStep):
     def save_once(self) -> None:
         """Save the run, unless it has a checkpoint of this step."""
         if self.saving.step != self.global_steps:
-            # Finish the publication first, because a resumed run has to begin with an announced version.
+            # Finish the publication first: a checkpoint must not contain a version that the replicas do not have yet.
             self.publishing.finish(self.metrics)
             self.saving.finish()
             with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):

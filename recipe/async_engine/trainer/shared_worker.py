@@ -10,9 +10,9 @@ from recipe.async_engine.trainer.actor_worker import ActorWorker
 
 
 class NeighbourAdapter(DeadlineServerAdapter):
-    """verl's adapter of the rollout engine, which looks up the server again for each transfer of weights.
+    """verl's adapter of the rollout engine, which looks up the engine's server again for each transfer of weights.
 
-    The server may have died and been replaced by a new one under the same name.
+    The server may have died, and a new one may have replaced it under the same name.
     """
 
     def _ensure_server_handle(self) -> bool:
@@ -39,9 +39,9 @@ class HybridActorWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
-        """Update the rollout engine as verl does, and return the checksum of the weights that the engine loaded.
+        """Send weights as verl does, and return the checksum of the weights that the rollout engine loaded.
 
-        With another ``mode`` than "naive" (or "auto", if that means it), send the weights and return the metrics.
+        If the backend (``mode``, or the configured one if ``mode`` is "auto") is not "naive", return verl's metrics.
         """
         sent = await super().update_weights(global_steps=global_steps, mode=mode)
         backend = self.config.rollout.checkpoint_engine.backend if mode == "auto" else mode

@@ -2,8 +2,8 @@
 """The interface between the training loop and a trainer: the stages of a step, and saving and loading.
 
 Contract: the loop calls the stages of a step in the order of the methods of `Stages`, from `begin_step` on, and passes
-the result of each stage to the next. The loop uses nothing else of a trainer. `trainer.verl_trainer` implements the
-stages with verl's trainer, and another trainer can implement them too.
+the result of each stage to the next. The loop uses no other members of a trainer. `trainer.verl_trainer` implements
+this interface with verl's trainer, and other implementations are possible.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ class TrainingFailed(RecipeError):
 
 
 class Stages(Protocol):
-    """The stages of a step, and everything else that the training loop asks of a trainer.
+    """The stages of a step, and everything else that the training loop needs from a trainer.
 
     Attributes:
         actor_rollout_wg: verl's group of the workers that train the policy.
         all_wg: the groups of all training workers, by role.
-        uses_reference: whether the run has a reference policy.
         prompts: verl's loader of the training data.
         val_dataloader: verl's loader of the validation data.
     """
@@ -58,11 +57,7 @@ class Stages(Protocol):
         """Take the rewards from the batch, where the agent-loop workers have put them."""
 
     def old_log_probs(self, batch: DataProto) -> tuple[DataProto, float]:
-        """Compute log-probs with the current weights.
-
-        Returns:
-            A batch with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
-        """
+        """Compute ``old_log_probs`` and ``entropys`` with the current weights; return both, and the MFU."""
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         """Add the reference policy's log-probs, if the run has a reference policy."""

@@ -77,7 +77,7 @@ class RolloutSide:
 def _users_manager(config: Any) -> str | None:
     """Return the name of the user's agent-loop manager class, or None.
 
-    If the run was started by verl's own main with this package's flags, the setting has a placeholder.
+    If verl's own main has started the run with one of this package's flags, the setting is a placeholder without use.
     """
     named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     return None if named == PLACEHOLDER else named
@@ -157,7 +157,7 @@ def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerS
 
 
 class Startup:
-    """The launch of a run's processes."""
+    """The part of a trainer that starts a run's processes."""
 
     config: Any
     plan: RunPlan
@@ -181,7 +181,7 @@ class Startup:
 
     @property
     def hybrid_replicas(self) -> int:
-        """Number of hybrid replicas beside standalone ones. They have the first numbers."""
+        """Number of hybrid replicas beside standalone ones. Replica numbers begin with the hybrid replicas."""
         return self.plan.hybrid_replicas if self.plan.settings.async_training.placement == ELASTIC else 0
 
     def init_workers(self) -> None:
@@ -205,7 +205,7 @@ class Startup:
         if servers.enabled:
             self._use_servers(started["the log-prob servers"], servers)
         if servers.reference_replicas:
-            # The servers of the reference policy get no new weights, so the publisher does not know them.
+            # The servers of the reference policy get no new weights, so they are not passed to the publisher.
             self.references = started["the servers of the reference policy"]
             handles = {replica.server_address: replica.server_handle for replica in self.references}
             agents, timeout_s = self.async_rollout_manager, self.timeouts.startup

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step: assembles a leased batch of groups and trains it with a trainer's `Stages`.
+"""A training step: it assembles a batch from groups and trains the batch with a trainer's `Stages`.
 
 Contract: the stages are called in verl's order. Before anything is trained, the staleness of every token is checked.
 Between the stages, this module updates alarms, handles numbers that are NaN or infinite, and adds log-probs from the
@@ -37,12 +37,7 @@ from recipe.async_engine.trainer.step_metrics import StepMetrics
 
 
 class TrainingStep(Startup):
-    """The steps of a training run.
-
-    Attributes:
-        metrics: the metrics of the current step.
-        timing_raw: the durations in the current step, in seconds, under verl's names.
-    """
+    """The part of a trainer that trains steps. ``metrics`` and ``timing_raw`` (in seconds) are the current step's."""
 
     tokenizer: Any
     ledger: SampleLedger
@@ -67,7 +62,7 @@ class TrainingStep(Startup):
         self.record.ages(batch, self.ledger.version)
         self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
         self.metrics.update(self.step_metrics.of_batch(batch, groups, self.async_rollout_manager, self.timing_raw))
-        # The versions of tokens are in the column `TOKEN_VERSIONS` from here on, so the runs are removed.
+        # The column `TOKEN_VERSIONS` has the versions of tokens from here on, so remove their run-length encoding.
         del batch.non_tensor_batch[VERSION_RUNS]
         batch = self.train_on(batch)
         self.running.batch_trained()
@@ -75,11 +70,10 @@ class TrainingStep(Startup):
         return batch
 
     def train_on(self, batch: DataProto) -> DataProto:
-        """Train an assembled batch."""
         stages, version = self.stages, self.ledger.version
         self.metrics.update(note_answers(batch, self.tokenizer.all_special_ids, self.alarms))
         batch = stages.rewards(batch)
-        # If log-prob servers are the source, the trainer waits for the servers' scores in this phase.
+        # If log-prob servers are the source, record the wait for their log-probs as a phase.
         with self.timeline.phase(ANSWER_SCORES) if self.plan.proximal is Proximal.SERVER else nullcontext():
             self.log_probs.fill(batch, version, self.metrics, self.timing_raw)
         if stages.uses_reference and self.plan.settings.servers.reference_replicas:
@@ -107,15 +101,15 @@ class TrainingStep(Startup):
 
     def by_published_weights(self, batch: DataProto) -> tuple[DataProto, float]:
         """Compute old log-probs of a batch with the weights that were published last."""
-        # In the first batch of a version the trainer's own weights are the published ones. The ledger has already
-        # subtracted this batch from `batches_left`.
+        # For the first batch after a publication, the trainer's own weights are the published ones. The ledger has
+        # already subtracted this batch from `batches_left`.
         if self.ledger.batches_left == self.plan.batches_per_version - 1:
             return self.stages.old_log_probs(batch)
         with self.published.in_use():
             return self.stages.old_log_probs(batch)
 
     def _updated(self, model: str, output: DataProto) -> None:
-        """Update alarms and metrics after an update of ``model``. ``output`` has the metrics of its ranks."""
+        """Update alarms and metrics after an update of ``model``. ``output`` has the metrics of the model's ranks."""
         self.metrics.update(note_update(model, output, self.alarms))
         if model == "actor":
             metrics = output.meta_info["metrics"]

@@ -26,7 +26,7 @@ SPECULATIVE = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_ve
 
 
 class StepMetrics:
-    """Computes these metrics for each step of a run."""
+    """Computes the metrics of this module for each step of a run."""
 
     def __init__(self, config: Any, plan: RunPlan) -> None:
         parts = wanted(OmegaConf.to_container(config, resolve=True), plan.settings)
@@ -60,7 +60,7 @@ class StepMetrics:
         }
 
     def of_step(self, batch: DataProto, metrics: dict[str, Any], timing: dict[str, float]) -> dict[str, float]:
-        """Return metrics that follow from the metrics of a trained step, verl's among them."""
+        """Return further metrics of a trained step, which are computed from the step's metrics and durations."""
         self._stale += metrics[STALE]
         return {
             STALE: self._stale,

@@ -4,8 +4,8 @@
 Contract: if a tracker cannot be set up, the launch fails. Afterwards a failing tracker does not affect the run or other
 trackers: a row for which it raises an error is lost, a tracker that hangs is abandoned, and only the first error of a
 tracker is logged. `Trackers.finish` gives each tracker the last rows and tells it how the run ended, within one
-deadline for all. A resumed run continues the files of ``file`` and ``tensorboard``, without the rows after its
-checkpoint. In other trackers each launch is a new run, whose rows have the steps of the training.
+deadline for all trackers. A resumed run continues the files of the trackers ``file`` and ``tensorboard``, without the
+rows after its checkpoint. In other trackers each launch is a new run, whose rows have the step numbers of the training.
 
 All calls of a tracker are made on one thread, because MLflow and Trackio identify their run by the thread. Shown by
 tests/integration/test_trackers.py, tests/e2e/test_signals.py, test_crash.py and test_disks.py.
@@ -43,7 +43,7 @@ Call = Callable[[Tracking], Any]
 BACKLOG = 4096
 """Limit on the number of rows that wait for a tracker. Further rows are dropped."""
 LONGEST = 1000
-"""Limit on the characters of an error for trackers, because MLflow refuses tags of more than a few thousand."""
+"""Largest number of characters of an error that trackers get, because MLflow refuses tags of a few thousand."""
 ENDED = "run/ended"
 MLFLOW_FILE = "mlflow_run.json"
 
@@ -87,7 +87,7 @@ class _Tracker:
             logger.error("tracker %s %s, the run goes on: %r", self.name, what, error)
 
     def ask(self, what: str, call: Call | None) -> None:
-        """Queue ``call`` for the tracker's thread. None ends the thread. ``what`` names the call in messages."""
+        """Queue ``call`` for the tracker's thread; None ends the thread. ``what`` names the call's data in messages."""
         try:
             self._asked.put_nowait(None if call is None else (what, call))
         except queue.Full as error:
@@ -99,9 +99,7 @@ class Trackers:
 
     Args:
         names: the trackers' names (``trainer.logger``).
-        project, experiment: the run's project and name in the trackers.
         config: the run's settings, without secrets.
-        folder: the folder of the run.
         step: the step of the checkpoint that the run resumes from, or 0.
         startup_s: seconds in which all trackers have to be set up.
 
@@ -125,7 +123,7 @@ class Trackers:
         self._trackers = [_Tracker(name, partial(self._set_up, name)) for name in self._samples]
         self._ending = threading.Lock()
         self.generations = SimpleNamespace(log=self._log_generations)
-        """An object that replaces verl's `ValidationGenerationsLogger`, which logs answers of a validation."""
+        """A stand-in for verl's `ValidationGenerationsLogger`, which logs answers of a validation."""
         try:
             self._wait(startup_s)
         except TrackerFailed as error:
@@ -144,7 +142,6 @@ class Trackers:
                 ) from None
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Send a row of metrics to every tracker."""
         self._last_step, row = step, dict(data)
         for tracker in self._trackers:
             tracker.ask(f"step {step}", partial(self._write, row, step))
@@ -192,8 +189,8 @@ class Trackers:
             tracking.logger[name].fp.write(kept)
         elif name == "tensorboard":
             writer = tracking.logger[name].writer
-            # Without a checkpoint, drop all earlier rows only if the folder is in the run's own folder, because another
-            # folder may have other runs in it.
+            # If the run resumes, drop the rows after its checkpoint. Otherwise drop all earlier rows, but only from a
+            # folder inside the run's own, because another folder may have other runs in it.
             if self._resumed_step > 0 or self._folder.resolve() in Path(writer.log_dir).resolve().parents:
                 _leave_out(writer, self._resumed_step + 1 if self._resumed_step > 0 else 0)
         elif name == "mlflow" and name in tracking.logger:
@@ -225,12 +222,12 @@ class Trackers:
         finally:
             tracking.finish(exit_code=int(has_failed))
             if name == "wandb":
-                # Wait for W&B's own process, which still writes the last rows and would be killed with this process.
+                # Wait until W&B's own process has written the last rows, because it would be killed with this process.
                 backend.teardown()
 
 
 def begin_tracking(config: Any, step: int, startup_s: float) -> Trackers:
-    """Set up the trackers that the configuration names. `Trackers` explains ``step`` and ``startup_s``."""
+    """Set up the trackers that the configuration names (see `Trackers` for ``step`` and ``startup_s``)."""
     trainer = config.trainer
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
     names = str(trainer.project_name), str(trainer.experiment_name)
@@ -266,7 +263,7 @@ def _file_of(project: str, experiment: str) -> Path:
 
 
 def _rows_kept(file: Path, step: int) -> bytes:
-    """Return the rows of earlier launches up to ``step``, because verl would overwrite them."""
+    """Return the rows up to ``step`` that earlier launches wrote and that verl would overwrite."""
     if step == 0 or not file.is_file():
         return b""
     return b"".join(line + b"\n" for line in file.read_bytes().splitlines() if _is_row(line, step))
@@ -276,7 +273,7 @@ def _is_row(line: bytes, last: int) -> bool:
     try:
         row = json.loads(line)
         return row["step"] <= last and ENDED not in row["data"]
-    except (ValueError, TypeError, KeyError):  # the line is incomplete
+    except (ValueError, TypeError, KeyError):  # an incomplete line is not a row
         return False
 
 

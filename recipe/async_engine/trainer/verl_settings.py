@@ -14,27 +14,27 @@ from recipe.async_engine.config.sections import ELASTIC, SHARED, Timeouts, Weigh
 from recipe.async_engine.trainer.log_probs.losses import BYPASS, CHOSEN, LOGLINEAR
 
 HYBRID_SHARE = "recipe_hybrid_gpu_memory_utilization"
-"""Key in ``rollout.custom`` of the share of memory for an engine on the trainer's accelerators."""
+"""Key in ``rollout.custom`` for the share of memory that an engine on the trainer's accelerators may use."""
 
 
 def for_hybrid_replicas(config: Any) -> Any:
-    """Return the configuration, after `derive_verl_settings`, as replicas on the trainer's accelerators need it."""
+    """Return a copy of ``config`` (after `derive_verl_settings`) for replicas on the trainer's accelerators."""
     config = copy.deepcopy(config)
     with open_dict(config):
         rollout = config.actor_rollout_ref.rollout
         rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
         rollout.gpu_memory_utilization = rollout.custom[HYBRID_SHARE]
-        # Each launch of replicas writes the whole list of targets.
+        # Each launch of replicas would overwrite the list of all replicas that Prometheus reads.
         rollout.prometheus.enable = False
         rollout.checkpoint_engine.backend, rollout.checkpoint_engine.custom_backend_module = "naive", None
     return config
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
-    """Write derived values into the configuration, in place, and resolve its interpolations, as verl's own main does.
+    """Write derived values into the configuration, in place, and then resolve its interpolations, as verl's main does.
 
-    OmegaConf would parse an interpolation each time it is read. Agent loops read several for each answer, which took
-    two thirds of an agent-loop worker's CPU time.
+    OmegaConf parses an unresolved interpolation each time it is read. Agent loops read several for each answer, which
+    took two thirds of an agent-loop worker's CPU time.
     """
     with open_dict(config):
         # verl's constructor requires `hybrid_engine`. The role mapping decides which processes really exist.
@@ -72,8 +72,8 @@ def _tell_tokenizer(rollout: Any, path: str | None) -> None:
 def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = None, places: int | None = None) -> None:
     """Write the settings that this package's rollout servers and weight workers read from verl's configuration.
 
-    These say that the run has a trainer, and have the deadlines, the staging of weights, and ``places``, the number of
-    answers that an engine generates at once.
+    They include the deadlines, how weights are staged, and ``places``, the number of answers that an engine generates
+    at once.
     """
     weights = weights or Weights()
     custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
@@ -92,9 +92,9 @@ def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = Non
 def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -> None:
     """Write the arguments of the checkpoint engines, except for those that the user has set.
 
-    With verl's nccl engine all ranks on the sender's node pass weights on, by broadcasts in the CUDA stream of their
-    training. If training continues during a transfer, these broadcasts and training's collectives could wait for each
-    other, so only rank 0 sends in this case.
+    With verl's nccl engine all ranks on the sender's node relay weights, by broadcasts in the CUDA stream of their
+    training. If training continues during a transfer, these broadcasts and the collectives of training could wait for
+    each other, so only rank 0 sends in this case.
     """
     derived: dict[str, Any] = {}
     if engine.backend == "nccl" and weights.publish == "beside":

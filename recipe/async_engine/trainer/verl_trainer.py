@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implements `Stages` with verl's trainer. Only this file subclasses verl's trainer and uses its private members.
 
-Contract: each stage is verl's own method, with verl's names of metrics. verl's methods that call its worker groups are
-overridden here, to run within a phase of the timeline, so that the event record has the times at which accelerators
-compute. Shown by tests/integration/test_finite_stage.py, test_trainer_group.py and the end-to-end runs.
+Contract: each stage is verl's own method, with verl's names of metrics. Overrides of verl's methods that call worker
+groups run them within a phase of the timeline, so that the event record shows when accelerators compute. Shown by
+tests/integration/test_finite_stage.py, test_trainer_group.py and the end-to-end runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,13 +34,13 @@ class TrainerGroup(RayWorkerGroup):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         worker = kwargs.get("ray_cls_with_init")
         if worker is not None:
-            # verl has already made the actor class. Make it again, because Ray accepts concurrency groups only there.
+            # verl has already made the actor class. Make it again, because concurrency groups cannot be added later.
             group = ray.remote(concurrency_groups={BESIDE_TRAINING: len(BESIDE_METHODS)})
             worker.cls = group(worker.cls.__ray_actor_class__)
         super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        # If one actor has several roles, the name of the method has the role as a prefix, so compare only the end.
+        # If an actor has several roles, verl prefixes the method's name with the role, so compare only the end.
         if method_name.endswith(BESIDE_METHODS):
             return getattr(worker, method_name).options(concurrency_group=BESIDE_TRAINING).remote(*args, **kwargs)
         return super()._execute_remote_single_worker(worker, method_name, *args, **kwargs)
@@ -50,9 +50,6 @@ class VerlTrainer(SeparateRayPPOTrainer):
     """verl's trainer, as an implementation of `Stages`.
 
     Args:
-        config: the whole configuration.
-        tokenizer, processor: the run's tokenizer and processor.
-        data: the data sets of training and validation.
         actor_worker: the class of the workers that train the policy.
         actor_role: verl's name of these workers' role.
         phase: a function that takes the name of a phase and returns a context which records the phase.
@@ -110,7 +107,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
     # The following methods start processes.
 
     def start(self, reservations: Reservations) -> None:
-        """Start the training workers on the reserved accelerators, which replace verl's own reservation."""
+        """Start the training workers on the accelerators in ``reservations``; verl would reserve its own."""
         manager = self.resource_pool_manager
         manager.resource_pool_dict = {name: reservations.pool(name) for name in manager.resource_pool_spec}
         self.resource_pool_to_cls: dict[Any, Any] = {pool: {} for pool in manager.resource_pool_dict.values()}
@@ -122,7 +119,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
             self.ref_policy_wg = self.actor_rollout_wg
 
     def use_rollout(self, agents: Any, servers: Any, rewards: Any, publisher: Any) -> None:
-        """Store the managers of the rollout under the names that verl's own methods use."""
+        """Store these objects under the names that verl's own methods use."""
         self.async_rollout_manager, self.llm_server_manager = agents, servers
         self.reward_loop_manager, self.checkpoint_manager = rewards, publisher
 

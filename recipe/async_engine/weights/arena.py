@@ -2,7 +2,7 @@
 """Allocates many tensors in one contiguous piece of host memory of exactly their total size.
 
 torch's allocator of pinned memory rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h:305),
-so the 339 tensors of a 7B model (14.2 GiB) would take 27.0 GiB. This module registers ordinary memory with the driver.
+so the 339 tensors of a 7B model (14.2 GiB) would take 27.0 GiB. This module pins one ordinary allocation instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Form = tuple[torch.Size, torch.dtype]
 def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
     """Return uninitialized tensors of these shapes and dtypes, one after the other in memory.
 
-    ``pinned``: register the memory with the driver, so that an accelerator copies from and to it asynchronously.
+    With ``pinned`` the memory is registered with the driver, so that an accelerator can copy it asynchronously.
     """
     begins, end = [], 0
     for shape, dtype in forms:
@@ -31,7 +31,7 @@ def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
     memory = torch.empty(end, dtype=torch.uint8)
     if pinned and end:
         pin_memory(memory.data_ptr(), end)
-        # Unregister the memory before it is freed. It is freed when the last tensor releases the shared storage.
+        # Unregister the memory before it is freed, which happens when no tensor uses the shared storage any more.
         weakref.finalize(memory.untyped_storage(), unpin_memory, memory.data_ptr())
     return [
         memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -42,7 +42,7 @@ def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
 def settle() -> None:
     """Wait for the work that this thread has queued on its accelerator, such as copies to host memory.
 
-    Other streams of the device are not waited for, because another version may be in transfer on them.
+    This does not wait for the device's other streams, on which another version may be in transfer.
     """
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()

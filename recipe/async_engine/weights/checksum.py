@@ -2,10 +2,10 @@
 """A checksum of weights, computed by the sender and by the receiving engine, on any device.
 
 Contract: the checksum depends on each tensor's name, shape, dtype and bits, but not on the order of the tensors. It
-changes if a bit changes, or if two blocks of `BLOCK_WORDS` words or two tensors are exchanged. Tensors without elements
-are ignored, since not every checkpoint engine transfers them. Each tensor is read once, in about one device operation
-and with a hundredth of its memory; the device is waited for only at the end. The checksum detects accidents, not
-forgeries. Shown by tests/integration/test_checksum.py.
+changes if a bit changes, or if two tensors or two blocks of `BLOCK_WORDS` words swap their contents. Tensors without
+elements are ignored, since not every checkpoint engine transfers them. Each tensor is read once, in about one device
+operation and with a hundredth of its memory as workspace. Only `value` waits for the device. The checksum detects
+accidents, not forgeries. Shown by tests/integration/test_checksum.py.
 
 `torch.hash_tensor` is not used: it combines words by exclusive or, so two ones give the same result as two zeros.
 """
@@ -29,7 +29,7 @@ CHECKSUM, VERSION = "sent checksum", "sent version"
 
 
 class Rows:
-    """A tensor of integers on one device, whose rows `take` hands out in order."""
+    """A preallocated tensor of integers on one device, of which `take` returns the next unused rows."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows, self.used = rows, 0
@@ -44,24 +44,25 @@ class Rows:
 
 @dataclass
 class Tensor:
-    """State of one tensor's checksum; ``runs`` locates its blocks' sums as (index of `Rows`, first row, row count)."""
+    """State of one tensor's checksum; ``runs`` locates its block sums: (index of `Rows`, first row, number of rows)."""
 
     what: str
     blocks: int = 0
     runs: list[tuple[int, int, int]] = field(default_factory=list)
     last: int | None = None
-    """Index of the tensor's last block among the incomplete blocks of all tensors, or None if it is complete."""
+    """Index of the tensor's last block among the incomplete blocks of all tensors, or None if that is complete."""
 
 
 class StreamChecksum:
     """Computes the checksum of a stream of tensors.
 
-    A tensor is read as 8-byte integers, which a CPU sums as fast as it reads them; it sums smaller ones thirty times
-    slower. The integers of each block are summed. The tensor's checksum is the sum of these block sums, each multiplied
-    by 2 * (index of the block) + 1. This factor is odd, so that the highest bit of an integer counts in every block.
+    A tensor is read as 8-byte integers, which a CPU sums at the speed of its memory; smaller integers would take thirty
+    times as long. The integers of each block are summed. The tensor's checksum is the sum of these block sums, each
+    multiplied by 2 * (index of the block) + 1. This factor is odd, so the highest bit of an integer counts in every
+    block.
 
-    When a tensor is added, the device sums the whole blocks, and copies the last block aside if it is incomplete.
-    `value` combines the block sums of many tensors at once.
+    When a tensor is added, the device sums the complete blocks, and copies the last block if it is incomplete. `value`
+    combines the block sums of many tensors at once.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class StreamChecksum:
             self._add(tensor.detach().flatten().view(torch.uint8))
 
     def add_chunk(self, meta: Any, data: torch.Tensor) -> None:
-        """Add one chunk of a tensor that verl has split; ``meta.chunk_offset`` is a multiple of `BLOCK_BYTES`."""
+        """Add the next chunk of a tensor that verl has split, at ``meta.chunk_offset``, a multiple of `BLOCK_BYTES`."""
         assert meta.chunk_offset % BLOCK_BYTES == 0, "only a tensor's last block may be incomplete"
         if not meta.chunk_offset:
             self._begin(meta.name, meta)
@@ -102,7 +103,7 @@ class StreamChecksum:
             tensor.last, self._incomplete = self._incomplete, self._incomplete + 1
 
     def _room(self, among: list[Rows], count: int, device: torch.device, shape: tuple[int, ...]) -> Rows:
-        """Return a `Rows` with ``count`` free rows; each newly allocated one is twice as large, up to a limit."""
+        """Return a `Rows` with ``count`` unused rows; each new `Rows` is twice as large as the last, up to a limit."""
         if not among or not among[-1].has(count, device):
             rows = min(2 * len(among[-1].rows), LARGEST >> 8 if shape else LARGEST) if among else 2 if shape else 512
             make = torch.zeros if shape else torch.empty
@@ -160,8 +161,8 @@ class StreamChecksum:
 def _number(tensor: Tensor, differences: list[Iterator[tuple[int, int]]], last: list[int]) -> int:
     """Return one tensor's checksum.
 
-    ``differences``: for each `Rows`, an iterator over its runs of rows that yields two sums of the run: the plain sum,
-    and the sum of the rows multiplied by 2 * row + 1.
+    ``differences`` has an iterator for each `Rows`, which yields two sums for each of its runs of rows: the sum of the
+    rows, and the sum of the rows times 2 * row + 1. ``last`` has the sums of all incomplete last blocks.
     """
     total = place = 0
     for rows, begin, count in tensor.runs:
@@ -173,10 +174,10 @@ def _number(tensor: Tensor, differences: list[Iterator[tuple[int, int]]], last: 
 
 
 class SummedSender:
-    """Wraps the checkpoint engine of the sending trainer rank, to report the checksum and version of what was sent.
+    """Wraps the checkpoint engine of the sending trainer rank, and reports checksum and version of the weights sent.
 
-    `send_weights` adds them to its metrics as `CHECKSUM` and `VERSION`, and the publisher compares what each receiver
-    reports with them. All other calls go to `engine` unchanged.
+    `send_weights` adds them to its metrics as `CHECKSUM` and `VERSION`, and the publisher compares them with what each
+    receiver reports. All other calls go to `engine` unchanged.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -188,7 +189,7 @@ class SummedSender:
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Send the weights with the wrapped engine; return its metrics with the checksum and version added."""
+        """Send the weights with the wrapped engine; return its metrics, checksum and version included."""
         checksum = StreamChecksum()
         if getattr(self.engine, "sums_what_it_sends", False):
             metrics = await self.engine.send_weights(weights, global_steps=global_steps)

@@ -21,13 +21,13 @@ def deadlines(backend: str, timeout_s: float, connect_timeout_s: float) -> tuple
 
 
 def consume(weights: Iterable[Any]) -> None:
-    """Consume the iterator to its end, because gathering a tensor may be a collective of all trainer ranks."""
+    """Iterate over the weights to the end, because gathering each tensor may be a collective of all trainer ranks."""
     for _ in weights:
         continue
 
 
 def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
-    """Wrap ``call`` to run on another thread with this thread's current accelerator, if there are accelerators."""
+    """Return ``call`` for use on another thread, with this thread's current accelerator selected there."""
     if not torch.accelerator.is_available():
         return call
     device = torch.accelerator.current_device_index()
@@ -40,16 +40,16 @@ def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
 
 
 class CycleCollector:
-    """Frees memory that failed weight syncs leave in reference cycles between an error, its waiters and the buckets.
+    """Frees buckets of failed weight syncs, which are part of reference cycles with the error and its waiters.
 
-    Python's own garbage collector would free it only later, and never in an idle process.
+    Python's own garbage collector would free the memory only later, and never in an idle process.
     """
 
     def __init__(self) -> None:
         self._looks = 0
 
     def add(self) -> None:
-        """Record a failed sync. Its error may stay referenced for a while, so the next two `clear` calls collect."""
+        """Record a failed sync. The error may stay referenced for a while, so the next two `clear` calls collect."""
         self._looks = 2
 
     def clear(self) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks through all values that two models of the same structure hold: in modules, routers, kernels, closures.
+"""Pairs all values that two models of the same structure hold, in modules, routers, kernels and closures.
 
-Contract: :func:`pairs` visits every object that can be reached from one model through attributes, items and closures,
-each once, together with the object that the other model has at the same path. It does not look into an object that both
-models share, nor into two objects of different types. So it terminates, and does not enter configurations, process
-groups or registries of the process. Nor does it look into an object with a `__del__` method, or of an extension type.
+Staging uses the pairs to swap the tensors of a spare model and of the live model. Contract: :func:`pairs` visits every
+object that can be reached from one model through attributes, items and closures, each once, together with the object
+that the other model has at the same path. It skips the contents of objects that both models share, of two objects of
+different types, of objects with a `__del__` method, and of extension types. So it terminates, and does not enter
+configurations, process groups or registries of the process.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ Put = Callable[[Any, Any], None] | None
 
 
 class Pair(NamedTuple):
-    """A value that one model holds at a path, and the other model's value at the same path, or `ABSENT`."""
+    """The values of two models at the same path, the second of which may be `ABSENT`."""
 
     path: str
     mine: Any
     theirs: Any
     has_parts: bool
-    """Whether the value holds other values, which the walk visits if both values are alike; a tensor holds none."""
+    """Whether ``mine`` holds other values, which `pairs` visits if both values are alike; a tensor holds none."""
     put_mine: Callable[[Any], None] | None
-    """Function that replaces the value at this path in the first model, or None if that is impossible."""
+    """Function that replaces the value at this path in the first model, or None if it cannot be replaced."""
     put_theirs: Callable[[Any], None] | None
 
     @property
@@ -77,9 +78,9 @@ def _held(holder: Any) -> tuple[dict[Any, Any], Put]:
 
 
 def _parts(holder: Any) -> tuple[dict[Any, Any], Put] | None:
-    """Return the values that an object holds, by name or index, and a function that replaces one.
+    """Return the values that an object holds, by name or index, and a function that replaces one of them.
 
-    The function is None if the values cannot be replaced; the result is None for an object that is not looked into.
+    The function is None if the values cannot be replaced. The result is None if the object's contents are skipped.
     """
     if isinstance(holder, dict):
         return holder, holder.__setitem__

@@ -103,7 +103,7 @@ class HybridPublisher(WeightPublisher):
         self.pause()
         self.release()
         for record in (record for record in self.known.records if record.dead):
-            # It may be alive and late, and would keep the memory that the trainer needs.
+            # A replica that counts as dead may only be late, and would keep the memory that the trainer needs.
             end_servers(record.replica, SERVERS_END_S)
 
     def spread(self, servers: Sequence[Any]) -> None:
@@ -112,7 +112,7 @@ class HybridPublisher(WeightPublisher):
 
     async def _spread(self, servers: Sequence[Any]) -> None:
         asked = [server.give_back_waiting.remote() for server in servers]
-        # A conversation would stay with its server otherwise.
+        # Without a cleared cache, a conversation would stay with its server.
         answers = await self.outcomes([self.known.load_balancer.clear_sticky_cache.remote(), *asked])
         for error in (answer for answer in answers if isinstance(answer, BaseException)):
             logger.warning("requests may be spread unevenly over the rollout replicas: %s", error)
@@ -184,5 +184,5 @@ class HybridPublisher(WeightPublisher):
         """Do nothing, because :meth:`begin_generation` resumes generation at the next turn."""
 
     async def _unroute_dead(self) -> None:
-        """Remove dead replicas from the load balancer; the requests that they had fail without further action."""
+        """Remove dead replicas from the load balancer; their requests fail by themselves."""
         await self.known.unroute([record for record in self.known.records if record.dead and record.routed])

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the FSDP2 engine of a model with LoRA adapters sends in a weight sync: merged weights, or only the adapters.
+"""verl's FSDP2 engine for models with LoRA adapters, changed to send merged weights or only the adapters.
 
-Contract: merged weights are computed in fp32 in new tensors, so that the model's own do not change, and converted to
+Contract: weights are merged in fp32 into new tensors, so that the model's own weights do not change, and converted to
 the dtype of the base weight. verl merges in place and undoes the merge afterwards
 (verl/workers/engine/fsdp/transformer_impl.py:1063), so that after a broken transfer the model keeps merged weights
 until the generator is garbage-collected; verl also rounds merged weights to bfloat16. Without merging
 (``model.lora.merge=false``) this engine always sends the adapters, whereas verl sends the frozen base if trainer and
-rollout are separate (verl/workers/engine_workers.py:772, verl #7495).
-
-Shown by tests/integration/test_lora_engine.py and tests/e2e/test_lora.py.
+rollout are separate (verl/workers/engine_workers.py:772, verl #7495). Shown by tests/integration/test_lora_engine.py
+and tests/e2e/test_lora.py.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
     """Yield (name in the base model, full tensor) of a PEFT model under ``fully_shard``, with its adapters merged.
 
-    This is a collective of all ranks, which must consume the tensors in step. On a single rank a tensor without an
-    adapter is the model's own, not a copy.
+    This is a collective: all ranks must consume the tensors in step. On a single rank a tensor without an adapter is
+    the model's own, not a copy.
 
     Raises:
-        WeightsError: an adapter is not of the form that adds a product to a weight (DoRA, for example), or another
-            layer without that adapter shares the weight.
+        WeightsError: an adapter does more than add a product to a weight (DoRA, for example), or another layer without
+            that adapter shares the weight.
     """
     adapted = {
         f"{prefix}.base_layer.weight": layer for prefix, layer in module.named_modules() if isinstance(layer, LoraLayer)
@@ -114,10 +113,10 @@ class LoraFSDPEngineWithLMHead(LoraSending, FSDPEngineWithLMHead):
 
 
 def register(device: str, vendor: str) -> None:
-    """Make this process use `LoraFSDPEngineWithLMHead` for language models on a vendor's accelerator.
+    """Make verl use `LoraFSDPEngineWithLMHead` in this process, for language models on a vendor's accelerator.
 
-    verl looks for an engine that is registered for the vendor first, and itself registers no such FSDP engine. The CPU
-    needs none, because its engines (`recipe.laptop.platform.engines`) already derive from `LoraSending`.
+    verl prefers engines that are registered for a vendor, and registers no FSDP engine for one itself. On the CPU this
+    does nothing, because the CPU's engines (`recipe.laptop.platform.engines`) already derive from `LoraSending`.
     """
     for backend in ("fsdp", "fsdp2"):
         if device != "cpu" and (device, vendor) not in EngineRegistry._engines["language_model"][backend]:

@@ -15,21 +15,22 @@ Contract:
   aborts it at once, from another thread. It must be called on every member when one of them has failed, which
   `recipe.async_engine.weights.publisher` does.
 - Data that an abort leaves in a buffer are never used as weights: after an abort the transfer yields nothing and fails.
-- A sender that failed still iterates over its weights to the end, since the other trainer ranks gather them with it.
+- A sender that failed still iterates over its weights to the end, since the other trainer ranks help to gather them.
 - Sending does not block an event loop.
-- A sender without relays may send while training goes on: it neither waits for work that training has queued on the
-  device nor delays that work. It fills buckets on one CUDA stream of its own and sends them on another, neither of
-  which is synchronized with the default stream. verl synchronizes the whole device for each bucket, and Ray's stream
-  and the default stream wait for each other. Weights in pinned memory are copied directly into a bucket.
+- A sender without relays (other ranks on its node that pass weights on) may send while training goes on: it neither
+  waits for work that training has queued on the device nor delays that work. It fills buckets on one CUDA stream of its
+  own and sends them on another; neither is synchronized with the default stream. verl synchronizes the whole device for
+  each bucket, and Ray's stream and the default stream wait for each other. Weights in pinned memory are copied directly
+  into a bucket.
 - A bucket is not refilled before it has been sent. verl starts a broadcast on a thread and synchronizes the device
-  (nccl_checkpoint_engine.py:353), but the thread may not have issued the broadcast yet; then it sends the next bucket's
-  contents in place of this one's, to all receivers alike. Here the broadcast is issued synchronously.
+  (nccl_checkpoint_engine.py:353). If the thread issues the broadcast only after that, it sends the contents of the next
+  bucket, to all receivers alike. Here the broadcast is issued synchronously.
 - The sender computes the checksum (`recipe.async_engine.weights.checksum`) from the buckets that it sends, and
   ``send_weights`` returns it.
 
-With relays, sending is verl's. As in verl, tensors must be contiguous, tensors without elements do not arrive, and a
-sender returns when it has sent its last bucket. If a member never joins a group, each member that did join keeps a
-waiting thread. Shown by tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator yet.
+With relays, weights are sent by verl's code. As in verl, tensors must be contiguous, tensors without elements do not
+arrive, and a sender returns when it has sent its last bucket. If a member never joins a group, each member that did
+join keeps a waiting thread. Shown by tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator yet.
 """
 
 from __future__ import annotations
@@ -66,16 +67,16 @@ LOOK_MS = 100
 
 @dataclass
 class Member(WorkerMetadata):
-    """The metadata that a process reports.
+    """The metadata that a member reports before a sync.
 
-    ``place`` is the name of the group that it is in, its rank and the world size, or None if it is in no group.
+    ``place`` has the name of the member's group, the member's rank and the world size, or is None without a group.
     """
 
     place: tuple[str, int, int] | None = None
 
 
 class Group:
-    """A group that this process joins and can leave once, from any thread."""
+    """An NCCL group that this process joins once, and can leave from any thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -84,7 +85,7 @@ class Group:
         self._lock = threading.Lock()
 
     def leave(self, reason: str) -> None:
-        """Leave the group and abort any transfer in which this process takes part."""
+        """Leave the group, which aborts a transfer that is going on."""
         with self._lock:
             if self.left is not None:
                 return
@@ -93,16 +94,16 @@ class Group:
         threading.Thread(target=self._abort, name="leave-nccl-group", daemon=True).start()
 
     def join(self, world_size: int, rank: int, stream: Any) -> None:
-        """Join, with collectives on ``stream``, since Ray's own stream and the default stream wait for each other."""
+        """Join the group, with collectives on ``stream``: Ray's own stream and the default one wait for each other."""
         collective.init_collective_group(world_size, rank, "nccl", self.name)
         rays, device = collective.get_group_handle(self.name), torch.cuda.current_device()
         rays._get_nccl_collective_communicator(str(device), [device])
         rays._dev_streams_map[str(device)] = [cp.cuda.ExternalStream(stream.cuda_stream)]
 
     def end_rendezvous(self) -> None:
-        """Kill the detached Ray actor through which the members found each other, since it would outlive the run."""
+        """Kill the detached Ray actor through which the members have found each other, as it would outlive the run."""
         rays = collective.get_group_handle(self.name)
-        # Such an actor also exists for a communicator that could not be created.
+        # An actor for the rendezvous exists even for a communicator that could not be created.
         for key in {*rays._dev_comm_map, ",".join(map(str, rays._used_gpu_indices))}:
             with suppress(ValueError):
                 rays._destroy_store(rays._generate_group_key(key))
@@ -119,12 +120,12 @@ class Group:
                 communicator.abort()
         if collective.get_rank(self.name) == 0:
             self.end_rendezvous()
-        with suppress(ValueError):  # Ray fails to find the actor, which has been killed already
+        with suppress(ValueError):  # Ray does not find the actor, which is killed already
             collective.destroy_collective_group(self.name)
 
 
 class BucketDescriptions:
-    """The socket on which a receiver gets descriptions of buckets; a wait ends when this process leaves the group."""
+    """The socket from which a receiver reads descriptions of buckets. A read fails if this process leaves the group."""
 
     def __init__(self, socket: zmq.Socket[bytes], group: Group) -> None:
         self._socket = socket
@@ -140,11 +141,7 @@ class BucketDescriptions:
         return self._socket.recv_pyobj()
 
     def close(self) -> None:
-        """Close the socket.
-
-        Python's garbage collector may delete a socket's context before the socket, and then waits for ever for the
-        socket to be closed.
-        """
+        """Close the socket, because Python's garbage collector hangs if it deletes the context of an open socket."""
         self._socket.close(linger=0)
 
 
@@ -154,9 +151,9 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     Args:
         bucket_size: size of a bucket in bytes, as in verl.
-        timeout_s: time limit of one sync.
-        connect_timeout_s: time limit for joining a group; at most ``timeout_s``.
-        settings: verl's other settings; with ``rebuild_group`` every sync creates a new group.
+        timeout_s: seconds that one sync may take.
+        connect_timeout_s: seconds that joining a group may take, at most ``timeout_s``.
+        settings: verl's other arguments. With ``rebuild_group`` every sync creates a new group.
     """
 
     rebuild_group: bool
@@ -181,14 +178,14 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     @property
     def _own_streams(self) -> tuple[Any, Any]:
-        """The CUDA streams on which buckets are filled and sent, which do not synchronize with the default stream."""
+        """The CUDA streams for filling and for sending buckets, which do not synchronize with the default stream."""
         if self._streams is None:
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()
         return self._streams
 
     @contextmanager
     def _filling(self) -> Iterator[Any]:
-        """Make the stream that fills buckets the current one of torch and cupy."""
+        """Make the stream for filling buckets the current stream of torch and cupy in the ``with`` block."""
         stream, _ = self._own_streams
         with torch.cuda.stream(stream), cp.cuda.ExternalStream(stream.cuda_stream):
             yield stream
@@ -206,7 +203,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return verl's topology with a group's name: a new one, unless all members report the same group and ranks."""
+        """Return verl's topology and a group's name, a new one unless all members report the same group and ranks."""
         topology = super().build_topology(actor_wg_world_size, rollout_world_size, metadata)
         ranks = [rank for side in topology for rank in side["rank"]]
         world_size = topology[0]["world_size"][0]
@@ -291,7 +288,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             self.reset("rebuild_group is set")
 
     def reset(self, reason: str = "reset() was called") -> None:
-        """Leave the group: a transfer in progress fails here with ``reason``, and the next sync creates a new group."""
+        """Leave the group: a transfer in this process fails with ``reason``, and the next sync creates a new group."""
         if self._group is not None:
             self._cycles.add()
             self._group.leave(reason)
@@ -299,7 +296,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float] | None:
-        """Send like verl, iterating over ``weights`` on a thread, because gathering a tensor is a blocking collective.
+        """Send ``weights`` as verl does, but on a thread, because gathering a tensor is a blocking collective.
 
         Returns:
             The checksum under the key `CHECKSUM` on the sending rank; None on the others.
@@ -326,8 +323,8 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
                 finally:
                     consume(iterator)
                     if self.rank == 0 and self.num_senders == 1:
-                        # Synchronize also after a failure, because the memory is reused. An operation that cannot
-                        # complete ends when this process leaves the group.
+                        # Synchronize even after a failure, because the memory is reused. An operation that hangs is
+                        # aborted when this process leaves the group.
                         for stream in self._own_streams:
                             stream.synchronize()
 
@@ -350,7 +347,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             with self._filling():
                 sums.add_chunk(meta, bucket.fill(meta, chunk))
             if not chunk.is_cpu:
-                # The chunk's memory may be reused as soon as the next chunk is requested.
+                # The chunk's memory may be reused when the next chunk is gathered, so gathering waits for the copy.
                 gathering.wait_stream(filling)
         await self._broadcast(bucket, is_last=True)
         for sent in (other, bucket):
@@ -360,7 +357,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     async def _broadcast(self, bucket: Bucket, is_last: bool) -> None:
         meta = {"bucket_meta": bucket.holds, "is_last": is_last, "length": bucket.length}
-        # The broadcast waits only for cupy's current stream, which has to be the one that fills the bucket.
+        # The broadcast waits for cupy's current stream only, so that has to be the stream that fills the bucket.
         with self._filling():
             sending = BroadcastOperation(self.rank, self.group_name, bucket.filled, meta, self.socket, self.topic)
         await sending.wait_for_complete()
@@ -368,7 +365,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         bucket.left.record(self._own_streams[1])
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Receive like verl. A tensor is a view of a buffer that is reused, so it is valid until the next is requested.
+        """Receive as verl does. A tensor is a view of a reused buffer, and is valid until the next one is requested.
 
         Raises:
             WeightStreamError: this member has left the group, or the deadline has passed.
@@ -390,7 +387,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[Group]:
-        """Leave the group at the deadline, on a failure or on an early end, since its members are then out of step."""
+        """If the ``with`` block fails, ends early or is late, leave the group, whose members are then out of step."""
         group = self._group
         if group is None:
             raise WeightStreamError(f"{what} is impossible without a group: call prepare and init_process_group first")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Those parts of `recipe.async_engine.weights.nccl_engine` that need no NCCL group: buckets and threads."""
+"""The parts of `recipe.async_engine.weights.nccl_engine` that need no NCCL group: buckets and threads."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Bucket:
         self.holds: dict[str, TensorMeta] = {}
         self.length = 0
         self.left: Any = None
-        """CUDA event after the operation that sends the bucket's contents, or None if nothing is being sent."""
+        """CUDA event that follows the sending of the bucket's contents, or None if nothing is being sent."""
 
     def place(self, size: int) -> int | None:
-        """Return the offset at which ``size`` more bytes would begin, or None if they do not fit."""
+        """Return the offset, in bytes, for ``size`` more bytes, or None if they do not fit."""
         begin = self.length + -self.length % ALIGNMENT
         return begin if begin + size <= len(self._bytes) else None
 
@@ -56,7 +56,7 @@ class InlineExecutor(ThreadPoolExecutor):
         outcome: Future[Any] = Future()
         try:
             outcome.set_result(call(*arguments, **named))
-        except Exception as error:  # The future passes it on to its waiter.
+        except Exception as error:  # The future passes the error on to its waiter.
             outcome.set_exception(error)
         return outcome
 

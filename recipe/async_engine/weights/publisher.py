@@ -4,19 +4,20 @@
 Contract:
 
 * With ``async_training.weights.publish=inline`` the trainer waits for the whole publication. Otherwise it waits only
-  for :meth:`WeightPublisher.snapshot`, and that copy of its weights is sent while it trains on.
+  for :meth:`WeightPublisher.snapshot`, which copies its weights, and trains on while the copy is sent.
 * Replicas stage a version next to the live weights. Generation pauses for the swap only when every live replica has
-  staged the complete version. Until then, and if the transfer fails, the old version generates. The new version is
-  announced when the live replicas have swapped; then generation resumes on the replicas that hold it.
-* A replica that died, or did not load the version, gets no requests until a later version succeeds; the others
+  staged the complete version. Until then, and if the transfer fails, the replicas generate with the old version. The
+  new version is announced when the live replicas have swapped; then generation resumes on the replicas that hold it.
+* A replica that died, or did not load the version, gets no requests until it loads a later version; the other replicas
   continue without it. If weights are loaded in place (``async_training.weights.staging=none``), generation pauses for
   the whole transfer. After a broken transfer all replicas load again, because any of them may have incomplete weights.
-* Every step has a deadline (``async_training.timeouts.weight_sync``); stock verl waits for ever when a receiver dies
-  (checkpoint_engine/base.py:553). As soon as one member fails, the publisher calls ``reset`` on the engines that have
-  it, to make them leave their group, since a collective waits for every member. After each transfer, including a failed
-  one, it calls ``finalize`` on all.
+* The members of a transfer are the trainer's ranks and the receivers. Every step has a deadline
+  (``async_training.timeouts.weight_sync``); stock verl waits for ever when a receiver dies
+  (checkpoint_engine/base.py:553). A collective waits for every member, so as soon as one member fails, the publisher
+  makes all members leave their group, by calling ``reset`` on checkpoint engines that have this method. After each
+  transfer, even a failed one, it calls ``finalize`` on all engines.
 * A receiver whose checksum differs from the trainer's has failed to load. A log-prob server with such weights is told
-  to refuse requests until a later load succeeds; its failure never ends the run.
+  to refuse requests until a later load succeeds. The failure of a log-prob server never ends the run.
 * A member that fails repeatedly does not block the others: after the second attempt they load without it.
 * Members that a publication finds dead are replaced while the run goes on, within the restart budget; a replacement
   takes part in the next publication. Agent-loop workers get the handles of the present log-prob servers.
@@ -66,7 +67,7 @@ Handles = dict[str, Any]
 Start = Callable[[], RolloutReplica]
 
 ATTEMPTS = 3
-"""Largest number of attempts at a transfer; the third is made only if one member has made the first two fail."""
+"""Largest number of attempts at a transfer; the third is made without members that have made the first two fail."""
 
 
 class NoReplicaLeft(RecipeError):
@@ -93,7 +94,7 @@ class StagedVersion:
 
 
 class WeightPublisher(CheckpointEngineManager):
-    """verl's checkpoint-engine manager with deadlines, which tracks what each replica holds."""
+    """verl's checkpoint-engine manager with deadlines, which tracks the version that each replica holds."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class WeightPublisher(CheckpointEngineManager):
         weights: Weights,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """``dtype`` is the narrowest dtype of floating-point weights in which no receiver loses precision."""
+        """``dtype`` is the narrowest dtype in which floating-point weights can be sent without a loss of precision."""
         super().__init__(config, actor_wg, replicas)
         self.weights = weights
         """The settings ``async_training.weights``, with a value for each that was null."""
@@ -115,7 +116,6 @@ class WeightPublisher(CheckpointEngineManager):
         self.seconds = 0.0
         self.checksum: str | None = None
         self.attempts = ATTEMPTS
-        """Largest number of attempts at a transfer."""
         self._replacements: Replacements | None = None
         self._start_replica: Start | None = None
         self._start_server: Start | None = None
@@ -132,20 +132,20 @@ class WeightPublisher(CheckpointEngineManager):
         return self.weights.staging == "none"
 
     def add_replicas(self, replicas: list[RolloutReplica]) -> None:
-        """Include these replicas from the next sync on."""
+        """Include these replicas or log-prob servers from the next weight sync on."""
         super().add_replicas(replicas)
         self.known.records += [ReplicaRecord(replica) for replica in replicas]
 
     def replace_lost(self, replacements: Replacements, start_replica: Start) -> None:
-        """Replace each replica that is lost from now on by one from ``start_replica``, started by ``replacements``."""
+        """From now on, have ``replacements`` replace each lost replica by one that ``start_replica`` returns."""
         self._replacements, self._start_replica = replacements, start_replica
 
     def use_servers(
         self, servers: list[RolloutReplica], tell: Callable[[Handles], None], start: Start | None = None
     ) -> None:
-        """Send weights to these log-prob servers too; ``start`` starts a replacement for one that is lost.
+        """Send weights to these log-prob servers too; ``start`` starts a replacement for a lost server.
 
-        ``tell`` passes the handles of the present servers to the agent-loop workers, now and whenever they change.
+        ``tell`` passes the handles of the present servers to the agent-loop workers, now and after each change.
         """
         self._tell, self._start_server = tell, start
         self.add_replicas(servers)
@@ -157,7 +157,7 @@ class WeightPublisher(CheckpointEngineManager):
 
     @property
     def restarts(self) -> int:
-        """Number of replacements started so far."""
+        """Number of attempts to replace a replica or server so far."""
         return 0 if self._replacements is None else self._replacements.begun
 
     def take_lost(self) -> list[RolloutReplica]:
@@ -185,11 +185,7 @@ class WeightPublisher(CheckpointEngineManager):
         return self.resume(staged)
 
     def snapshot(self, version: int) -> None:
-        """Make the trainer copy its weights, unless its steps wait for the transfer and no copy is needed.
-
-        Raises:
-            PublishFailed: the copy failed.
-        """
+        """Make the trainer copy its weights, unless training waits for the transfer; raise PublishFailed on failure."""
         if not self._beside:
             return
         try:
@@ -200,9 +196,10 @@ class WeightPublisher(CheckpointEngineManager):
             raise PublishFailed(f"the trainer could not copy version {version}: {plain_cause(error)}") from error
 
     def stage(self, version: int) -> StagedVersion:
-        """Stage the version on the replicas, next to their live weights, with which they continue to generate.
+        """Stage the version on the replicas, next to the live weights, with which the replicas continue to generate.
 
-        Replicas that have started since the last publication take part. With in-place loading this does nothing more.
+        Replicas that have started since the last publication are added. If weights are loaded in place, `swap` loads
+        them instead.
 
         Raises:
             NoReplicaLeft: no replica has loaded the version.
@@ -225,7 +222,7 @@ class WeightPublisher(CheckpointEngineManager):
         self._timed(staged, self._swap(staged))
 
     def resume(self, staged: StagedVersion) -> dict[str, float]:
-        """Resume generation on the replicas that hold the version, and replace lost ones; return metrics of the sync.
+        """Resume generation on the replicas that hold the version, and begin to replace lost ones; return metrics.
 
         Raises:
             NoReplicaLeft: no replica resumed.
@@ -259,7 +256,7 @@ class WeightPublisher(CheckpointEngineManager):
 
     async def _agree_on_dtypes(self) -> Wire:
         if self._in_place:
-            # Only the staging extension can report the parameters that an engine holds in a wider dtype.
+            # Which parameters an engine holds in a wider dtype is only known with staging.
             return Wire()
         servers = [record.replica.server_handle for record in self.known.present if record.generates]
         answers = await self._all([server.wide_parameters.remote() for server in servers])
@@ -274,9 +271,9 @@ class WeightPublisher(CheckpointEngineManager):
             staged.seconds += time.monotonic() - began
 
     async def _transfer(self, staged: StagedVersion) -> None:
-        """Transfer the version to the replicas and record in ``staged`` which of them loaded it."""
+        """Transfer the version to the replicas and servers, and record in ``staged`` which of them loaded it."""
         version = staged.version
-        # Find dead members first, because a member that dies unnoticed would make the transfer fail for all.
+        # Find dead receivers first, because a dead member makes a transfer fail for all.
         living = [record for record in self.known.records if not record.dead]
         servers = [record for record in living if not record.generates]
         await asyncio.gather(
@@ -312,7 +309,7 @@ class WeightPublisher(CheckpointEngineManager):
             raise self._no_replica(f"no rollout replica holds version {staged.version}", self.known.records)
 
     async def _load_with_retries(self, staged: StagedVersion) -> list[ReplicaRecord]:
-        """Return the replicas that loaded the version; raise PublishFailed if the trainer itself failed repeatedly."""
+        """Return the receivers that loaded the version; raise PublishFailed if the trainer itself failed repeatedly."""
         version = staged.version
         committed: list[ReplicaRecord] = []
         refused: list[ReplicaRecord] = []
@@ -328,7 +325,7 @@ class WeightPublisher(CheckpointEngineManager):
             await self.known.each("answer", self.known.present, ping, PING_S)
             if attempt > 1 and self.known.present and self._is_the_cause(trainer_error):
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
-            # A member that fails makes a collective transfer fail for all, so the next attempt leaves that member out.
+            # A member that fails makes a collective transfer fail for all, so a later attempt leaves that member out.
             failed = [record for record in candidates if record not in committed and not record.dead]
             own = [record for record in failed if failed_by_itself(record, trainer_error)]
             if attempt > 1 and (own == failed or len(own) == len(candidates)):
@@ -344,7 +341,7 @@ class WeightPublisher(CheckpointEngineManager):
         return error
 
     def _is_the_cause(self, trainer_error: BaseException | None) -> bool:
-        """Return whether the trainer itself failed, as opposed to failing because a receiver left in mid-transfer."""
+        """Return whether the trainer failed by itself, and not because a receiver left in the middle of a transfer."""
         if trainer_error is None or any(failed_by_itself(record, trainer_error) for record in self.known.present):
             return False
         its_own = not isinstance(plain_cause(trainer_error), WeightStreamError)
@@ -361,7 +358,7 @@ class WeightPublisher(CheckpointEngineManager):
     async def _load(
         self, records: list[ReplicaRecord], version: int
     ) -> tuple[list[ReplicaRecord], dict[str, float], BaseException | None]:
-        """Try one transfer to all ``records``; return those that loaded it, the sender's metrics and its error."""
+        """Try one transfer to all ``records``; return those that loaded it, the trainer's metrics, and its error."""
         handles = [worker for record in records for worker in record.replica.workers]
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
         group = TransferGroup(self.actor_wg, rollout, self.backend_cls, self._answer_s)
@@ -388,11 +385,11 @@ class WeightPublisher(CheckpointEngineManager):
 
     @property
     def _answer_s(self) -> float:
-        # This deadline is longer than the transfer's own, so that the transfer's error is the one that is reported.
+        # This deadline is longer than the transfer's own, so that a late transfer is reported with its own error.
         return self.known.timeout_s + PING_S
 
     async def outcomes(self, references: list[Any]) -> list[Any]:
-        """Wait for all Ray references; return the value or exception of each, a TimeoutError if it is late."""
+        """Return the value of each reference, or the exception, which is a TimeoutError if the value is late."""
         return await outcomes(references, self._answer_s)
 
     async def _all(self, references: list[Any]) -> list[Any]:
@@ -405,8 +402,8 @@ class WeightPublisher(CheckpointEngineManager):
     async def _unroute(self, records: list[ReplicaRecord]) -> None:
         """Remove replicas from the load balancer, then abort the requests that wait at their servers.
 
-        If only a weight worker of a replica died, its server is alive and paused, and requests wait there. If the
-        server died, its requests have failed already.
+        If only a weight worker of a replica died, the replica's server still lives, is paused, and has waiting
+        requests. If the server died, its requests have failed already.
         """
         leaving = await self.known.unroute(records)
         await self.known.each(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replicas that receive weights, their states, and which of them the load balancer routes to.
+"""Tracks the replicas that receive weights, their states, and which of them the load balancer routes to.
 
 Contract: every call to a replica has a deadline, and a replica that fails or is late is treated as dead from then on.
 Shown by tests/integration/test_publisher.py and test_hybrid_publisher.py.
@@ -20,21 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 def plain_cause(error: BaseException) -> BaseException:
-    """Return the error inside Ray's wrapper, without the remote traceback, which the log contains anyway."""
+    """Return the error inside Ray's wrapper, without the remote traceback, which is in the log."""
     return getattr(error, "cause", None) or error
 
 
 def generates(replica: RolloutReplica) -> bool:
-    """Return whether this is a rollout replica as opposed to a log-prob server."""
+    """Return whether this is a rollout replica and not a log-prob server."""
     return getattr(replica, "generates", True)
 
 
 @dataclass
 class ReplicaRecord:
-    """A replica and its state as the publisher knows it.
+    """A rollout replica or log-prob server, and its state as the publisher knows it.
 
-    The load balancer routes only to rollout replicas, not to log-prob servers. A log-prob server that does not answer
-    is ``absent``: the sync continues without it, and the next sync tries it again.
+    Only rollout replicas get requests from the load balancer (``routed``). Only log-prob servers can be ``absent``:
+    if a server does not answer, the sync continues without it, and the next sync tries it again.
     """
 
     replica: RolloutReplica
@@ -59,7 +59,7 @@ class ReplicaRecord:
 
 
 async def ping(record: ReplicaRecord) -> None:
-    """Wait until all processes of a replica have given a sign of life."""
+    """Wait until all processes of a replica have answered a call."""
     workers = [worker.__ray_call__.remote(lambda worker: None) for worker in record.replica.workers]
     servers = [sign_of_life(server).remote() for server in record.replica.servers]
     await asyncio.gather(*workers, *servers)
@@ -69,13 +69,7 @@ Action = Callable[[ReplicaRecord], Awaitable[Any]]
 
 
 class ReplicaSet:
-    """All replicas and servers that receive weights.
-
-    Args:
-        replicas: the replicas and servers at the start of the run.
-        load_balancer: verl's load balancer for the rollout replicas.
-        timeout_s: seconds that a call may take, unless another limit is given for it.
-    """
+    """All replicas and servers that receive weights. A call to one may take ``timeout_s`` seconds by default."""
 
     def __init__(self, replicas: list[RolloutReplica], load_balancer: ray.actor.ActorHandle, timeout_s: float) -> None:
         self.records = [ReplicaRecord(replica) for replica in replicas]
@@ -99,10 +93,10 @@ class ReplicaSet:
         timeout_s: float | None = None,
         or_absent: bool = False,
     ) -> None:
-        """Run ``action`` on all replicas concurrently.
+        """Run ``action`` on all of these replicas concurrently.
 
-        A replica that fails or is late is marked as dead; with ``or_absent`` a late one is only marked as absent.
-        ``what`` is a verb phrase for error messages.
+        A replica that fails or is late is marked as dead; with ``or_absent`` a late one is marked as absent instead.
+        ``what`` names the action in error messages, as a verb phrase.
         """
         timeout_s = timeout_s or self.timeout_s
 
@@ -126,7 +120,7 @@ class ReplicaSet:
         await asyncio.gather(*[guarded(record) for record in records])
 
     async def route(self, records: Iterable[ReplicaRecord]) -> None:
-        """Add those of the replicas that generate to the load balancer, unless it has them already."""
+        """Add the rollout replicas among these to the load balancer, unless it has them already."""
         fresh = [record for record in records if record.generates and not record.routed]
         if fresh:
             servers = {record.server_id: record.replica.server_handle for record in fresh}
@@ -135,7 +129,7 @@ class ReplicaSet:
             record.routed = True
 
     async def unroute(self, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
-        """Remove those of the replicas that generate from the load balancer; return those that it had."""
+        """Remove the rollout replicas among these from the load balancer; return the replicas that it had."""
         records = [record for record in records if record.generates]
         leaving = [record for record in records if record.routed]
         for record in records:

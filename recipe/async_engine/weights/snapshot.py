@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A copy of the trainer's weights at one version, to be sent while training goes on.
 
-Contract: after :meth:`WeightSnapshot.take` nothing that training does changes what is sent, even if it is sent several
+Contract: after :meth:`WeightSnapshot.take` training no longer affects what is sent, even if the copy is sent several
 times. The copy is in host memory of trainer rank 0, in the dtype in which rollout engines hold the weights; parameters
 that engines hold in a wider dtype keep that dtype. The memory is one allocation of exactly the size of the copy, pinned
-if there is an accelerator, and reused for the next version. Training waits only once, at the end, for all the copying.
-The other ranks only help to gather each parameter. They may have to iterate over the same names during sending, so they
-keep names, shapes and dtypes without data.
-
-Shown by tests/integration/test_snapshot.py and, in runs, tests/e2e/test_fully_async.py.
+if there is an accelerator, and reused for the next version. Training waits only once, until everything is copied. The
+other ranks only help to gather each parameter. They keep names, shapes and dtypes without data, because they may have
+to iterate over the same names when the copy is sent. Shown by tests/integration/test_snapshot.py and, in runs,
+tests/e2e/test_fully_async.py.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ class WeightsError(RecipeError):
 
 @dataclass(frozen=True)
 class Wire:
-    """The dtypes in which weights are sent, chosen as narrow as possible without a receiver losing precision.
+    """The dtypes in which weights are sent: the narrowest ones with which no receiver loses precision.
 
-    Floating-point parameters that training holds in a wider dtype are sent as ``dtype``, except for those whose names
-    end in an element of ``wide``: engines hold these in a wider dtype too, so they are sent unconverted. The elements
-    of ``wide`` are the last two components of parameter names.
+    Floating-point parameters that training holds in a wider dtype are converted to ``dtype``, unless the last two
+    components of their names are in ``wide``: engines hold those parameters in a wider dtype too.
     """
 
     dtype: torch.dtype = torch.float64
@@ -76,8 +74,8 @@ class WeightSnapshot:
     def take(self, export: Callable[[], Iterable[NamedTensor]], version: int, wire: Wire) -> None:
         """Copy the weights that ``export`` yields as ``version``, in the dtypes of ``wire``.
 
-        In the first call, and after a change of shapes, every rank iterates over the weights twice: the first pass
-        finds out how much memory the copy needs.
+        In the first call, and after a change of shapes, every rank iterates over the weights twice, first to find out
+        how much memory the copy needs.
 
         Raises:
             WeightsError: the last copy is still being sent, or ``export`` yields different tensors in each pass.
@@ -90,7 +88,7 @@ class WeightSnapshot:
             self._version = version
 
     def _copy(self, weights: Iterable[NamedTensor], wire: Wire) -> bool:
-        """Copy the weights and return True; if they do not fit the memory, allocate other memory and return False."""
+        """Copy the weights and return True; if the memory is not of their shapes, allocate it anew and return False."""
         forms: list[tuple[str, Form]] = []
         pinned = False
         for name, tensor in weights:
@@ -140,5 +138,5 @@ def _described(form: tuple[str, Form]) -> torch.Tensor:
 
 
 def last_parts(name: str) -> str:
-    """Return the last two components of a parameter's name, in which the engine and the model agree."""
+    """Return the last two components of a parameter's name, which are the same in the engine and in the trainer."""
     return ".".join(name.split(".")[-2:])

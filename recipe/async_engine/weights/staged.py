@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging of new weights next to the live ones, in any process that holds the model or a shard of it.
 
-Contract: until :meth:`StagedWeights.swap` the live weights do not change, and after the swap none of the old ones are
-left. A stream of weights that is broken off, lacks parameters, or contains a tensor that the model does not accept is
-refused with an error that names the tensor; the next stream starts from nothing. The process can compute with the live
-weights while others are staged.
+Contract: until :meth:`StagedWeights.swap` the live weights do not change, and the swap replaces all of them. Staging
+fails if the stream of weights breaks off, lacks parameters, or contains a tensor that the model does not accept; the
+error names the tensor, and the next stream starts from nothing. The process can compute with the live weights while
+others are staged.
 
 `StagedWeights` has subclasses for vLLM's model (`recipe.async_engine.engines.vllm.staged_model`), for a LoRA adapter in
 vLLM (`staged_adapter`), and for one rank of a training engine (`recipe.async_engine.log_prob_servers.adapter`).
@@ -25,14 +25,14 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 class StagingRefused(RecipeError):
-    """The staged weights cannot become the live ones; the live weights are unchanged."""
+    """The staged weights cannot become the live ones, which stay as they are."""
 
 
 class StagedWeights(ABC):
     """The staging area of a process; only one thread at a time may call its methods."""
 
     version: int | None = None
-    """Version of the staged weights if they are complete, otherwise None."""
+    """Version of the staged weights, or None if they are incomplete."""
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -42,16 +42,12 @@ class StagedWeights(ABC):
 
     @torch.no_grad()
     def load(self, weights: NamedTensors) -> None:
-        """Load tensors of the stream, which are valid only during this call; raise an error to refuse them."""
+        """Load tensors of the stream, which are valid only during this call; raise an error if one is unusable."""
         self._load(weights)
 
     @torch.no_grad()
     def complete(self, version: int, problem: str | None = None) -> None:
-        """End the stream and mark the version as staged.
-
-        Args:
-            version: the version that the stream carried.
-            problem: text of the first error in this stream, or None.
+        """End the stream, whose first error, if any, is ``problem``, and mark the version as staged.
 
         Raises:
             StagingRefused: the stream had an error on this rank or another, or parameters are missing.
@@ -64,11 +60,7 @@ class StagedWeights(ABC):
 
     @torch.no_grad()
     def swap(self, version: int) -> None:
-        """Make the staged weights the live ones; the model must not compute during the call.
-
-        Raises:
-            StagingRefused: this version is not completely staged.
-        """
+        """Make the staged weights live; raise StagingRefused if they are incomplete. The model must not compute now."""
         if self.version != version:
             raise StagingRefused(f"version {version} is not staged; {self.version} is")
         self.version = None
@@ -82,24 +74,24 @@ class StagedWeights(ABC):
 
     @abstractmethod
     def _find_problem(self) -> str | None:
-        """Return a text on what is missing or unusable in the staged weights, or None if they are complete."""
+        """Return a text that names what is missing or unusable in the staged weights, or None if they are complete."""
 
     def _agreed(self, problem: str | None) -> str | None:
         """Return the first problem among all ranks that stage together, or None if no rank has one."""
         return problem
 
     def _derive(self) -> None:  # noqa: B027, most have nothing to derive
-        """Compute what the swap needs, after the staged weights are complete."""
+        """Do nothing. A subclass may compute what its swap needs; the staged weights are complete at this point."""
 
     @abstractmethod
     def _swap(self) -> None: ...
 
 
 class Intake:
-    """One stream of weights that is being staged.
+    """Passes one stream of weights to `StagedWeights`.
 
-    After an error it records the error as `problem` and ignores the rest of the stream. The stream goes on to its end,
-    because other receivers may need it.
+    After an error, which becomes `problem`, the rest of the stream is read and ignored, because other receivers may
+    need it.
     """
 
     def __init__(self, staged: StagedWeights, version: int) -> None:
@@ -114,7 +106,7 @@ class Intake:
         self._unless_failed(self._staged.begin)
 
     def take(self, weights: NamedTensors) -> None:
-        """Load tensors of the stream, which are valid only during this call."""
+        """Load tensors of the stream, which are valid only during this call, unless there was an error."""
         self._unless_failed(lambda: self._load(weights))
 
     def _load(self, weights: NamedTensors) -> None:

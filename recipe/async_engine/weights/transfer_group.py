@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transfer of weights: its members (the trainer's ranks and the receivers), and how it ended for each of them.
+"""One transfer of weights: calls to its members (the trainer's ranks and the receivers), and its outcome for each.
 
-Contract: every call has a deadline. As soon as one member fails, all members whose checkpoint engine has ``reset`` are
-made to leave the group, since a collective waits for every member. Shown by tests/integration/test_publisher.py and
+Contract: every call has a deadline. A collective waits for every member, so as soon as one member fails, all members
+leave the group, if their checkpoint engine has a method ``reset``. Shown by tests/integration/test_publisher.py and
 test_nccl_engine.py.
 """
 
@@ -24,24 +24,17 @@ Metrics = dict[str, Any]
 
 
 class ChecksumMismatch(RecipeError):
-    """A replica loaded weights with another checksum than those that the trainer sent."""
+    """The weights that a replica loaded have another checksum than the weights that the trainer sent."""
 
 
 async def outcomes(references: list[Any], timeout_s: float) -> list[Any]:
-    """Wait for all Ray references; return the value or exception of each, a TimeoutError if it is late."""
+    """Return the value of each Ray reference, or the exception, which is a TimeoutError if the value is late."""
     calls = [_in_time(reference, timeout_s) for reference in references]
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
 class TransferGroup:
-    """The members of one transfer, whose checkpoint engines are called together.
-
-    Args:
-        trainer: verl's worker group of the trainer's ranks.
-        receivers: worker group of the processes that receive the weights.
-        engine_class: class of every member's checkpoint engine.
-        timeout_s: deadline of each call.
-    """
+    """The members of one transfer. Their checkpoint engines are called together, each for at most ``timeout_s``."""
 
     def __init__(self, trainer: RayWorkerGroup, receivers: RayWorkerGroup, engine_class: Any, timeout_s: float) -> None:
         self._trainer, self._receivers = trainer, receivers
@@ -51,8 +44,8 @@ class TransferGroup:
         """Build the process group like verl's ``build_process_group``, but with deadlines.
 
         Returns:
-            An empty list if the group was built. Otherwise an error for each member: its own if it failed, or else that
-            the group was not built.
+            An empty list if the group was built. Otherwise an error for each member: its own error if it failed, or
+            else a `WeightStreamError` which says that the group was not built.
         """
         ranks, others = self._trainer.world_size, self._receivers.world_size
         prepared = self._trainer.execute_checkpoint_engine(["prepare"] * ranks)
@@ -68,7 +61,7 @@ class TransferGroup:
         return _no_group(await outcomes(joined, self._timeout_s))
 
     async def transferred(self, calls: list[Any]) -> list[Any]:
-        """Return the outcome of each call; when one fails, make all members leave the group, so that none waits."""
+        """Return the outcome of each call. If a call fails, all members leave the group, so that no call hangs."""
         calls = [asyncio.ensure_future(_in_time(call, self._timeout_s)) for call in calls]
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         failed = next((error for call in calls if call.done() and (error := call.exception())), None)
@@ -79,7 +72,7 @@ class TransferGroup:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def tell(self, method: str, **arguments: Any) -> None:
-        """Call ``method`` on every member's engine and only log failures; a later call will find dead members."""
+        """Call ``method`` on every member's engine, and only log failures, because a later call finds dead members."""
         calls = []
         for group in (self._trainer, self._receivers):
             count = group.world_size
@@ -140,6 +133,6 @@ def evaluated(
 
 
 def failed_by_itself(record: ReplicaRecord, trainer_error: BaseException | None) -> bool:
-    """Return whether this member itself failed; a broken stream only shows that some other member did."""
+    """Return whether this member failed by itself, and not only because its stream broke when another member failed."""
     cause = None if record.error is None else plain_cause(record.error)
     return cause is not None and record.error is not trainer_error and not isinstance(cause, WeightStreamError)

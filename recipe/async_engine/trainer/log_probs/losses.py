@@ -3,15 +3,16 @@
 
 Contract: both losses wrap the chosen loss, which is verl's or a user's loss with the name in
 ``actor.policy_loss.loss_mode``, or verl's ``loss_type=reinforce``. They compute ``algorithm.rollout_correction``
-themselves, and give the chosen loss the mask that is left by the correction's rejection, and the importance weights if
-the loss needs them. The metrics of the mismatch between behaviour and proximal policy have verl's names
+themselves. The chosen loss gets the mask without the tokens that the correction rejects, and the importance weights if
+it needs them. The metrics of the mismatch between behaviour and proximal policy have verl's names
 (``rollout_corr/*``). They are reported even without a correction, whereas verl reports metrics of the importance
 weights only if it applies the weights.
 
-`BYPASS`: the proximal policy is the behaviour policy, which sampled. The ratio in most losses is then already the
-importance weight, so these losses get no additional weights, like verl's PPO loss for this case (core_algos.py:2441).
-verl's own loss ``bypass_mode`` supports only two losses, and verl selects it only after the workers have got their
-configuration (rollout_corr_helper.py:1148), so that ``algorithm.rollout_correction`` would have no effect.
+`BYPASS`: the proximal policy is the behaviour policy, which sampled the answers. The ratio in most losses is then
+already the importance weight, so these losses get no additional weights, as in verl's PPO loss for this case
+(core_algos.py:2441). verl's own loss ``bypass_mode`` is not used: it supports only two losses, and verl selects it only
+after the workers have got their configuration (rollout_corr_helper.py:1148), so ``algorithm.rollout_correction`` would
+have no effect.
 
 `LOGLINEAR`: the proximal policy is interpolated between the behaviour policy and the current policy (Li, Wu, Shen:
 A-3PO, arXiv 2512.06547). With d the staleness of a token, which is the published version minus the version that sampled
@@ -23,7 +24,6 @@ For an on-policy token (d = 0), pi_prox is pi_behave. No gradient flows through 
 the decoupled one: the chosen loss with its ratio to pi_prox, times the weights pi_prox / pi_behave if
 ``algorithm.rollout_correction`` asks for weights. verl passes columns to a registered loss by name and has no column
 for versions, so the column ``rollout_is_weights``, which is otherwise unused here, carries the shares d / (d + 1).
-
 Shown by tests/integration/test_corrected.py, test_loglinear.py and test_log_prob_columns.py.
 """
 
@@ -44,7 +44,7 @@ from recipe.async_engine.core.versions import NOT_SAMPLED
 
 BYPASS, LOGLINEAR = "recipe_bypass", "recipe_loglinear"
 CHOSEN = "loss_mode"
-"""The key of the chosen loss in the section ``rollout_correction`` of the workers, which also has verl's own keys."""
+"""The key for the chosen loss that this package adds to the section ``rollout_correction`` of the workers."""
 SAFETY_BOUND = 20.0
 """The absolute value to which verl clamps log ratios before it exponentiates them."""
 
@@ -52,11 +52,9 @@ Loss = tuple[torch.Tensor, dict[str, Any]]
 
 
 def shares(token_versions: torch.Tensor, version: int) -> torch.Tensor:
-    """Return d / (d + 1) for each token, float32, and 0 for tokens that were not sampled.
+    """Return d / (d + 1), float32, for each token, where d is the token's staleness at the published ``version``.
 
-    Args:
-        token_versions: the version that sampled each token, int64 of any shape.
-        version: the published version.
+    ``token_versions`` is int64 of any shape: the version that sampled each token, or `NOT_SAMPLED`, which gives 0.
     """
     age = (version - token_versions).float()
     return torch.where(token_versions == NOT_SAMPLED, 0.0, age / (age + 1))
@@ -72,7 +70,7 @@ def bypass_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> Loss:
-    """Return the policy loss for `BYPASS` and its metrics. Signature and tensors, (rows, R), are verl's."""
+    """Return the policy loss for `BYPASS` and its metrics. The signature is verl's, and tensors are (rows, R)."""
 
     def anchors(sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sampled, log_prob.detach()
@@ -93,7 +91,7 @@ def loglinear_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> Loss:
-    """Return the policy loss for `LOGLINEAR` and its metrics. Signature and tensors, (rows, R), are verl's.
+    """Return the policy loss for `LOGLINEAR` and its metrics. The signature is verl's, and tensors are (rows, R).
 
     ``rollout_is_weights`` has the result of `shares`, as the module's docstring explains.
     """
@@ -123,9 +121,9 @@ def corrected(
     report the same number of values of each metric (utils/metric/utils.py:143).
 
     Args:
-        anchors: a function that takes the behaviour policy's log-probs. It returns the log-probs to which the loss's
-            ratio is taken, and the log-probs in the numerator of the importance weights, both without gradient.
-        sampled: log-probs of the behaviour policy, which sampled.
+        anchors: a function that takes the behaviour policy's log-probs. It returns the log-probs in the denominator of
+            the loss's ratio and those in the numerator of the importance weights, both without gradient.
+        sampled: log-probs of the behaviour policy.
         takes_weights: a function that returns whether the loss with a given name is multiplied by the weights.
     """
     if not response_mask.any():
@@ -159,10 +157,7 @@ def corrected(
 def mismatch_metrics(proximal: torch.Tensor, sampled: torch.Tensor, response_mask: torch.Tensor) -> dict[str, float]:
     """Return metrics of the untruncated token ratios ``exp(proximal - sampled)``.
 
-    Args:
-        proximal: log-probs of the proximal policy, (rows, R).
-        sampled: log-probs of the behaviour policy, (rows, R).
-        response_mask: 1 for the tokens that are trained, (rows, R).
+    The log-probs of proximal and behaviour policy, and ``response_mask``, 1 for trained tokens, are (rows, R).
 
     Returns:
         verl's KL, perplexity and chi-squared metrics; mean, maximum and minimum of the ratios w; and the effective

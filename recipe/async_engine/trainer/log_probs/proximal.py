@@ -4,9 +4,8 @@
 Contract: after `ProximalLogProbs.fill` a batch has ``old_log_probs``, even if log-prob servers failed. A row gets the
 servers' log-probs only if an acceptable version computed them for each sampled token. The trainer computes the other
 rows, with a warning and a metric, and the next batch uses the servers again. Every step reports, under verl's names,
-``timing_s/old_log_prob`` (the seconds of the trainer's own forward pass, or 0) and ``rollout_corr/*``.
-
-Shown by tests/integration/test_log_prob_columns.py, tests/e2e/test_model_engine.py and, for later batches of a version,
+``timing_s/old_log_prob`` (the seconds of the trainer's own forward pass, or 0) and ``rollout_corr/*``. Shown by
+tests/integration/test_log_prob_columns.py, tests/e2e/test_model_engine.py and, for later batches of a version,
 tests/e2e/test_fully_async.py.
 """
 
@@ -46,12 +45,10 @@ Timing = dict[str, float]
 
 
 class ProximalLogProbs:
-    """The configured source of proximal log-probs.
+    """Adds proximal log-probs from the configured source.
 
-    Args:
-        config: the whole configuration.
-        by_published_weights: the trainer's forward pass with the weights that were published last. It returns a batch
-            with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
+    ``by_published_weights`` is the trainer's forward pass with the weights that were published last. It returns a batch
+    with ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
     """
 
     def __init__(
@@ -93,8 +90,8 @@ class ProximalLogProbs:
         log_probs, entropy = computed.batch.pop("old_log_probs"), computed.batch.pop("entropys")
         replay = OmegaConf.select(self._actor, "megatron.router_replay.mode")
         for name, column in computed.batch.items():
-            # The forward pass may return its own choice of experts. It replaces the batch's column only if verl replays
-            # this choice (R2).
+            # The forward pass may return the experts that it chose. They replace the batch's column only if verl
+            # replays them in the update (R2).
             if name != "routed_experts" or name not in batch.batch or replay == "R2":
                 batch.batch[name] = column
         return log_probs, entropy
@@ -138,7 +135,7 @@ class ProximalLogProbs:
 def fill_reference(batch: DataProto, metrics: Metrics, compute: Callable[[DataProto], DataProto]) -> DataProto:
     """Add the log-probs that the reference policy's servers have computed to a batch, as ``ref_log_prob``.
 
-    If rows lack them, ``compute`` has the trainer compute ``ref_log_prob`` for all rows, and these rows use that.
+    If some rows have none, the trainer computes all rows with ``compute``, and these rows get the trainer's values.
     """
     rows = batch.non_tensor_batch.pop(REFERENCE, [None] * len(batch))
     column = torch.zeros(batch.batch["responses"].shape)
@@ -156,7 +153,7 @@ def fill_reference(batch: DataProto, metrics: Metrics, compute: Callable[[DataPr
 
 
 def rename_loss_metrics(metrics: Metrics) -> None:
-    """Remove the prefix "actor/" that verl adds to the mismatch metrics of a loss."""
+    """Remove the prefix "actor/", which verl adds to the mismatch metrics that a loss returns."""
     for name in [name for name in metrics if name.startswith(IN_LOSS)]:
         metrics[name.removeprefix("actor/")] = metrics.pop(name)
 
@@ -164,10 +161,7 @@ def rename_loss_metrics(metrics: Metrics) -> None:
 def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: Any) -> dict[str, float]:
     """Return a batch's ``actor/entropy``, aggregated like the loss (verl/experimental/separation/ray_trainer.py:522).
 
-    Args:
-        entropy: the entropy of each token's distribution, (rows, R).
-        response_mask: 1 for the tokens that are trained, (rows, R).
-        actor: verl's section ``actor_rollout_ref.actor``.
+    Each token's ``entropy``, and ``response_mask``, 1 for trained tokens, are (rows, R). ``actor`` is verl's section.
     """
     total = agg_loss(
         loss_mat=entropy,
@@ -180,7 +174,7 @@ def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: An
 
 @dataclass(frozen=True)
 class ServerColumns:
-    """The log-prob servers' scores for a batch of responses of R tokens.
+    """The log-prob servers' scores (log-probs and entropies) for a batch of responses of R tokens.
 
     Tokens that were not sampled have log-prob and entropy 0 and version -1.
     """
@@ -232,7 +226,7 @@ def server_columns(
 def _will_do(
     servers: LogProbServers, newest: int, scored_by: torch.Tensor, sampled_by: torch.Tensor, late_tokens: int
 ) -> bool:
-    """Return whether acceptable versions scored the sampled tokens of a row.
+    """Return whether the servers computed the log-probs of a row's sampled tokens with acceptable versions.
 
     ``scored_by`` and ``sampled_by`` are the versions that scored and sampled each token, int64 (tokens,). ``newest`` is
     the newest published version.
@@ -245,7 +239,7 @@ def _will_do(
 
 
 def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | None]:
-    """Fetch scores that are object references. Scores that are lost or late become None."""
+    """Return the scores, fetched if they are object references. Scores that are lost or late become None."""
     deadline = time.monotonic() + timeout_s
     rows: list[ResponseScores | None] = []
     for item in scores:
