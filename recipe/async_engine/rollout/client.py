@@ -156,8 +156,9 @@ class TurnGate:
                 await self._open.wait()
         except TimeoutError:
             raise GenerationError(
-                f"an interrupted trajectory waited {self._timeout_s:g} s for its next generation turn; training, a "
-                "weight sync, a checkpoint and a validation together should take less (async_training.timeouts)"
+                f"an interrupted trajectory waited {self._timeout_s:g} s for its next generation turn; raise "
+                "async_training.timeouts.batch_wait if training, a weight sync, a checkpoint and a validation together "
+                "take longer"
             ) from None
 
 
@@ -198,7 +199,7 @@ class ResumingClient(LLMServerClient):
             answer.cancel()
             if "No available servers" in str(error):
                 raise GenerationError(
-                    "no rollout server is in routing: each one has died or failed to load weights"
+                    "no rollout server is in routing: each one has died or failed to load weights (see the log)"
                 ) from error
             raise
         if flight is not None:

@@ -169,9 +169,9 @@ class TrajectoryRun:
     def may_try_again(self, max_retries: int) -> bool:
         """Return whether another attempt may be made.
 
-        A trajectory is retried up to ``max_retries`` times, not counting disturbed attempts, because another trajectory
-        may have caused the disturbance. A trajectory that is also disturbed alone in a worker counts as the cause, and
-        fails.
+        A trajectory is retried up to ``max_retries`` times. Disturbed attempts (`TrajectoryDisturbed`) do not count,
+        because another trajectory may have caused the disturbance. If the attempts are still disturbed when they run
+        alone in a worker, the trajectory counts as the cause and fails.
         """
         if self.errors and isinstance(self.errors[-1], TrajectoryCancelled | RewardError):
             return False

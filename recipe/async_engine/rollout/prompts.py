@@ -288,7 +288,7 @@ class PromptFeed:
         return prompt
 
     async def take(self) -> None:
-        """Add a prompt from the source to the buffer if `is_short` and the source has a prompt.
+        """Add a prompt from the source to the buffer, if the buffer `is_short` and the source has a prompt.
 
         Raises:
             DataFailed: the data loader raised or returned no prompt in time, and the buffer is empty.

@@ -274,7 +274,7 @@ class RolloutScheduler:
             self._changed.made()
 
     def payloads_lost(self, group_ids: Iterable[int]) -> None:
-        """Return the leased batch to the ledger, and generate those of its groups again whose answers are lost."""
+        """Return the leased batch to the ledger, and restart the groups in ``group_ids``, whose answers are lost."""
         with self._changed:
             self.ledger.return_batch()
             for group_id in group_ids:

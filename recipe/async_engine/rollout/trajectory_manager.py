@@ -260,9 +260,9 @@ def reported_names(batch: DataProto) -> dict[str, None]:
 
 
 def spread_reports(batch: DataProto, names: Iterable[Any], validation: bool = False) -> None:
-    """Add a column to the batch for each of ``names``, with that value of each row's dict in the column `REPORTED`.
+    """Add a column to the batch for each of ``names``, with values from the dicts in the column `REPORTED`.
 
-    A row without the value gets None, which verl's validation leaves out of its means.
+    A row whose dict lacks the name gets None, which verl's validation leaves out of its means.
     """
     taken = {*batch.batch.keys(), *batch.non_tensor_batch, *TAKEN, *([SCORE] if validation else [])}
     columns = []

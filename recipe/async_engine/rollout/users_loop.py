@@ -157,7 +157,9 @@ def loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
         AgentLoopError: no loop is registered under that name.
     """
     if agent_name not in _agent_loop_registry:
-        raise AgentLoopError(f"no agent loop {agent_name!r} is registered, only {sorted(_agent_loop_registry)}")
+        raise AgentLoopError(
+            f"no agent loop {agent_name!r} is registered, only {sorted(_agent_loop_registry)}: correct agent_name"
+        )
     settings = _agent_loop_registry[agent_name]
     own = {name: value for name, value in settings.items() if name != "_target_"}
     if any(name.startswith("_") or not isinstance(value, str | int | float | None) for name, value in own.items()):
