@@ -41,7 +41,7 @@ from recipe.async_engine.core.plain import MOST, NotPlain, plain, told, traced
 
 
 class RewardFailed(RecipeError):
-    """The reward function raised an error, returned an invalid value, or timed out. Any traceback is a note on this error."""
+    """The reward function raised an error, returned an invalid value, or timed out. A note on it has any traceback."""
 
 
 class RewardProcessDied(RewardFailed):

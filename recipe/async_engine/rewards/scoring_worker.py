@@ -242,9 +242,9 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
     """Return an object that is used like the handle of a reward worker, and sends each call to the least busy worker.
 
     verl instead chooses a worker at random. The least busy worker is the one with the fewest open calls from this
-    object. Workers that died, do not respond or fail often are avoided if there are others (`actors/worker_set.py`). When
-    a caller gives up a call, the object checks whether the worker responds. If no worker is available, a call waits for one until the caller gives up. Only one
-    event loop may use the object.
+    object. Workers that died, do not respond or fail often are avoided if there are others (`actors/worker_set.py`).
+    When a caller gives up a call, the object checks whether the worker responds. If no worker is available, a call
+    waits for one until the caller gives up. Only one event loop may use the object.
     """
     workers = WorkerSet("reward", actors, REWARD_WORKER_S * random.uniform(1.0, 1.5))
     last: list[WorkerDied] = []
