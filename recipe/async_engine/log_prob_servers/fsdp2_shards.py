@@ -108,10 +108,11 @@ def _own_rows(live: torch.Tensor) -> list[int]:
 
 
 def _place(name: str, part: torch.Tensor, live: torch.Tensor | None, own: list[int]) -> _Place:
-    """Return the destination of ``part``, a parameter or a view of it, which is a tensor of the stream without data.
+    """Return the destination of a tensor of the stream, of which ``part`` is a copy without data.
 
-    ``live`` is the live parameter of ``part``, if known, and ``own`` has this rank's indices of its first dimension.
-    StagingRefused is raised unless ``part`` is a whole parameter or belongs to one expert.
+    ``live`` is the live parameter to which the tensor belongs, if known, and ``own`` has this rank's indices of the
+    parameter's first dimension. If the tensor is neither a whole parameter nor part of one expert, this raises
+    StagingRefused.
     """
     whole = _whole(part)
     if live is not None and part is whole:
