@@ -43,7 +43,7 @@ class _Place(NamedTuple):
 
 
 class FSDP2Shards:
-    """This rank's shards of a module to which ``fully_shard`` was applied, as `adapter.Shards`.
+    """Implements `adapter.Shards` for a module to which ``fully_shard`` was applied.
 
     Raises:
         StagingRefused: trainers send tensors for this model that are not part of any of its parameters.

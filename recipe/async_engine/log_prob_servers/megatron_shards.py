@@ -41,7 +41,7 @@ class _Parameter:
 
 
 class MegatronShards:
-    """One rank's shards of a model, as `adapter.Shards`.
+    """Implements `adapter.Shards` for the parts of a Megatron model on one rank.
 
     Args:
         bridge: mbridge's bridge that built the model.

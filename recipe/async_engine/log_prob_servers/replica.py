@@ -192,7 +192,7 @@ def engine_config(engine: Any, servers: LogProbServers) -> Any:
     engine = OmegaConf.create(OmegaConf.to_container(engine, resolve=True))
     with open_dict(engine):
         engine.param_offload = False
-        # It is false with FSDP2, because with forward_only verl offloads the parameters (fsdp/transformer_impl.py:459).
+        # With FSDP2 it is false, because verl would otherwise offload the parameters (fsdp/transformer_impl.py:459).
         engine.forward_only = servers.backend == "megatron"
         engine.use_dynamic_bsz = True
         engine.infer_max_token_len_per_gpu = servers.max_batch_tokens

@@ -44,7 +44,7 @@ def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
 
 
 class Ranks:
-    """The workers of a log-prob server, one for each rank of the engine, as a `service.ScoringEngine`."""
+    """Implements `service.ScoringEngine` with the workers of a log-prob server, one for each rank of the engine."""
 
     def __init__(self, workers: Sequence[ray.actor.ActorHandle], timeout_s: float) -> None:
         self._workers = workers

@@ -384,7 +384,9 @@ def checked(result: Any) -> Any:
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()
-        raise NotPlain("the reward function returned a coroutine: declare the function itself with `async def`")
+        raise NotPlain(
+            "the reward function returned a coroutine: a function that awaits has to be an `async def` itself"
+        )
     given = plain(result, "what the reward function gave")
     if not isinstance(given, dict):
         return number_of(result, given)

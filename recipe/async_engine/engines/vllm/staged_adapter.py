@@ -98,8 +98,8 @@ class StagedAdapter(StagedWeights):
         if ignored:
             self._worker.remove_lora(self.name.number)
             raise StagingRefused(
-                f"the engine's model lacks layers for {len(ignored)} parts of the adapter, such as {ignored[0]}: leave "
-                "them out with actor_rollout_ref.model.exclude_modules, or set actor_rollout_ref.model.lora.merge=true"
+                f"the engine has no place for {len(ignored)} parts of the adapter, among them {ignored[0]}: leave them "
+                "out with actor_rollout_ref.model.exclude_modules, or set actor_rollout_ref.model.lora.merge=true"
             )
         self._live = self.name
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}

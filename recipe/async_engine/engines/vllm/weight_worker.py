@@ -271,7 +271,7 @@ class DeadlineServerAdapter(ServerAdapter):
         return " and ".join(sorted({outcome.removeprefix(COMPLETE) for outcome in outcomes}))
 
     async def _death_of_engine(self, leads: bool) -> Exception:
-        """Wait until the engine has died, and return its error. Only the leading rank checks this."""
+        """Wait until the engine has died, and return its error. Ranks other than the leading one wait for ever."""
         while True:
             await asyncio.sleep(WATCH_S)
             if leads and (error := await _error_of(self.server_handle.check_engine.remote())) is not None:
