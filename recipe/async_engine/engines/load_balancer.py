@@ -26,7 +26,7 @@ class CountingBalancer(GlobalRequestLoadBalancer):
     def acquire_server(
         self, request_id: str, ended: Sequence[str] = (), avoided: str | None = None
     ) -> tuple[str, ray.actor.ActorHandle]:
-        """Return a server other than ``avoided`` if possible. ``ended`` has the server's id for each ended request."""
+        """Return a server other than ``avoided`` if possible. ``ended`` has a server id for each ended request."""
         self.release_servers(ended)
         if avoided is not None and self._request_id_to_server.get(request_id) == avoided:
             others = [server_id for server_id in self._inflight_requests if server_id != avoided]
@@ -35,7 +35,7 @@ class CountingBalancer(GlobalRequestLoadBalancer):
         return super().acquire_server(request_id)
 
     def release_servers(self, ended: Sequence[str]) -> None:
-        """Record ended requests. ``ended`` has the server's id for each of them."""
+        """Record ended requests. ``ended`` has a server id for each of them."""
         for server_id in ended:
             self.release_server(server_id)
 

@@ -5,9 +5,8 @@ Contract: Ray placement groups are reserved one after the other, in decreasing o
 on one node. Among equals the trainer's group comes first. A placement group is never split over nodes. In verl all
 components reserve at the same time. Since Ray spreads small groups over nodes, there may be no whole node left for a
 large group, and the components wait for each other for ever. An error names the accelerators that were not free in
-time, and the free ones of each node. The processes start concurrently after all reservations.
-
-Shown by tests/integration/test_reservation.py.
+time, and the free ones of each node. The processes start concurrently after all reservations. Shown by
+tests/integration/test_reservation.py.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Reservations:
 
 
 class ReservedReplica(RolloutReplica):
-    """A replica that starts on reserved accelerators, or, as in verl, on its own ones if `reservations` is None."""
+    """A replica on accelerators from `reservations`. If that is None, the replica reserves them itself, as in verl."""
 
     reservations: Reservations | None = None
 

@@ -5,9 +5,7 @@ Contract: `ModelEngineServerAdapter.update_weights` stages a version next to the
 rank has staged it completely. The engine computes with the live weights, which stay on their device, until `swap`. If
 one rank cannot load a stream, all ranks refuse the version with the same error, the live weights do not change, and the
 next stream is loaded as usual. Staging buffers are allocated once, on the device or in host memory, and are as large as
-the local shards.
-
-Shown by tests/integration/test_model_engine_adapter.py and test_staged_shards.py.
+the local shards. Shown by tests/integration/test_model_engine_adapter.py and test_staged_shards.py.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ class StagedShards(StagedWeights):
     """The staged weights of one rank of a log-prob server.
 
     Args:
-        shards: this rank's shards of the model.
         group: gloo group in which all ranks of the model agree whether a stream was loaded.
         in_host: whether staged weights are kept in host memory instead of on the device.
     """
@@ -128,12 +125,9 @@ class WorkerSettings:
 
 
 class ModelEngineServerAdapter(BaseRollout):
-    """verl's training worker for forward passes, with the interface of a rollout, by which verl sends weights.
+    """verl's training worker, used only for forward passes, behind verl's rollout interface for receiving weights.
 
-    Args:
-        config: verl's rollout configuration, of which only the settings of the checkpoint engine are used.
-        model_config: model configuration of the policy.
-        replica_rank: number of the server to which this rank belongs.
+    Of ``config``, verl's rollout configuration, only the settings of the checkpoint engine are used.
     """
 
     def __init__(self, config: Any, model_config: Any, settings: WorkerSettings, replica_rank: int = 0) -> None:

@@ -33,9 +33,7 @@ logger = logging.getLogger(__name__)
 class ScoringClient:
     """Sends scoring requests to log-prob servers.
 
-    Args:
-        servers: actor handles with a method ``score``, by server name.
-        timeout_s: seconds for one request, including attempts at several servers.
+    ``servers`` has actor handles by name. ``timeout_s`` limits one request, including attempts at several servers.
     """
 
     def __init__(self, servers: Mapping[str, Any], timeout_s: float) -> None:
@@ -132,7 +130,7 @@ class PartScorer:
         self._tasks: list[asyncio.Task[Answer]] = []
 
     def add(self, version: int, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Submit ``tokens`` for scoring, which ``version`` sampled after ``context``."""
+        """Submit ``tokens``, which ``version`` sampled after ``context``, for scoring."""
         part = Part(version, list(context), list(tokens))
         self._parts.append(part)
         self._tasks.append(asyncio.create_task(score(self._client, part, self._start)))

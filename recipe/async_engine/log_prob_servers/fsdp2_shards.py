@@ -94,7 +94,6 @@ class FSDP2Shards:
 
 
 def _whole(part: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which ``part`` is a view, or ``part`` itself."""
     return part if part._base is None else part._base
 
 
@@ -108,11 +107,9 @@ def _own_rows(live: torch.Tensor) -> list[int]:
 
 
 def _place(name: str, part: torch.Tensor, live: torch.Tensor | None, own: list[int]) -> _Place:
-    """Return the destination of a tensor of the stream, of which ``part`` is a copy without data.
-
-    ``live`` is the live parameter to which the tensor belongs, if known, and ``own`` has this rank's indices of the
-    parameter's first dimension. If the tensor is neither a whole parameter nor part of one expert, this raises
-    StagingRefused.
+    """Return the destination of a tensor of the stream, of which ``part`` is a copy without data. ``live`` is the live
+    parameter to which the tensor belongs, if known, and ``own`` has this rank's indices of the parameter's first
+    dimension. If the tensor is neither a whole parameter nor part of one expert, this raises StagingRefused.
     """
     whole = _whole(part)
     if live is not None and part is whole:

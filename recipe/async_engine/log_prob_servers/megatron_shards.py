@@ -45,7 +45,6 @@ class MegatronShards:
 
     Args:
         bridge: mbridge's bridge that built the model.
-        chunks: the parts of the model on this rank.
         group: process group in which all ranks of the model exchange the names of their tensors.
         tied: whether the output head of the model shares the parameter of the embeddings.
     """

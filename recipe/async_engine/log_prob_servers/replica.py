@@ -51,9 +51,7 @@ class ModelEngineReplica(ReservedReplica):
     """A log-prob server as a subclass of verl's `RolloutReplica`.
 
     Args:
-        replica_rank: number of the server.
         config: verl's rollout configuration, of which only the settings of the checkpoint engine are used.
-        model_config: model configuration of the policy.
         ranks: number of the engine's processes.
         gpus_per_node: number of accelerators per node that are reserved for log-prob servers.
         scoring: settings for batches and for the switch to newer weights.
@@ -113,7 +111,6 @@ class ModelEngineReplica(ReservedReplica):
         self._server_address = f"model_engine_{self.replica_rank}"
 
     async def pause_serving(self) -> None:
-        """Stop scoring until `resume_serving` is called. Requests and weights are still accepted."""
         await self._server_handle.pause_serving.remote()
 
     async def resume_serving(self) -> None:
@@ -138,8 +135,6 @@ def launch(
     """Start log-prob servers with the weights of the model's files, and return when all of them are up.
 
     Args:
-        config: configuration of the whole run.
-        servers: settings of the log-prob servers.
         timeout_s: seconds after which a server's wait for weights or for its ranks fails.
         reservations: provides the servers' accelerators, which were reserved earlier or are free now.
         numbers: numbers of the servers, which must not have been used in this run; None for 0, 1, 2 and so on.

@@ -117,7 +117,6 @@ class ModelEngineServer(ScoringService):
         return answer
 
     def describe(self) -> list[str]:
-        """Return lines of text, for debugging, with the server's counts and the places where its coroutines wait."""
         return [str(self.account()), *(f"tasks: {line}" for line in waits())]
 
     def activity(self) -> Activity:
@@ -126,7 +125,6 @@ class ModelEngineServer(ScoringService):
         return Activity(time.monotonic(), self._life, spans)
 
     def account(self) -> dict[str, Any]:
-        """Return the counts since the server started, the live version and the number of waiting requests."""
         return {
             **asdict(self.counts),
             "answered_tokens": self._answered_tokens,

@@ -57,7 +57,7 @@ class Segment:
 
 
 class ScoringEngine(Protocol):
-    """The interface of the engine, which consists of several ranks, to the scoring service."""
+    """The methods of an engine, which consists of several ranks, that the scoring service calls."""
 
     async def score(self, sequences: Sequence[Any]) -> Sequence[Any]:
         """Return the scores of each sequence under the live weights, in the same order.
@@ -140,7 +140,6 @@ class ScoringService:
         return Class.START_UP if self._queue.live is None else Class.WAIT_REQUESTS
 
     def run(self) -> None:
-        """Start the serving loop on the current event loop."""
         self._loop = asyncio.create_task(self._run(), name="scoring service")
 
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:

@@ -9,9 +9,7 @@ raises `WeightLoadError`, which tells the weight publisher that this rank made t
 
 In results, index ``t`` has the log-prob of token ``t`` given the tokens before it, and the entropy of the distribution
 from which token ``t`` was sampled. Both are 0 at index 0. (In the output of verl's engines, index ``t`` has the values
-of token ``t + 1``.)
-
-Shown by tests/integration/test_model_engine_server.py and test_model_engine_adapter.py.
+of token ``t + 1``.) Shown by tests/integration/test_model_engine_server.py and test_model_engine_adapter.py.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ def from_batch(output: TensorDict) -> list[np.ndarray]:
 
 
 def _shifted(of_next_token: torch.Tensor) -> torch.Tensor:
-    """Shift the values by one index, with 0 as the first value; drop the last one, which belongs to no token."""
+    """Shift the values by one index, with 0 first, and drop the last one, for a token after the sequence."""
     return torch.cat([torch.zeros(1), of_next_token[:-1].float().cpu()])
 
 

@@ -227,9 +227,8 @@ class ScoringPool:
         return _result(answer)
 
     async def _free(self) -> _Process:
-        """Return the process that has been idle for longest, or a new process if none is idle.
-
-        A process whose last call failed is only chosen if there is no other idle one.
+        """Return the process that has been idle for longest, or a new process if none is idle. A process whose last
+        call failed is only chosen if there is no other idle one.
         """
         self._idle.sort(key=lambda process: process.failures)
         while self._idle:
@@ -343,9 +342,7 @@ def serve(
     Args:
         channel: socket to the reward worker. A call is `HEADER` bytes followed by pickled keyword arguments.
         alive: the reading end of a pipe. When the reward worker ends, the pipe closes and this process ends too.
-        path, name: location of the reward function, as for `load`.
         settings: keyword arguments that are added to each call, and override the call's own.
-        memory_bytes: limit on the address space of the process.
     """
     with contextlib.suppress(PermissionError):
         os.setsid()

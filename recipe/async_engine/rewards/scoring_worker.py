@@ -106,11 +106,9 @@ class ScoringWorker(RewardLoopWorker):
             raise _as_text(error) from None
 
     async def describe(self) -> list[str]:
-        """Return lines of text, for debugging, with the pool's statistics and the places where coroutines wait."""
         return [str(self.pool.stats if self.pool is not None else "no pool"), *(f"tasks: {line}" for line in waits())]
 
     async def pool_stats(self) -> tuple[int, dict[str, float]]:
-        """Return the worker's process id and the statistics of its pool."""
         return os.getpid(), self.pool.stats if self.pool is not None else dict.fromkeys(COUNTS, 0)
 
 
@@ -134,7 +132,6 @@ def _pool(training: Any, custom: Any) -> ScoringPool:
 
 async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments: Any) -> Any:
     """Call a reward function, in a thread unless it is async, and raise its errors as `RewardFailed` with their text.
-
     Errors are converted at once, because a task or future cannot hold every exception, for example StopIteration.
     """
 

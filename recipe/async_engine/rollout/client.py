@@ -116,10 +116,8 @@ class TurnGate:
     """Holds the requests of agent loops while the trainer trains, if generation and training alternate in turns.
 
     An agent loop that runs a tool when a generation turn ends continues until its next request, which then waits for
-    the next generation turn. Requests of a validation are never held. The gate is open until `hold` is called.
-
-    Args:
-        timeout_s: seconds for which a request may be held.
+    the next generation turn. Requests of a validation are never held. The gate is open until `hold` is called. A
+    request may be held for ``timeout_s`` seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -320,7 +318,6 @@ class ResumingClient(LLMServerClient):
         self, request_id: str, recorder: TrajectoryRecorder, cut_by: str | None, prompt_length: int, merged: TokenOutput
     ) -> None:
         """Count an interruption and the tokens to send again; raise GenerationError if the answer may not be resumed.
-
         ``cut_by`` says what interrupted the answer; None stands for a weight sync.
         """
         tokens = len(merged.token_ids)

@@ -244,7 +244,6 @@ class GroupRun:
 
     @property
     def complete(self) -> list[TrajectoryScored]:
-        """The results of the complete trajectories."""
         return [each.scored for each in self.trajectories if each.payload is not None and each.scored is not None]
 
     @property
@@ -279,7 +278,7 @@ def group_events(run: GroupRun, group: Group, version: int, reason: str | None =
 
 
 def attempt_events(run: GroupRun, n: int, began: float, sampled: float | None) -> Iterator[Event]:
-    """Return the events for the run record when an attempt at trajectory ``n`` ends that began at the time ``began``.
+    """Return the events for the run record of an attempt at trajectory ``n`` that began at ``began`` and ends now.
 
     ``sampled`` is the time of the last token, or None if the attempt ended before its last token. docs/run-record.md
     explains the events.

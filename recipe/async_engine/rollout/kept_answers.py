@@ -90,7 +90,7 @@ class TokenAccount:
         return TokenAccount(*[one + another for one, another in zip(astuple(self), astuple(other), strict=True)])
 
     def held_as_lost(self) -> TokenAccount:
-        """Return the counts of a worker that has died, in which the held tokens are lost."""
+        """Return a copy in which the held tokens count as lost, because the worker has died."""
         return replace(self, lost=self.lost + self.held, held=0)
 
 
@@ -148,7 +148,6 @@ class TrajectoryRecorder:
 
     @property
     def validates(self) -> bool:
-        """Whether the trajectory belongs to a validation, so that it is not trained."""
         return self.work is Work.VALIDATION
 
     def mark_multimodal(self) -> None:
@@ -157,7 +156,6 @@ class TrajectoryRecorder:
         self.drop_scores()
 
     def drop_scores(self) -> None:
-        """Cancel the scoring of this trajectory by log-prob servers."""
         if self.scorer is not None:
             self.scorer.cancel()
         self.scorer = None
@@ -232,7 +230,7 @@ class AnswerBook:
         self._under_way: dict[str, TrajectoryRecorder] = {}
 
     def begin(self, key: str, record: TrajectoryRecord | None = None, **fields: Any) -> TrajectoryRecorder:
-        """Create the recorder of a new attempt, which is named ``key``, at a trajectory.
+        """Create the recorder of a new attempt at a trajectory. ``key`` is the name of the attempt.
 
         ``record`` has the trajectory's answers from a checkpoint, and ``fields`` has further fields of the recorder.
         """
@@ -260,11 +258,9 @@ class AnswerBook:
         self._account.in_tools += trajectories
 
     def flights(self) -> list[Flight]:
-        """Return the open requests of all unfinished trajectories."""
         return [flight for recorder in self._under_way.values() for flight in recorder.flights]
 
     def account(self) -> TokenAccount:
-        """Return the worker's token counts so far."""
         held = sum(kept.cut_tokens for recorder in self._under_way.values() for kept in recorder.answers)
         return replace(self._account, held=held)
 

@@ -10,9 +10,8 @@ An answer that cannot be trained is refused here, because in a batch it would en
 concerns answers without a sampled token, answers longer than the settings allow, and answers whose number of log-probs
 differs from their number of tokens. A faulty engine or agent loop causes such answers, so another attempt may help.
 ``async_training.on_non_finite`` decides what follows if a log-prob or reward is NaN, infinite or missing. An answer
-that consists only of special tokens is valid, because the policy sampled it.
-
-Shown by tests/integration/test_users_loops.py, test_trajectory_worker.py and tests/e2e/test_non_finite.py.
+that consists only of special tokens is valid, because the policy sampled it. Shown by
+tests/integration/test_users_loops.py, test_trajectory_worker.py and tests/e2e/test_non_finite.py.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ INT32 = 2**31
 def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutput:
     """Return a copy of an agent loop's result that has only plain values.
 
-    Args:
-        returned: the return value of the agent loop.
-        rollout: verl's rollout settings.
-        vocabulary: the size of the model's vocabulary.
+    ``rollout`` has verl's rollout settings, and ``vocabulary`` is the size of the model's vocabulary.
 
     Raises:
         UnusableAnswer: the answer cannot be trained. The message names the field.
@@ -172,7 +168,7 @@ def _metrics(value: Any) -> AgentLoopMetrics:
 
 
 def check_report(report: Any) -> None:
-    """Raise `UnusableAnswer` if the values that a reward function returned besides the score do not fit in a batch."""
+    """Raise `UnusableAnswer` if the values that a reward function returned besides the score cannot be batched."""
     if not isinstance(report, dict | NoneType):
         raise UnusableAnswer(f"{REPORTED} is {shown(report)}, not a dict")
     for name, value in (report or {}).items():
@@ -270,7 +266,6 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
     """Raise `UnusableAnswer` or `NonFinite` if an agent loop's output cannot be trained.
 
     Args:
-        output: the output of the agent loop, before padding.
         prompt_length, response_length: ``data.max_prompt_length`` and ``data.max_response_length`` in tokens.
         log_probs: whether the engine was asked for log-probs.
     """

@@ -23,7 +23,6 @@ class LoopThread:
         return self._thread.is_alive()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start the thread, with ``work`` as the loop's first task."""
         self.spawn(work)
         self._thread.start()
 
@@ -38,7 +37,6 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def end_tasks(self) -> None:
-        """Cancel all tasks and wait until they have ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -4,9 +4,7 @@
 Contract: every prompt has an identity (epoch, data set index) that is the same after a restart. After
 :meth:`PromptSource.restore`, only prompts that had not been taken when the state was stored, or that had been put back,
 are returned. The data loader runs users' code, which may fail or take any time, so :class:`PromptFeed` calls it with a
-deadline, on a thread of its own.
-
-Shown by tests/integration/test_prompts.py.
+deadline, on a thread of its own. Shown by tests/integration/test_prompts.py.
 """
 
 import asyncio
@@ -47,7 +45,6 @@ class IndexedDataset(Dataset):
     columns that a file lacks. All other attributes are those of the wrapped data set.
 
     Args:
-        dataset: the data set to wrap.
         defaults: the default of each field, by name.
         is_indexed: whether each row gets its index in the field `DATASET_INDEX`.
     """
@@ -103,7 +100,8 @@ def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict
     rows have the field `FAILURE` and others do not, those that have it are left out.
     """
     lost = [row[FAILURE] for row in rows if FAILURE in row]
-    if lost and DATASET_INDEX not in rows[0]:  # only validation data: the scheduler reports lost prompts of training
+    # Log this only for validation data, because the scheduler reports unusable rows of training data.
+    if lost and DATASET_INDEX not in rows[0]:
         logger.error("%d of %d rows of the data are left out, the first: %s", len(lost), len(rows), lost[0])
     rows = [row for row in rows if FAILURE not in row] or rows
     batch: dict[str, Any] = {}
@@ -143,7 +141,7 @@ class UsableBatches:
 class LoaderInUse:
     """Replaces the data loader in verl's trainer, because only the thread of the prompt feed may call the real one.
 
-    When verl saves a checkpoint, it reads the data loader's position while that thread may be taking a prompt.
+    When verl saves a checkpoint, it would read the data loader's position while that thread may be taking a prompt.
     """
 
     def __init__(self, length: int) -> None:
@@ -165,7 +163,7 @@ def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:
 
 
 def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
-    """Return an agent loop's input: the fields of a data row except tensors and the index, and the group's uid."""
+    """Return the input of an agent loop: the fields of a data row without tensors and the index, plus the uid."""
     sample = {key: value[0] for key, value in row.items() if isinstance(value, np.ndarray)}
     sample.pop(DATASET_INDEX, None)
     sample["uid"] = group.prompt.uid
@@ -173,11 +171,7 @@ def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
 
 
 class PromptSource:
-    """Iterates over a stateful data loader (batch size 1) for ``epochs`` epochs.
-
-    Args:
-        epoch_prompts: number of prompts that each epoch returns; None for all.
-    """
+    """Iterates over a stateful data loader (batch size 1), ``epochs`` times over ``epoch_prompts`` prompts (or all)."""
 
     def __init__(self, dataloader: Any, epochs: int, epoch_prompts: int | None = None) -> None:
         self._dataloader = dataloader

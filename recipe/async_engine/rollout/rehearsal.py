@@ -43,7 +43,6 @@ class MadeUpAnswers(TrajectoryRecorder):
     """A recorder that has a fixed answer for every request, so that no server is asked."""
 
     def again(self, asked: Sequence[int]) -> TokenOutput:
-        """Return a complete answer of three tokens."""
         return TokenOutput(
             token_ids=[1, 2, 3],
             log_probs=[-0.5, -0.25, -0.125],
@@ -55,9 +54,8 @@ class MadeUpAnswers(TrajectoryRecorder):
 class Rehearsal:
     """Runs a made-up trajectory before the first real one and after each failure, and compares the results.
 
-    Args:
-        run: a function that runs one of verl's own agent loops for the row `MADE_UP` with `MadeUpAnswers`, and returns
-            verl's padded trajectory.
+    ``run`` runs one of verl's own agent loops for the row `MADE_UP` with `MadeUpAnswers`, and returns verl's padded
+    trajectory.
     """
 
     def __init__(self, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:

@@ -18,10 +18,8 @@ their tokens again.
 The admission policy chooses which prompt begins, which trajectory generates next and which batch is taken. If
 generation and training alternate in turns, the generation turn ends when a batch is taken, and no trajectory begins
 until the next turn. Trajectories that are still running keep their slots and tokens, and their next requests wait in
-the client (`TurnGate`).
-
-Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker actors),
-tests/e2e/test_fully_async.py and test_partial_rollout.py.
+the client (`TurnGate`). Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker
+actors), tests/e2e/test_fully_async.py and test_partial_rollout.py.
 """
 
 import asyncio
@@ -190,7 +188,7 @@ class RolloutScheduler:
         return batch
 
     def wait_for(self, decide: Callable[[], Decided | None], timeout_s: float) -> Decided | None:
-        """Wait until ``decide`` returns a decision of the trainer, which needs a batch.
+        """Wait until ``decide`` returns a decision. The trainer calls this while it needs a batch.
 
         Args:
             decide: a cheap function that returns a decision or None. It is called at each change, under the lock.
@@ -242,7 +240,7 @@ class RolloutScheduler:
     def demand(self) -> tuple[Demand, int, int]:
         """Return what the trainer needs next, how many trajectories run, and how many more could run at once.
 
-        The caller must hold the lock, for example in the ``decide`` function of `wait_for`.
+        The caller must hold the lock, for example in ``decide`` of `wait_for`.
         """
         ledger, manager, n = self.ledger, self.manager, self._settings.group_size
         counts = ledger.counts()
@@ -386,10 +384,7 @@ class RolloutScheduler:
     # The event loop runs the following methods, unless a docstring says otherwise.
 
     def describe(self) -> list[str]:
-        """Return lines of text, for debugging, on the state and on where coroutines wait.
-
-        This method does not take the lock, because a stuck thread may hold it.
-        """
+        # Do not take the lock, because a stuck thread may hold it.
         return [self._state(), *(f"tasks: {line}" for line in waits(self._thread.loop))]
 
     def fail(self, error: BaseException) -> None:
@@ -522,8 +517,7 @@ class RolloutScheduler:
 
     def _nothing_succeeds(self, last: int) -> bool:
         """Return whether too many groups have failed in a row, and no group issued before group ``last`` is running.
-
-        The second condition is for groups that fail at once: earlier groups may still succeed.
+        The second condition keeps groups that fail at once from ending a run whose earlier groups may still succeed.
         """
         if self._failures_in_a_row < self._settings.max_consecutive_failures:
             return False
@@ -564,7 +558,7 @@ class RolloutScheduler:
         self._filter.forget(run.group.id)
         del self._runs[run.group.id]
         self._tell_all(group_events(run, group, self.ledger.version, reason))
-        # The workers count the tokens of running trajectories.
+        # Skip the tokens of running trajectories, which the workers count.
         records = [each.record for each in run.trajectories if not each.under_way]
         self.tokens.lost += run.cut_tokens + sum(record.cut_tokens for record in records if record is not None)
 
@@ -685,9 +679,8 @@ class RolloutScheduler:
         return version
 
     async def _end_trajectories(self, timeout_s: float) -> TokenAccount | None:
-        """Cancel all trajectories, and return the sum of the workers' token counts.
-
-        The result is None if a worker does not answer or has died, because its counts are then unknown.
+        """Cancel all trajectories, and return the sum of the workers' token counts. The result is None if a worker does
+        not answer or has died, because its counts are then unknown.
         """
         self._closing = True
         with self._changed:

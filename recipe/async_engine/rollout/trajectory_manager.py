@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manages the agent-loop workers of a run, which Ray restarts when they die.
 
-Contract: before a restarted worker gets work, :meth:`TrajectoryManager.prepare` repeats all calls to it that
-:meth:`TrajectoryManager.tell` made to the other workers. A worker is restarted however often it dies. A prompt that
+Contract: before a restarted worker gets work, :meth:`TrajectoryManager.prepare` repeats the calls that
+:meth:`TrajectoryManager.tell` made to all workers. A worker is restarted however often it dies. A prompt that
 kills its workers only makes its own group fail. If too many groups fail in a row, the run ends. A validation has a
 deadline, and its answers are generated in the same way as those of training (`recipe.async_engine.rollout.validation`).
 Shown by tests/integration/test_trajectory_manager.py, test_validation.py and tests/e2e/test_replacement.py.
@@ -154,7 +154,6 @@ class TrajectoryManager(AgentLoopManager):
 
     def _columns_of(self, batch: DataProto) -> tuple[Any, ...]:
         """Return the names of the columns with values from reward functions, the same for all batches of a validation.
-
         verl collects each column in one list over all batches, so no column may be added in a later batch.
         """
         self._reported |= reported_names(batch)
@@ -200,8 +199,6 @@ def manager_class(name: str | None) -> type[TrajectoryManager]:
     named: str = name
 
     class UsersManager(TrajectoryManager, users):  # type: ignore[misc, valid-type]
-        """This package's manager, with the user's manager class as a base."""
-
         def worker_class(self) -> type[TrajectoryWorker]:
             return worker_over(named, self.agent_loop_workers_class)
 
@@ -255,7 +252,6 @@ def joined(worker: Any, outputs: list[Any]) -> DataProto:
 
 
 def reported_names(batch: DataProto) -> dict[str, None]:
-    """Return the names of all values in the column `REPORTED`, in the order of the rows."""
     return dict.fromkeys(name for report in batch.non_tensor_batch[REPORTED] for name in report or ())
 
 

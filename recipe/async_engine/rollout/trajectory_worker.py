@@ -12,9 +12,8 @@ again, for the same answer. If there are log-prob servers, they score answers wh
 finished trajectories later (`rescore`). If a log-prob server does not answer, the trajectory succeeds without those
 log-probs. An agent loop has a deadline, which includes its tools. An agent loop that continues after its deadline or
 its cancellation is abandoned, and can send no further requests. After a failure the worker tests whether its process
-can still run a trajectory (`rehearsal`).
-
-Shown by tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
+can still run a trajectory (`rehearsal`). Shown by tests/integration/test_trajectory_worker.py and
+tests/e2e/test_fully_async.py.
 """
 
 import asyncio
@@ -130,7 +129,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._is_prepared = not was_restarted()
 
     async def use_servers(self, servers: dict[str, Any], timeout_s: float, score_parts: bool) -> None:
-        """Use the log-prob servers with these actor handles, by name.
+        """Use these log-prob servers, given as actor handles by name.
 
         With ``score_parts`` the servers score each answer as soon as it arrives. Otherwise they score only finished
         trajectories, when `rescore` is called.
@@ -302,14 +301,14 @@ class TrajectoryWorker(AgentLoopWorker):
         running.over.set()
 
     async def _until_sampled(self, running: TrajectoryRecorder, key: str) -> None:
-        """Wait until the trajectory's last token is sampled, it has failed, or its cancellation is requested.
+        """Wait until the last token is sampled, the trajectory has failed, or its cancellation has been requested.
 
         Raises:
             AgentLoopError: the trajectory exceeded its deadline.
         """
 
         def now() -> float:
-            """Return a time that stands still, except in a validation, while requests are held between turns."""
+            """Return the time, not counting the time for which this trajectory's requests were held between turns."""
             return time.monotonic() - (0.0 if running.validates else self.llm_client.gate.held_s)
 
         deadline = now() + self._trajectory_timeout_s
@@ -341,7 +340,6 @@ class TrajectoryWorker(AgentLoopWorker):
         return Activity(time.monotonic(), self._life, self._away.lane.take())
 
     async def describe(self) -> list[str]:
-        """Return lines of text, for debugging, with the running trajectories and the places where coroutines wait."""
         return [f"trajectories: {', '.join(self._running) or 'none'}", *(f"tasks: {line}" for line in waits())]
 
     async def cancel(self, keys: list[str]) -> None:
@@ -380,7 +378,6 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.account()
 
     async def go_on(self) -> None:
-        """Let held requests continue, because a generation turn begins."""
         self.llm_client.gate.go_on()
 
     async def _run_row(
@@ -391,9 +388,8 @@ class TrajectoryWorker(AgentLoopWorker):
         recorder: TrajectoryRecorder,
         trace: bool,
     ) -> Any:
-        """Run an agent loop for a row, like verl's ``_run_agent_loop``.
-
-        The class of the agent loop is cached, because looking it up with Hydra, as in verl, takes a millisecond.
+        """Run an agent loop for a row, like verl's ``_run_agent_loop``. The class of the agent loop is cached, because
+        looking it up with Hydra, as in verl, takes a millisecond.
         """
         with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace):
             check_row(row, None if trajectory["validate"] else self._group_size)
@@ -560,7 +556,7 @@ def filter_metric(config: Any) -> str | None:
 
 
 def is_given(value: Any) -> bool:
-    """Return whether ``value``, a field of a data row, is not None, empty or NaN."""
+    """Return whether a field of a data row has a value, which means neither None nor an empty string nor NaN."""
     return value is not None and value != "" and value == value
 
 

@@ -2,12 +2,10 @@
 """Runs a user's agent loop in such a way that its failure makes only its own trajectory fail.
 
 Contract: any error of an agent loop or of its tools, even ``SystemExit``, becomes an `AgentLoopError` that has the
-message and the traceback as text, because another process may be unable to unpickle the error itself. If the task of
-an agent loop is cancelled, the ``CancelledError`` is passed on, so that the agent-loop worker can find out whether it
+message and the traceback as text, because another process may be unable to unpickle the error itself. If the task of an
+agent loop is cancelled, the ``CancelledError`` is passed on, so that the agent-loop worker can find out whether it
 requested the cancellation. All columns of the data are passed to the agent loop, except that a column whose name is in
-`ARGUMENTS` is refused.
-
-Shown by tests/integration/test_users_loops.py.
+`ARGUMENTS` is refused. Shown by tests/integration/test_users_loops.py.
 """
 
 from __future__ import annotations
@@ -83,8 +81,7 @@ def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
 async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], row: dict[str, Any], **v1: Any) -> Any:
     """Run an agent loop with the columns of a data row as its arguments, and return the loop's result.
 
-    Args:
-        v1: arguments that verl's v1 trainers pass. The agent loop gets those that its signature accepts.
+    ``v1`` has arguments that verl's v1 trainers pass. The agent loop gets those that its signature accepts.
     """
     for name in ARGUMENTS & row.keys():
         raise AgentLoopError(f"the data has a column {name!r}, the name of an argument of every agent loop: rename it")

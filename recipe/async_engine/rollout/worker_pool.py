@@ -6,9 +6,8 @@ possible. Every error of a worker is raised as a :class:`RecipeError`. The pool 
 respond (`actors/worker_set.py` describes what happens if one dies or does not respond). The pool passes on object
 references to payloads, but never fetches them. A prompt of more than `LARGE` bytes, for example with images, is put
 into the object store once for all trajectories of its group. Only one event loop calls the pool. The token counts of a
-dead worker are the last ones that it reported, with its held tokens (`TokenAccount`) counted as lost.
-
-Shown by tests/integration/test_worker_pool.py and test_turn_pool.py.
+dead worker are the last ones that it reported, with its held tokens (`TokenAccount`) counted as lost. Shown by
+tests/integration/test_worker_pool.py and test_turn_pool.py.
 """
 
 import asyncio
@@ -50,10 +49,8 @@ NONE_LEFT = "every agent-loop worker has died; the first one's error is in the l
 
 
 async def _said(said: Any, payload: Any) -> Any:
-    """Await ``said``, the first of the two results of a remote call, and return it.
-
-    If the call failed, ``payload``, the second result, has the same error and is awaited too, since Ray logs each error
-    that is never awaited.
+    """Await ``said``, the first of the two results of a remote call, and return it. If the call failed, ``payload``,
+    the second result, has the same error and is awaited too, since Ray logs each error that is never awaited.
     """
     try:
         return await said
@@ -64,7 +61,6 @@ async def _said(said: Any, payload: Any) -> Any:
 
 
 def _failure(run: TrajectoryRun, cause: BaseException) -> RecipeError:
-    """Return the error of an attempt whose worker raised ``cause``."""
     failed: RecipeError
     if isinstance(cause, RewardError | NonFinite | UnusableAnswer | TrajectoryCancelled):
         failed = type(cause)(str(cause))
@@ -82,10 +78,7 @@ class TracedGroups:
     """Chooses the prompt groups that verl's rollout trace shows (``actor_rollout_ref.rollout.trace``).
 
     If ``max_samples_per_step_per_worker`` is set, the trace has the first groups of each version: at most that setting
-    times the number of agent-loop workers. Shown by tests/integration/test_rollout_trace.py.
-
-    Args:
-        each_version: the largest number of groups to trace for each version; None for all groups.
+    times the number of agent-loop workers (``each_version``). Shown by tests/integration/test_rollout_trace.py.
     """
 
     def __init__(self, each_version: int | None = None) -> None:
@@ -162,8 +155,7 @@ class WorkerPool(WorkerSet):
     async def attempt(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
         """Run the attempt that was assigned to a worker, and write its result into ``run``.
 
-        Args:
-            sampled: a function that is called when the last token is sampled, if the reward takes longer.
+        ``sampled`` is called when the last token is sampled, if the reward takes longer.
 
         Raises:
             TrajectoryFailed: the agent loop raised an error, or Ray failed.
@@ -205,7 +197,6 @@ class WorkerPool(WorkerSet):
                 self._samples.pop(group_id, None)
 
     def arguments(self, run: TrajectoryRun) -> tuple[Any, ...]:
-        """Return the arguments of the worker's ``run_trajectory``."""
         group = run.of.group
         trace = self._traced.has(group.id, group.start)
         sample = self.sample_for(run)
@@ -256,7 +247,6 @@ class WorkerPool(WorkerSet):
                     self.under_way[key].cancelled = True
 
     async def go_on(self) -> None:
-        """Let all workers continue their requests, because a generation turn begins."""
         self._holds = False
         for actor in self.actors.values():
             actor.go_on.remote()
@@ -361,7 +351,6 @@ class WorkerPool(WorkerSet):
         return {worker_id: part for worker_id, part in zip(asked, answers, strict=True) if part is not None}
 
     async def _prepare(self, actor: Any) -> None:
-        """Send a restarted worker its settings before it gets trajectories."""
         if self._prepare_actor is not None:
             await self._prepare_actor(actor)
         if self._holds:

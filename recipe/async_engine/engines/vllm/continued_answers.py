@@ -113,9 +113,8 @@ def patch_worker(vllm_config: VllmConfig) -> None:
 
 
 def _replaying(sync_batch: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``sync_batch``, which counts thinking tokens, to process the earlier tokens of a request one by one.
-
-    vLLM processes them all at once, like the tokens of a preempted request, and then miscounts thinking tokens.
+    """Wrap ``sync_batch``, which counts thinking tokens, to process the earlier tokens of a request one by one. vLLM
+    processes them all at once, like the tokens of a preempted request, and then miscounts thinking tokens.
     """
 
     @functools.wraps(sync_batch)

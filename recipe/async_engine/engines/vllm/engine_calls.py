@@ -3,9 +3,8 @@
 
 Contract: each call reaches every core, returns the result of each core, and fails if any core fails. With vLLM's own
 calls, which return only the first core's result (`DPLBAsyncMPClient.call_utility_async`), the other cores' token counts
-at a swap and their errors in a weight load would be lost.
-
-Shown by tests/integration/test_engine_calls.py and, with two real cores under load, tests/e2e/test_swaps.py.
+at a swap and their errors in a weight load would be lost. Shown by tests/integration/test_engine_calls.py and, with two
+real cores under load, tests/e2e/test_swaps.py.
 """
 
 import asyncio

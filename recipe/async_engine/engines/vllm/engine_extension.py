@@ -35,7 +35,7 @@ from recipe.async_engine.weights.staged import Intake, NamedTensors, StagedWeigh
 
 
 class PatientSocket:
-    """A zmq REP socket whose receive call raises StagingRefused after ``timeout_s`` seconds or once ``stopped``."""
+    """A zmq REP socket. Receiving raises StagingRefused after ``timeout_s`` seconds or once ``stopped`` is set."""
 
     def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, stopped: threading.Event) -> None:
         self._socket, self._timeout_s, self._stopped = socket, timeout_s, stopped
@@ -148,7 +148,6 @@ class StagingExtension(vLLMColocateWorkerExtension):
         return super().__new__(cls, **kwargs)
 
     def wide_parameters(self) -> list[str]:
-        """Return the names of parameters that this engine keeps in a wider dtype than the model's."""
         width = self.model_runner.vllm_config.model_config.dtype.itemsize
         parameters = self.model_runner.get_model().named_parameters()
         return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > width]

@@ -44,7 +44,6 @@ def refused_arguments(ended: SystemExit) -> RolloutServerError:
 
 
 def peft_config(model_config: Any) -> dict[str, Any]:
-    """Return the LoRA configuration of the trainer in PEFT's format, which vLLM expects."""
     targets = model_config.target_modules
     return {
         "r": model_config.lora_rank,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the newest output of each request in a vLLM engine, so that clients can fetch tokens before an answer ends.
 
-Contract: each time, a client gets all tokens that were sampled since it last fetched tokens
-(`recipe.async_engine.engines.answers`). Fetched tokens survive the death of the server. Shown by
+Contract: a client that fetches tokens gets all those that were sampled since its last fetch
+(`recipe.async_engine.engines.answers`), and still has them if the server dies. Shown by
 tests/integration/test_client.py.
 """
 

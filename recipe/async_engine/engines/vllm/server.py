@@ -109,7 +109,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._checksum: str | None = None
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """Launch the server like verl, but raise an error if vLLM refuses its arguments, on which vLLM would exit."""
+        """Launch the server like verl. If vLLM refuses its arguments, raise an error instead of exiting."""
         try:
             await super().launch_server(*args, **kwargs)
         except SystemExit as ended:
@@ -226,7 +226,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
 
     async def run_server(self, args: argparse.Namespace) -> None:
-        """Run verl's server with the gate in front of its HTTP endpoints, and with a modified engine."""
+        """Run verl's server with the gate in front of its HTTP endpoints and with changed methods of the engine."""
         args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
@@ -235,9 +235,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self.engine.list_loras = no_adapters
 
     def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an engine's ``generate`` so that requests share cached prefixes only under the same weights version.
-
-        If the trainer sends LoRA adapters, the wrapper also adds the current adapter to each request.
+        """Wrap an engine's ``generate`` so that requests share cached prefixes only under the same weights version. If
+        the trainer sends LoRA adapters, the wrapper also adds the current adapter to each request.
         """
 
         def salted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
@@ -250,10 +249,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return salted
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
-        """Return each request's new tokens. ``known`` has the number of tokens fetched so far, by request id.
-
-        Requests that this server does not have, or whose answers are complete, are left out.
-        """
         news = {
             request_id: self._outputs.since(request_id, count, self._versions)
             for request_id, count in known.items()
@@ -320,7 +315,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return [name for names in of_workers for name in names]
 
     async def staging_outcomes(self) -> list[str]:
-        """Return the staging outcome of each of the engine's workers (`StagingExtension.staging_outcome`)."""
         return await call_each_worker(self.engine, "staging_outcome")
 
     async def swap(self, version: int, checksum: str) -> None:
@@ -396,7 +390,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return Activity(time.monotonic(), self._life, spans, tokens)
 
     def _note_state(self) -> None:
-        """Record for the run record whether the engine can generate and, if not, why."""
+        """Report to the run record whether the engine can generate and, if not, why."""
         if self._gate.refusing:
             self._activity.close(Class.DOWN)
         elif not self._gate.is_open:
@@ -426,7 +420,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             raise EngineDied(f"the engine of rollout replica {self.replica_rank} died")
 
     async def describe(self) -> list[str]:
-        """Return lines of text, for debugging, with the state of the server and the places where coroutines wait."""
         gate = "open" if self._gate.is_open else f"closed, loading version {self._gate.loading}"
         requests = len(self.engine.output_processor.request_states) if self.node_rank == 0 else 0
         return [
@@ -454,5 +447,5 @@ class GatedVLLMHttpServer(vLLMHttpServer):
 
 
 async def no_adapters() -> set[int]:
-    """Replace the engine's ``list_loras``, by which verl finds adapters. `_salted` adds the adapter instead."""
+    """Return no adapters, in place of the engine's ``list_loras``, because `_salted` adds the adapter to requests."""
     return set()

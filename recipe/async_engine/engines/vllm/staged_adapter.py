@@ -5,9 +5,8 @@ Contract: staging works as in `recipe.async_engine.weights.staged`. In addition,
 complete adapter or if its shapes differ from those of the previous adapter. No request may be in the engine at the
 swap, because a request for a removed adapter fails. Each adapter gets a new name and number, by which vLLM identifies
 cached prefixes, LoRA slots and loaded adapters. (verl uses the same name and number for all adapters,
-verl/workers/rollout/vllm_rollout/utils.py:40.)
-
-Shown by tests/integration/test_staged_adapter.py and tests/e2e/test_lora.py.
+verl/workers/rollout/vllm_rollout/utils.py:40.) Shown by tests/integration/test_staged_adapter.py and
+tests/e2e/test_lora.py.
 """
 
 from __future__ import annotations
@@ -40,12 +39,7 @@ class AdapterName:
 
 
 class StagedAdapter(StagedWeights):
-    """The staged weights of a LoRA adapter.
-
-    Args:
-        worker: the vLLM worker, a `StagingExtension`.
-        peft_config: rank, alpha and target modules in PEFT's format.
-    """
+    """The staged weights of a LoRA adapter. ``peft_config`` has rank, alpha and target modules in PEFT's format."""
 
     def __init__(self, worker: Any, peft_config: Mapping[str, Any]) -> None:
         self._worker, self._config = worker, dict(peft_config)
@@ -81,10 +75,9 @@ class StagedAdapter(StagedWeights):
         return None
 
     def _swap(self) -> None:
-        """Replace the live adapter by the staged one.
-
-        StagingRefused is raised, and no adapter is live, if the model lacks a layer for some of the adapter's weights.
-        vLLM itself would ignore these weights, and sample from another policy than the trainer's.
+        """Replace the live adapter by the staged one. StagingRefused is raised, and no adapter is live, if the model
+        lacks a layer for some of the adapter's weights. vLLM itself would ignore these weights, and sample from another
+        policy than the trainer's.
         """
         from verl.utils.vllm import TensorLoRARequest
 

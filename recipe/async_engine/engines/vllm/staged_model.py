@@ -18,9 +18,8 @@ tensors that vLLM has derived. A derived object other than a tensor (a kernel's 
 live instance. If a tensor has no counterpart of the same shape and dtype, the version is refused before the swap.
 
 If the device has no memory for a second instance, it is in host memory. In that case the swap copies parameters and
-buffers from host memory, and vLLM then derives the other values from the live weights.
-
-Shown by tests/integration/test_staged_model.py; in the real engine by test_staged_architectures.py and
+buffers from host memory, and vLLM then derives the other values from the live weights. Shown by
+tests/integration/test_staged_model.py; in the real engine by test_staged_architectures.py and
 tests/e2e/test_fully_async.py.
 """
 
@@ -170,7 +169,7 @@ def _fits(pair: Pair) -> tuple[Any, ...]:
 
 
 def _replaceable(pair: Pair) -> Callable[[], None]:
-    """Return a function that assigns a pair's new object to the live model; raise StagingRefused if it cannot."""
+    """Return a function that assigns a pair's new object to the live model; raise StagingRefused if impossible."""
     if pair.put_theirs is None or pair.has_parts or not pair.are_alike:
         raise StagingRefused(f"the engine's {pair.path} cannot be assigned to the live model; {_ADVICE}")
     return functools.partial(pair.put_theirs, pair.mine)

@@ -297,7 +297,7 @@ class DeadlineServerAdapter(ServerAdapter):
 
 
 async def _error_of(load: Awaitable[Any] | None) -> Exception | None:
-    """Await ``load``, a call to the engine or None, and return its error or None."""
+    """Await ``load``, a call to the engine or None, and return the error of the call, or None if it has no error."""
     try:
         if load is not None:
             await load
@@ -307,7 +307,6 @@ async def _error_of(load: Awaitable[Any] | None) -> Exception | None:
 
 
 def _run_on(device: Any, work: Coroutine[Any, Any, None]) -> None:
-    """Make ``device`` the current device of this thread, and run ``work`` in an event loop."""
     get_platform().set_device(device)
     asyncio.run(work)
 
@@ -325,12 +324,10 @@ class RolloutWeightWorker(CheckpointEngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None) -> str | None:
-        """Receive a version, load it over the live weights as in verl, and return the checksum."""
         await super().update_weights(global_steps)
         return self.server_adapter.checksum
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stage_weights(self, global_steps: int) -> str | None:
-        """Receive and stage version ``global_steps``; return its checksum on the leading rank, and None on others."""
         weights = self.checkpoint_engine.receive_weights(global_steps=global_steps)
         return await self.server_adapter.stage_weights(weights, global_steps)
