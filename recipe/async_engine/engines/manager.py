@@ -69,7 +69,7 @@ class ReplicaManager(LLMServerManager):
         return replica
 
     def start_again(self, lost: RolloutReplica, timeout_s: float) -> RolloutReplica:
-        """Start a replacement for the hybrid replica ``lost``, with its name and ranks, and return it without weights.
+        """Start a replacement for the hybrid replica ``lost``, with its name and ranks; return it without weights.
 
         Raises:
             TimeoutError: the replacement was not up in time, or ``lost`` did not end.

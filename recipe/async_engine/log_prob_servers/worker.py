@@ -76,7 +76,7 @@ def _shifted(of_next_token: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's data-parallel rank (``share``), the data-parallel size (``shares``), and whether the rank has output."""
+    """A worker's data-parallel rank (``share``), the data-parallel size (``shares``), and whether it has output."""
 
     share: int
     shares: int

@@ -150,7 +150,7 @@ async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments:
 
 
 async def _bypassing_manager(call: Callable[..., Awaitable[Any]], timeout_s: float | None, **arguments: Any) -> Any:
-    """Make a call within the reward manager's time limit, and raise any error as `_PastManager`."""
+    """Make a call within the reward manager's time limit; raise errors as `_PastManager`, which managers let pass."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await call(**arguments)

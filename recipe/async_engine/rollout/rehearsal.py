@@ -54,8 +54,8 @@ class MadeUpAnswers(TrajectoryRecorder):
 class Rehearsal:
     """Runs a made-up trajectory before the first real one and after each failure, and compares the results.
 
-    ``run`` runs one of verl's own agent loops for the row `MADE_UP` with `MadeUpAnswers`, and returns verl's padded
-    trajectory.
+    The function ``run`` lets one of verl's own agent loops answer the row `MADE_UP` with `MadeUpAnswers`, and returns
+    the padded trajectory.
     """
 
     def __init__(self, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:

@@ -420,7 +420,7 @@ class RolloutScheduler:
     async def _issue_forever(self) -> None:
         while True:
             while self._issue_some():
-                # Pause, because otherwise other tasks and the threads that wait for the unfair lock would starve.
+                # Pause, so that other tasks run, and other threads get the lock, which is not fair.
                 await asyncio.sleep(PAUSE_S)
             await self._wake.wait()
             self._wake.clear()
@@ -595,7 +595,7 @@ class RolloutScheduler:
             if scoring:
                 self._count_scoring(-1)
             self._tell_all(attempt_events(run, each.n, began, sampled_at))
-            # Drop the answers from the checkpoint, whose tokens the worker has counted.
+            # Drop the answers from the checkpoint, because the worker has counted their tokens.
             each.record = None
             del self._ends[each.key]
             over.set_result(None)
@@ -708,7 +708,7 @@ class RolloutScheduler:
             self._timeline.tell(event)
 
     def _score(self, groups: Iterable[Group]) -> None:
-        """Have log-prob servers score ready groups by the newest version, those first that will be trained first."""
+        """Have log-prob servers score ready groups by the newest version, in their order of training."""
         if not self._rescore:
             return
         for group in sorted(groups, key=TRAINED_FIRST):

@@ -106,7 +106,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
         self._group_size = self.config.actor_rollout_ref.rollout.get("n")
-        # The fields of the reward function's result from which advantages are computed, besides the score.
+        # Besides the score, advantages are computed from these fields of the reward function's result.
         algorithm = self.config.algorithm
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(limits.trajectory)

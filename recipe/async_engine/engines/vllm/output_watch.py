@@ -52,7 +52,7 @@ class OutputWatch:
         return watched
 
     def asked_tokens(self, request_id: str) -> int:
-        """Return the number of tokens in a request: its prompt, and answer tokens that were sampled for an earlier one.
+        """Return the number of tokens in a request: its prompt, and answer tokens sampled before an interruption.
 
         The result is 0 before the first output for the request.
         """
