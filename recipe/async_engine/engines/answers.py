@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The format in which a rollout server returns answers to its client, independent of the engine.
 
-Contract: while an answer is generated, its client regularly fetches the new tokens (:class:`Sampled`) and stores them
-in a :class:`Flight`. When the server dies, another server continues the answer from the tokens that the client has
-fetched; tokens that the client had not fetched are sampled again. Before a checkpoint the client fetches once more, so
-that the checkpoint has the newest tokens. Shown by tests/integration/test_client.py and, with a real engine that is
-killed, tests/e2e/test_lost_replica.py.
+Contract: while an answer is generated, the client regularly fetches the new tokens (:class:`Sampled`) and adds them to
+a :class:`Flight`. When the server dies, another server continues the answer after the fetched tokens, and samples the
+other tokens again. Before a checkpoint the client fetches once more, so that the checkpoint has the newest tokens.
+Shown by tests/integration/test_client.py and, with a real engine that is killed, tests/e2e/test_lost_replica.py.
 """
 
 from dataclasses import dataclass, field
@@ -16,14 +15,13 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.async_engine.core.versions import joined, last_runs
 
 COMPLETED = "completed"
-"""Stop reason of a complete answer; verl's server reports it for vLLM's finish reasons `stop` and `length`."""
+"""Stop reason of a complete answer, to which verl's server maps vLLM's finish reasons `stop` and `length`."""
 ABORTED = ("aborted", "abort")
 """Stop reasons of an incomplete answer."""
 
 GOES_ON = "recipe_goes_on"
-"""Extra field of an answer that was interrupted by something other than a weight sync: the reason, as text.
-
-The version that sampled the answer may still be live then, and continue it.
+"""Extra field of an answer that was interrupted for another reason than a weight sync: `SERVER_DIED` or `CHECKPOINT`.
+The version that sampled such an answer may still be live, and can continue it.
 """
 VERSION_RUNS = "recipe_version_runs"
 """Extra field of an answer: (version, token count) for each run of tokens that one version sampled."""
@@ -35,7 +33,7 @@ CHECKPOINT = "a checkpoint was taken"
 
 @dataclass(frozen=True)
 class Sampled:
-    """New tokens of one request, the runs of versions that sampled them and, if requested, their log-probs."""
+    """New tokens of one request, with (version, token count) for each run and, if requested, log-probs."""
 
     token_ids: list[int]
     runs: list[tuple[int, int]]
@@ -44,10 +42,10 @@ class Sampled:
 
 @dataclass(eq=False)
 class Flight:
-    """One request in progress at a server, with the tokens of its answer that the client has fetched.
+    """One open request at a server, with the tokens of its answer that the client has fetched.
 
-    ``asked``: tokens that were sent as the request's prompt. ``avoided``: server that failed this request before, if
-    any. ``told``: whether the server reported recently that the answer is still incomplete.
+    ``asked`` has the tokens that were sent as the prompt. ``avoided`` is the server that failed this request before, if
+    any. ``told`` is whether the latest fetch has got the tokens of this request, or has given it up.
     """
 
     asked: list[int]
@@ -61,7 +59,7 @@ class Flight:
     log_probs: list[float] | None = None
 
     def add(self, sampled: Sampled, after: int) -> None:
-        """Add the tokens that follow the first ``after`` ones, except for those that another call has already added."""
+        """Add the tokens of ``sampled``, which begin at index ``after``, unless another call has already added them."""
         new = slice(len(self.token_ids) - after, None)
         self.runs = joined(self.runs, last_runs(sampled.runs, len(sampled.token_ids[new])))
         self.token_ids += sampled.token_ids[new]
@@ -69,7 +67,7 @@ class Flight:
             self.log_probs = [*(self.log_probs or []), *sampled.log_probs[new]]
 
     def cut_answer(self, why: str) -> TokenOutput | None:
-        """Return the fetched tokens as an answer interrupted for the reason ``why``; None without any token."""
+        """Return the fetched tokens as an answer that was interrupted because of ``why``, or None if there are none."""
         if not self.token_ids:
             return None
         first, last = self.runs[0][0], self.runs[-1][0]

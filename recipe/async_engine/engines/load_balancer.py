@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's load balancer, except that a client reports ended requests in its next call instead of in a call for each.
+"""verl's load balancer, to which clients report ended requests together with their next request.
 
-Contract: routing is verl's: a conversation stays with its server, and a new one goes to the server with the fewest
-requests in progress. In addition a conversation leaves a server that has failed one of its requests, if there is
-another server. When a client asks for a server, it also reports the servers whose requests have ended since its last
-call, and the server that failed, in fields that this load balancer declares through verl's interface. Such a report is
-late by at most `SAY_ENDED_S` seconds. To a user's own load balancer each end is reported at once, as in verl. Shown by
-tests/integration/test_client.py and test_control.py.
+Contract: as in verl, all requests of a conversation go to one server, and a new conversation goes to the server with
+the fewest requests in progress. In addition, a conversation moves to another server, if there is one, after its server
+has failed one of its requests. When a client asks for a server, it also reports which servers have ended requests since
+its last call, and which server has failed. For this it uses fields that the load balancer declares through verl's
+interface. A report is delayed by at most `SAY_ENDED_S` seconds. A user's own load balancer gets a call for each ended
+request, as in verl. Shown by tests/integration/test_client.py and test_control.py.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 ENDED, AVOIDED = "ended", "avoided"
 SAY_ENDED_S = 0.02
 HELD = ("acquire_server", "release_server", "release_servers")
-"""The load balancer's methods that each request calls."""
+"""The methods of the load balancer that clients call for each request."""
 
 
 class CountingBalancer(GlobalRequestLoadBalancer):
-    """verl's load balancer, with reports of ended requests in batches."""
+    """verl's load balancer, extended by reports of several ended requests at once."""
 
     def acquire_server(
         self, request_id: str, ended: Sequence[str] = (), avoided: str | None = None
     ) -> tuple[str, ray.actor.ActorHandle]:
-        """Return a server, not ``avoided`` if possible; ``ended`` names a server once per request that it has ended."""
+        """Return a server other than ``avoided`` if possible. ``ended`` has a server id for each ended request."""
         self.release_servers(ended)
         if avoided is not None and self._request_id_to_server.get(request_id) == avoided:
             others = [server_id for server_id in self._inflight_requests if server_id != avoided]
@@ -35,7 +35,7 @@ class CountingBalancer(GlobalRequestLoadBalancer):
         return super().acquire_server(request_id)
 
     def release_servers(self, ended: Sequence[str]) -> None:
-        """Record ended requests; ``ended`` names a server once for each of its requests that has ended."""
+        """Record ended requests. ``ended`` has a server id for each of them."""
         for server_id in ended:
             self.release_server(server_id)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout replicas of a run and the load balancer that distributes requests to them.
+"""Starts the rollout replicas of a run, and the load balancer that distributes requests to them.
 
 Contract: the load balancer starts before the replicas and without servers, so clients can be created at once. The
-weight publisher adds a replica when it holds a complete version, and only then does it receive requests. A load
-balancer that dies is not replaced. This package's own runs on the trainer's node, so the loss of another node does not
-end the run.
+weight publisher adds a replica to the load balancer when the replica has a complete version. Before that the replica
+gets no requests. A load balancer that dies is not replaced. This package's own load balancer runs on the trainer's
+node, so the loss of another node does not end the run.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from recipe.async_engine.engines.reservation import Reservations
 
 
 class ReplicaManager(LLMServerManager):
-    """verl's server manager for the run's rollout engine, used in two steps: construct it, then call :meth:`launch`."""
+    """verl's server manager for this package's engines. The replicas start when :meth:`launch` is called."""
 
     def __init__(
         self,
@@ -36,17 +36,16 @@ class ReplicaManager(LLMServerManager):
         first: int = 0,
         load_balancer: ray.actor.ActorHandle | None = None,
     ) -> None:
-        """Create a manager of replicas with numbers from ``first`` on, and a load balancer if none is given."""
+        """Create a manager whose replicas are numbered from ``first``, and a load balancer if none is given."""
         engine = engine_class(config.actor_rollout_ref.rollout.name)
         self.rollout_replica_class = partial(engine, reservations=reservations)
         super().__init__(config, start_rank=first)
         self.global_load_balancer = load_balancer or self._new_load_balancer()
 
     def _new_load_balancer(self) -> Any:
-        """Create the load balancer that the user has configured, or else this package's own.
-
-        The package's own runs on this process's node, whereas Ray may place verl's on any node. It handles the adding
-        and removing of servers in a separate concurrency group, so that requests do not delay it.
+        """Create the load balancer that the user has configured, or else this package's own. This package's own load
+        balancer runs on the node of this process, whereas Ray may place verl's on any node. Calls that add or remove
+        servers have a concurrency group of their own, so that requests do not delay them.
         """
         file = getattr(self.rollout_config, "router_config_path", None)
         hashes = getattr(self.rollout_config, "full_determinism", False)
@@ -59,7 +58,7 @@ class ReplicaManager(LLMServerManager):
         )
 
     def start_another(self) -> RolloutReplica:
-        """Start one more replica on free accelerators; return when its server is up, still without weights.
+        """Start one more replica on free accelerators; return when its server is up, but has no weights yet.
 
         Raises:
             NothingFree: not enough accelerators are free now.
@@ -70,7 +69,7 @@ class ReplicaManager(LLMServerManager):
         return replica
 
     def start_again(self, lost: RolloutReplica, timeout_s: float) -> RolloutReplica:
-        """Start a replacement for ``lost`` with the same name and trainer ranks; return when it is up, without weights.
+        """Start a replacement for the hybrid replica ``lost``, with its name and ranks; return it without weights.
 
         Raises:
             TimeoutError: the replacement was not up in time, or ``lost`` did not end.
@@ -92,9 +91,9 @@ class ReplicaManager(LLMServerManager):
     def launch(self, worker_group: Any = None) -> None:
         """Start the servers of all replicas and return when all are up.
 
-        ``worker_group``: trainer ranks that pass weights to the servers; None to start weight workers for them.
+        ``worker_group`` has the trainer ranks that pass weights to the servers. For None, weight workers are started.
         """
         self.worker_group = worker_group
         asyncio.run(self._initialize_llm_servers())
-        # Names of servers and sockets contain the replica's number, so no two replicas of a run may share a number.
+        # The names of servers and sockets contain the replica's number, so no number may be used twice in a run.
         self._numbers = itertools.count(self.start_rank + len(self.rollout_replicas))

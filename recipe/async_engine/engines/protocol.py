@@ -4,15 +4,15 @@
 Contract: the other packages use an engine only through these protocols. To add an engine, add a package next to `vllm`
 and an entry to `ENGINES` (`recipe.async_engine.config.verdicts`). An engine consists of a replica object in the
 trainer's process, and of servers and weight workers, which are Ray actors. tests/integration/test_second_engine.py
-shows this with an engine of a few dozen lines, which receives weights, answers requests and dies like vLLM's.
+has an example of a few dozen lines.
 
-The engine itself must guarantee the following, since no caller can:
+An engine must guarantee the following, because its callers cannot:
 
 - A server answers only with complete weights. Requests wait until the first weights have been loaded. An interrupted
-  load or swap leaves the server closed.
-- Staging does not change what the server answers before the swap. Staged weights cover all of the model's parameters
-  and have the checksum that the weight worker returns.
-- Each answer says which version sampled each of its tokens.
+  load or swap leaves the server closed to requests.
+- Staging new weights does not change a server's answers before the swap. Staged weights contain all parameters of the
+  model and have the checksum that the weight worker returns.
+- Each answer reports which version sampled each of its tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recipe.async_engine.record.events import Activity
 
 
 class RolloutEngine(Protocol):
-    """A replica object in the trainer's process: verl's `RolloutReplica`, whose methods act on all of its servers.
+    """A replica of the engine: an object like verl's `RolloutReplica`, whose methods act on all of its servers.
 
     The constructor's arguments are ``(replica_rank, config, model_config, gpus_per_node, reservations=)``. verl's
     ``init_standalone`` or ``init_hybrid`` starts the replica.
@@ -43,32 +43,32 @@ class RolloutEngine(Protocol):
     servers: list[Any]
     """All servers of the replica, one per node."""
     workers: list[Any]
-    """The replica's weight workers, one per accelerator: actors with the methods of `WeightWorker`."""
+    """The replica's weight workers, one for each accelerator: actors with the methods of `WeightWorker`."""
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> None:
-        """Pause generation; return all open requests as aborted, each with the tokens sampled so far.
+        """Pause generation, and return all open requests as aborted, with the tokens sampled so far.
 
         Later requests wait, or are returned as aborted if ``reject_request`` is true.
         """
 
     async def hold_requests(self) -> None:
-        """Pause generation but keep all requests; after `resume_generation` they continue with the live weights."""
+        """Pause generation but keep all requests, which continue with the live weights after `resume_generation`."""
 
     async def resume_generation(self) -> None:
         """Resume generation after `abort_all_requests` or `hold_requests`."""
 
     async def release_kv_cache(self) -> None:
-        """Free the memory of the KV cache, before weights are loaded in place."""
+        """Free the memory of the KV cache, before weights are loaded over the live ones."""
 
     async def resume_kv_cache(self) -> None:
         """Allocate the memory of the KV cache again."""
 
     async def sleep(self) -> None:
-        """Free all memory, including the weights, for the trainer on the same accelerators."""
+        """Free all memory, including that of the weights, for a trainer on the same accelerators."""
 
 
 class RolloutServer(Protocol):
-    """A rollout server, which is a Ray actor. Open ``generate`` calls do not delay its other calls."""
+    """A rollout server, which is a Ray actor. Open calls of ``generate`` must not delay calls of other methods."""
 
     async def generate(
         self,
@@ -79,46 +79,46 @@ class RolloutServer(Protocol):
         sampled: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Answer a prompt once the weights are complete; its last ``sampled`` tokens already belong to the answer."""
+        """Wait for complete weights, and answer a prompt. Its last ``sampled`` tokens already belong to the answer."""
 
     async def drop_request(self, request_id: str) -> None:
         """Abort a request whose caller no longer waits for it."""
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
-        """Return the new tokens of each request; ``known`` has the number of tokens already fetched, by request id."""
+        """Return each request's new tokens. ``known`` has the number of tokens fetched so far, by request id."""
 
     async def wide_parameters(self) -> list[str]:
-        """Return the names of parameters that the engine holds in a wider dtype than the model's."""
+        """Return the names of parameters that the engine keeps in a wider dtype than the model's."""
 
     async def swap(self, version: int, checksum: str) -> None:
-        """Make the staged weights the live ones and commit the version; generation is paused during the call."""
+        """Make the staged weights live as ``version``. The caller pauses generation during this call."""
 
     async def leave_routing(self) -> None:
-        """Return every waiting and later request as aborted, until the next complete load."""
+        """Return all waiting requests as aborted, and all later ones until complete weights have been loaded."""
 
     async def check_engine(self) -> None:
         """Raise `EngineDied` if the engine has died."""
 
     async def activity(self) -> Activity:
-        """Return how the engine spent its time, and its token counts, since the last call."""
+        """Return what the engine did, and for how long, since the last call, with its token counts."""
 
     async def describe(self) -> list[str]:
-        """Return lines of text for a report on a stalled run: whether the server answers, and what it waits for."""
+        """Return lines of text for a report on a stalled run, with the state of the server and what it waits for."""
 
 
 class WeightWorker(Protocol):
-    """The actor that receives weights for an engine: verl's `CheckpointEngineWorker` with staging."""
+    """The Ray actor that receives weights for an engine, like verl's `CheckpointEngineWorker`, and can stage them."""
 
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the checkpoint engine, as in verl."""
 
     async def stage_weights(self, global_steps: int) -> str | None:
-        """Receive a version and stage it next to the live weights; the leading rank returns its checksum."""
+        """Receive a version and stage it next to the live weights. The leading rank returns the checksum."""
 
     async def update_weights(self, global_steps: int | None = None) -> str | None:
-        """Receive a version and load it over the live weights; the server is closed until it is complete."""
+        """Receive a version and load it over the live weights. Until this is complete, the server is closed."""
 
 
 def engine_class(name: str) -> Any:
-    """Return the `RolloutEngine` class for ``actor_rollout_ref.rollout.name``."""
+    """Return the `RolloutEngine` class for ``name``, a value of ``actor_rollout_ref.rollout.name``."""
     return load_class_from_fqn(ENGINES[name])

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reserves accelerators for the trainer, the rollout replicas and the other components of a run before they start.
 
-Contract: placement groups are reserved one after the other, in decreasing order of the accelerators that they need on
-one node; among equals the trainer's group comes first. Ray spreads small groups over nodes. If all components reserved
-at the same time, as in verl, there might be no whole node left for a large group, and the components would wait for
-each other for ever. A group is never split over nodes. An error names what was not free in time, and what each node has
-free. Only the reservations are sequential: processes, which take long to start, start concurrently afterwards.
-
-Shown by tests/integration/test_reservation.py.
+Contract: Ray placement groups are reserved one after the other, in decreasing order of the accelerators that they need
+on one node. Among equals the trainer's group comes first. A placement group is never split over nodes. In verl all
+components reserve at the same time. Since Ray spreads small groups over nodes, there may be no whole node left for a
+large group, and the components wait for each other for ever. An error names the accelerators that were not free in
+time, and the free ones of each node. The processes start concurrently after all reservations. Shown by
+tests/integration/test_reservation.py.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ POLL_S = 0.05
 
 
 class Reservations:
-    """The placement groups that are reserved for a run, by pool name; `pool` may be called from any thread."""
+    """The placement groups that are reserved for a run, by pool name. Any thread may call `pool`."""
 
     def __init__(self) -> None:
         self._pools: dict[str, RayResourcePool] = {}
@@ -56,12 +55,12 @@ class Reservations:
             self._pools[part.pool] = pool
 
     def pool(self, name: str, on_a_node: int = 0, groups: int = 0) -> RayResourcePool:
-        """Hand out the pool that was reserved under this name, once; if there is none, reserve one now.
+        """Return the pool that was reserved under ``name``, but only to the first caller, or else reserve one now.
 
-        ``groups`` is the number of placement groups and ``on_a_node`` the number of accelerators in each.
+        ``groups`` is the number of placement groups, and ``on_a_node`` is the number of accelerators in each of them.
 
         Raises:
-            NothingFree: no pool was reserved under this name, and not enough accelerators are free.
+            NothingFree: there is no such pool, and not enough accelerators are free.
         """
         if (reserved := self._pools.pop(name, None)) is not None:
             return reserved
@@ -73,12 +72,12 @@ class Reservations:
 
 
 class ReservedReplica(RolloutReplica):
-    """A replica that starts on reserved accelerators; without `reservations` it reserves them itself, as in verl."""
+    """A replica on accelerators from `reservations`. If that is None, the replica reserves them itself, as in verl."""
 
     reservations: Reservations | None = None
 
     async def init_standalone(self) -> None:
-        """Start on the reserved accelerators, but otherwise like verl's method (workers/rollout/replica.py:165)."""
+        """Start like verl's method (workers/rollout/replica.py:165), but on the reserved accelerators."""
         if self.reservations is None:
             await super().init_standalone()
             return
@@ -105,7 +104,7 @@ def _pool(part: Wanted) -> RayResourcePool:
 
 
 def _reserve(pool: RayResourcePool, part: Wanted, deadline: float) -> bool:
-    """Reserve the placement groups of ``pool``; return False, with none reserved, if not all are free in time."""
+    """Reserve the placement groups of ``pool``. If they are not all free in time, reserve none and return False."""
     bundle = {"CPU": part.cpus, get_platform().ray_resource_name(): 1}
     groups: list[PlacementGroup] = []
     try:
@@ -123,7 +122,7 @@ def _reserve(pool: RayResourcePool, part: Wanted, deadline: float) -> bool:
 
 
 def _is_there(group: PlacementGroup, deadline: float) -> bool:
-    # Ray's own waiting function is not used, because it rounds its time limit down to whole seconds.
+    # Poll, because Ray's own waiting function rounds its time limit down to whole seconds.
     while placement_group_table(group)["state"] != "CREATED":
         if time.monotonic() > deadline:
             return False

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a log-prob server: a forward-only training engine that loads weights from a stream.
+"""The training engine of one rank of a log-prob server, which only computes forward passes and loads weight streams.
 
-Contract: `ModelEngineServerAdapter.update_weights` stages a version next to the live one and returns when every rank
-has staged it completely; the engine computes with the live version until `swap`. Live weights always stay on their
-device. If one rank cannot load a stream, all ranks refuse it with the same error; the live version does not change, and
-the next stream is loaded as usual. Staging buffers are allocated once, on the device or in host memory, and are as
-large as the local shards.
-
-Shown by tests/integration/test_model_engine_adapter.py and test_staged_shards.py.
+Contract: `ModelEngineServerAdapter.update_weights` stages a version next to the live weights, and returns when every
+rank has staged it completely. The engine computes with the live weights, which stay on their device, until `swap`. If
+one rank cannot load a stream, all ranks refuse the version with the same error, the live weights do not change, and the
+next stream is loaded as usual. Staging buffers are allocated once, on the device or in host memory, and are as large as
+the local shards. Shown by tests/integration/test_model_engine_adapter.py and test_staged_shards.py.
 """
 
 from __future__ import annotations
@@ -38,33 +36,35 @@ from recipe.async_engine.weights.staged import Intake, NamedTensors, StagedWeigh
 
 
 class Shards(Protocol):
-    """The shards of a model on one rank, found by the Hugging Face names of tensors in a stream of weights."""
+    """One rank's shards of a model, and how the tensors of a weight stream are copied to them."""
 
     def accept(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Take a full tensor of the stream, which is valid only during this call.
+        """Return the new values of this rank's shards from a full tensor of the stream, valid only during this call.
+
+        Args:
+            name: the tensor's Hugging Face name.
 
         Returns:
             Pairs (live local shard, its new value) of equal shape. The result is empty if the rank has no shard of the
-            tensor, or if the shard also needs tensors that have not come yet.
+            tensor, or if the shard also depends on tensors that have not arrived.
 
         Raises:
-            StagingRefused: the model has no tensor of this name, or has it in another shape.
+            StagingRefused: the model has no tensor of this name, or the tensor has a wrong shape.
         """
 
     def missing(self) -> list[str]:
-        """Return the names of tensors that must still come before every local shard has its new value."""
+        """Return the names of tensors that have not arrived and are needed for this rank's shards."""
 
     def reset(self) -> None:
         """Forget which tensors were accepted."""
 
 
 class StagedShards(StagedWeights):
-    """The staging area of one rank of a log-prob server.
+    """The staged weights of one rank of a log-prob server.
 
     Args:
-        shards: this rank's shards of the model.
-        group: gloo group of all ranks of the model, in which they agree whether a stream was loaded.
-        in_host: keep the staged weights in host memory instead of on the device.
+        group: gloo group in which all ranks of the model agree whether a stream was loaded.
+        in_host: whether staged weights are kept in host memory instead of on the device.
     """
 
     def __init__(self, shards: Shards, group: dist.ProcessGroup, in_host: bool = False) -> None:
@@ -81,7 +81,7 @@ class StagedShards(StagedWeights):
         for name, tensor in weights:
             for live, new in self._shards.accept(name, tensor):
                 if live.numel() == 0:
-                    # A rank's shard of a small parameter may be empty; all such shards have the address 0.
+                    # Skip empty shards of small parameters, which all have the address 0.
                     continue
                 if live.data_ptr() not in self._buffers:
                     device = torch.device("cpu") if self._in_host else live.device
@@ -114,7 +114,7 @@ class WorkerSettings:
     Attributes:
         engine: verl's configuration of the training engine, FSDP2 or Megatron, with parameter offloading off.
         temperature: sampling temperature, by which logits are divided.
-        host_staging: keep staged weights in host memory instead of on the device.
+        host_staging: whether staged weights are kept in host memory instead of on the device.
         timeout_s: seconds after which a wait for weights, for other ranks or for the server fails.
     """
 
@@ -125,12 +125,9 @@ class WorkerSettings:
 
 
 class ModelEngineServerAdapter(BaseRollout):
-    """verl's rollout interface for a forward-only :class:`TrainingWorker`.
+    """verl's training worker, used only for forward passes, behind verl's rollout interface for receiving weights.
 
-    Args:
-        config: verl's rollout configuration, of which only the checkpoint engine's settings matter.
-        model_config: model configuration of the policy.
-        replica_rank: number of the server that this rank belongs to.
+    Of ``config``, verl's rollout configuration, only the settings of the checkpoint engine are used.
     """
 
     def __init__(self, config: Any, model_config: Any, settings: WorkerSettings, replica_rank: int = 0) -> None:
@@ -147,7 +144,7 @@ class ModelEngineServerAdapter(BaseRollout):
         )
         self.worker.reset()
         keep_frequencies(self.worker.engine)
-        # Create a separate group, because the ranks agree on staged weights while the engine's groups are in use.
+        # The ranks need a group of their own to agree on staged weights, because the engine may be using its groups.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
         self._staged = StagedShards(_shards_of(self.worker.engine, group), group, settings.host_staging)
 
@@ -155,13 +152,13 @@ class ModelEngineServerAdapter(BaseRollout):
         """Do nothing, because `release` does nothing."""
 
     async def release(self) -> None:
-        """Do nothing; the weights stay on their device."""
+        """Do nothing, because the weights stay on their device."""
 
     async def update_weights(self, weights: Stream, global_steps: int, **_: Any) -> str:
-        """Stage all tensors of ``weights`` as version ``global_steps`` and return their checksum.
+        """Stage all tensors of ``weights`` as version ``global_steps``, and return their checksum.
 
         Raises:
-            StagingRefused: at least one rank could not load the weights; all ranks raise the same error.
+            StagingRefused: at least one rank could not load the weights. All ranks raise the same error.
         """
         from verl.workers.rollout.utils import ensure_async_iterator
 
@@ -170,7 +167,7 @@ class ModelEngineServerAdapter(BaseRollout):
         try:
             async for named_tensor in ensure_async_iterator(weights):
                 intake.take([named_tensor])
-        except Exception as error:  # Any error of the stream must be reported to the other ranks.
+        except Exception as error:  # The other ranks must learn of any error.
             intake.fail(error)
         await asyncio.to_thread(intake.end)
         if intake.problem is not None:
@@ -178,19 +175,18 @@ class ModelEngineServerAdapter(BaseRollout):
         return intake.checksum
 
     def swap(self, version: int) -> None:
-        """Make the staged weights of ``version`` the live ones on this rank; nothing may be scored during the call."""
+        """Make the staged weights of ``version`` live on this rank, while nothing is being scored."""
         self._staged.swap(version)
 
     def score(self, batch: TensorDict) -> TensorDict | None:
-        """Return log-probs and entropies under the live weights; None on ranks to which verl returns no output."""
+        """Return log-probs and entropies under the live weights, or None on a rank without output."""
         return self.worker.infer_batch(batch)
 
 
 def keep_frequencies(engine: Any) -> None:
-    """Restore the fp32 rotary frequencies of an FSDP2 engine's model.
+    """Restore the fp32 rotary frequencies of an FSDP2 engine's model, with which the trainer computes log-probs.
 
-    verl casts the whole model to `model_dtype` (fsdp/transformer_impl.py:333), including buffers, but the trainer's
-    model keeps fp32 buffers. With rounded frequencies log-probs would differ from those of the trainer.
+    verl casts this model to `model_dtype` with its buffers (fsdp/transformer_impl.py:333), but not the trainer's.
     """
     modules = engine.module.modules() if isinstance(engine.module, torch.nn.Module) else ()
     for module in modules:

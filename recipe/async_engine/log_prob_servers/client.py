@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends the sampled tokens of a trajectory to log-prob servers for scoring while the trajectory goes on.
+"""Sends the sampled tokens of a trajectory to log-prob servers while the trajectory is still being generated.
 
-The tokens that one request to the rollout returned are a `Part` of the trajectory.
+The tokens that one request to a rollout server returned are a `Part` of the trajectory.
 
-Contract: a part is submitted for scoring as soon as its request is answered, before weights can change again, so that
-the version that sampled it can score it. It goes to the server with the fewest outstanding tokens from this process,
-and among equals to the one to which this process has sent the fewest tokens so far. If that server lacks the version,
-fails or dies, the others are tried, each at most once; a dead server is not used again. A failure to score never makes
-a trajectory fail: after `Unscored`, which means that no server answered in time, the trainer computes the log-probs.
-Shown by tests/integration/test_scoring_client.py, test_part_scores.py and tests/e2e/test_model_engine.py.
+Contract: a part is submitted as soon as its request is answered, before the weights can change again, so that the
+version that sampled the tokens can compute their log-probs. The client chooses the server with the fewest outstanding
+tokens from this process. Among equals it chooses the one to which this process has sent the fewest tokens so far. If
+that server lacks the version, fails or dies, each other server is tried once. A dead server is not used again. If no
+server answers in time (`Unscored`), the trajectory does not fail, and the trainer computes the log-probs. Shown by
+tests/integration/test_scoring_client.py, test_part_scores.py and tests/e2e/test_model_engine.py.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ logger = logging.getLogger(__name__)
 class ScoringClient:
     """Sends scoring requests to log-prob servers.
 
-    Args:
-        servers: actor handles with a method ``score``, by server name.
-        timeout_s: seconds within which one request must be scored, tries at several servers included.
+    ``servers`` has actor handles by name. ``timeout_s`` limits one request, including attempts at several servers.
     """
 
     def __init__(self, servers: Mapping[str, Any], timeout_s: float) -> None:
@@ -45,10 +43,10 @@ class ScoringClient:
         self._timeout_s = timeout_s
 
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
-        """Have one of the servers score a sequence; the arguments are those of :meth:`ScoringService.score`.
+        """Have one of the servers score a sequence. The arguments are those of :meth:`ScoringService.score`.
 
         Raises:
-            Unscored: no server could score it in time; the message has the reason of each.
+            Unscored: no server scored the sequence in time. The message has the reason of each server.
         """
         said: list[str] = []
         answer = None
@@ -63,7 +61,7 @@ class ScoringClient:
         return answer
 
     async def _ask(self, said: list[str], sequence: Any, tokens: int, version: int, start: int) -> Answer | None:
-        """Ask one server after the other until one answers; append the reason of each failure to ``said``."""
+        """Ask one server after the other until one answers, and append the reason of each failure to ``said``."""
         asked: list[str] = []
         while left := [name for name in self.servers if name not in asked]:
             name = min(left, key=lambda name: (self._outstanding[name], self._total[name]))
@@ -73,11 +71,11 @@ class ScoringClient:
             try:
                 return await self.servers[name].score.remote(sequence, tokens, version, start)
             except (RayTaskError, RecipeError) as error:
-                # This clause comes first, because Ray's task error is also an instance of its cause's class.
+                # This clause has to come first, because Ray's task error is also an instance of its cause's class.
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 said.append(f"{name}: {cause}")
             except ActorUnavailableError as error:
-                # The server may be alive, and only this process unable to reach it, so it stays in the list.
+                # Keep the server, because it may be alive and only unreachable for this process.
                 said.append(f"{name} cannot be reached: {error}")
             except RayActorError as error:
                 logger.error("log-prob server %s died: %s", name, error)
@@ -96,10 +94,9 @@ class ResponseScores:
     """Results of log-prob servers for a response of R tokens.
 
     Attributes:
-        log_probs: float32 (R,), 0 at tokens that the policy did not sample, such as tool output.
-        entropy: float32 (R,), 0 at tokens that the policy did not sample.
-        versions: int64 (R,), version that computed each log-prob, ``UNSCORED`` at tokens that were not sampled.
-        late_tokens: number of tokens that were scored by another version than the requested one.
+        log_probs, entropy: float32 (R,), 0 at tokens that the policy did not sample, such as tool output.
+        versions: int64 (R,), the version that computed each log-prob, ``UNSCORED`` at tokens that were not sampled.
+        late_tokens: number of tokens whose log-probs another version than the requested one computed.
         queued_s: longest time in seconds that one of the response's requests waited at a server.
     """
 
@@ -114,7 +111,7 @@ class ResponseScores:
         return cls(np.zeros(length, np.float32), np.zeros(length, np.float32), np.full(length, UNSCORED), 0, 0.0)
 
     def with_part(self, answer: Answer, first: int, count: int) -> ResponseScores:
-        """Write the scores of an answer's first ``count`` tokens at index ``first``; return the updated scores."""
+        """Write the values of an answer's first ``count`` tokens at index ``first``; return the updated scores."""
         where = slice(first, first + count)
         self.log_probs[where], self.entropy[where] = answer.scores[:, :count]
         self.versions[where] = answer.version
@@ -126,14 +123,14 @@ class PartScorer:
     """Submits the parts of one trajectory for scoring and collects their scores."""
 
     def __init__(self, client: ScoringClient, start: int) -> None:
-        """``start`` is the version that was live when the trajectory's group was issued; older groups come first."""
+        """``start`` is the version at which the group was issued. Servers score the oldest groups first."""
         self._client = client
         self._start = start
         self._parts: list[Part] = []
         self._tasks: list[asyncio.Task[Answer]] = []
 
     def add(self, version: int, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Submit the tokens that ``version`` sampled after ``context`` for scoring."""
+        """Submit ``tokens``, which ``version`` sampled after ``context``, for scoring."""
         part = Part(version, list(context), list(tokens))
         self._parts.append(part)
         self._tasks.append(asyncio.create_task(score(self._client, part, self._start)))
@@ -141,7 +138,7 @@ class PartScorer:
     async def collect(
         self, prompt: Sequence[int], response: Sequence[int], mask: Sequence[int]
     ) -> ResponseScores | None:
-        """Wait for all scores and return them for the agent loop's response; None if a sampled token has no score."""
+        """Wait for the scores of all parts and return those of the response; None if a sampled token has no score."""
         answers = await asyncio.gather(*self._tasks, return_exceptions=True)
         places = place(self._parts, prompt, response, mask)
         if places is None:
@@ -163,10 +160,10 @@ class PartScorer:
 
 
 async def score(client: ScoringClient, part: Part, start: int) -> Answer:
-    """Have one part of a trajectory scored.
+    """Have a log-prob server score one part of a trajectory, whose group has the start version ``start``.
 
     Raises:
-        Unscored: no server answered in time, or the scores have the wrong shape or are not finite.
+        Unscored: no server answered in time, or the scores have a wrong shape or are not finite.
     """
     tokens = np.asarray([*part.context, *part.tokens], dtype=np.int32)
     answer = await client.score(Segment(tokens, len(part.context)), len(tokens), part.version, start)

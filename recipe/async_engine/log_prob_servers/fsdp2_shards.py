@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the local shards of an FSDP2 model by the Hugging Face names of tensors in a stream of weights.
+"""Finds the local shards of an FSDP2 model for the tensors of a weight stream, which have Hugging Face names.
 
-Every rank gets every full tensor and cuts its own shard out of it, without a collective. Of tensors that share their
-storage (tied embeddings) the stream needs to contain only one.
+Every rank gets every full tensor and cuts its own shard out of it, without a collective. If tensors share their storage
+(tied embeddings), the stream needs to contain only one of them.
 
 Transformers 5 packs the experts of a layer into one parameter, but a stream contains a tensor for each expert. To find
-out where each expert is in the packed parameter, the exporters that create streams (verl's and Transformers') are run
-once on tensors without data. verl's exporter also splits packed tensors that a stream contains, so both formats are
-accepted. A model whose stream cannot be mapped to its parameters is refused when the server starts. Shown by
+where each expert is in the packed parameter, the functions of verl and Transformers that export a model as a stream are
+run once on tensors without data. A stream may also contain packed tensors, which verl's function then splits. If the
+tensors of a model's stream cannot be mapped to its parameters, the server does not start. Shown by
 tests/integration/test_staged_shards.py and test_staged_experts.py.
 """
 
@@ -27,12 +27,13 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 
 class _Place(NamedTuple):
-    """The destination of one tensor of the stream.
+    """The destination of one tensor of the weight stream.
 
     Attributes:
         shape: shape of the full tensor.
-        local: view of the live shard into which this rank's shard of the tensor goes; empty if the rank has none.
-        live: parameter whose sharding applies to the tensor; None for an expert's tensor, which a rank has completely
+        local: view of this rank's live shard to which the tensor, or its part for this rank, is copied; empty if this
+            rank gets no part.
+        live: parameter whose sharding applies to the tensor; None for an expert's tensor, which a rank gets completely
             or not at all.
     """
 
@@ -42,10 +43,10 @@ class _Place(NamedTuple):
 
 
 class FSDP2Shards:
-    """`recipe.async_engine.log_prob_servers.adapter.Shards` of a module under ``fully_shard``.
+    """Implements `adapter.Shards` for a module to which ``fully_shard`` was applied.
 
     Raises:
-        StagingRefused: a trainer would send tensors for this model that are not in any of its parameters.
+        StagingRefused: trainers send tensors for this model that are not part of any of its parameters.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -58,12 +59,13 @@ class FSDP2Shards:
         for name, part in unfuse_moe_params(blank.items(), self._model_type):
             self._places[name] = regions[_region(part)] = _place(name, part, *owners.get(id(_whole(part)), (None, [])))
         self._packed = {name: tensor.shape for name, tensor in live.items() if name not in self._places}
-        # Trainers on Megatron use the names of tensors in checkpoints, some of which differ from those in the model.
+        # Trainers on Megatron send tensors under their names in checkpoints, some of which differ from those in the
+        # model.
         if isinstance(module, PreTrainedModel):
             for name, part in revert_weight_conversion(module, dict(blank)).items():
                 if name not in live and _region(part) in regions:
                     self._places.setdefault(name, regions[_region(part)])
-        # A shard to which several names lead is listed under the first one.
+        # The name of each local shard, by address. If a shard has several names, this is the first one.
         self._held: dict[int, str] = {}
         for name, place in self._places.items():
             if place.local.numel() > 0:
@@ -84,7 +86,7 @@ class FSDP2Shards:
         return [(local, _shard_like(live, tensor))] if local.numel() > 0 else []
 
     def missing(self) -> list[str]:
-        """Return the names of the missing tensors, without those of which this rank has no shard."""
+        """Return the names of the tensors that are still missing for this rank's shards."""
         return [name for address, name in self._held.items() if address not in self._accepted]
 
     def reset(self) -> None:
@@ -92,7 +94,6 @@ class FSDP2Shards:
 
 
 def _whole(part: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which ``part`` is a view, or ``part`` itself."""
     return part if part._base is None else part._base
 
 
@@ -101,15 +102,14 @@ def _region(part: torch.Tensor) -> Any:
 
 
 def _own_rows(live: torch.Tensor) -> list[int]:
-    """Return this rank's indices of a parameter's first dimension, in which verl shards parameters with FSDP2."""
+    """Return this rank's indices of a parameter's first dimension, along which verl shards parameters with FSDP2."""
     return _shard_like(live, torch.arange(len(live))).tolist() if live.dim() > 0 else []
 
 
 def _place(name: str, part: torch.Tensor, live: torch.Tensor | None, own: list[int]) -> _Place:
-    """Return the destination of ``part``, which an exporter made from a model without data.
-
-    ``live`` is the parameter from which ``part`` comes, if known; ``own`` are this rank's indices of its first
-    dimension. If ``part`` is neither a whole parameter nor one expert's, StagingRefused is raised.
+    """Return the destination of a tensor of the stream, of which ``part`` is a copy without data. ``live`` is the live
+    parameter to which the tensor belongs, if known, and ``own`` has this rank's indices of the parameter's first
+    dimension. If the tensor is neither a whole parameter nor part of one expert, this raises StagingRefused.
     """
     whole = _whole(part)
     if live is not None and part is whole:

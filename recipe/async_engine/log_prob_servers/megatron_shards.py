@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the local shards of a Megatron model by the Hugging Face names of tensors in a stream of weights.
+"""Finds the local shards of a Megatron model for the tensors of a weight stream, which have Hugging Face names.
 
-mbridge, which built the model, knows which tensors make up a parameter (q, k and v; gate and up), how they are merged
-and how the result is split across tensor-parallel ranks, but can load only from a path (mbridge 0.15.1), not from a
-stream. Every rank gets every full tensor and keeps its own shard, without a collective; pipeline ranks ignore other
-stages' tensors. A tensor is copied if it has to wait for others of the same parameter. Shown by
-tests/integration/test_model_engine_adapter.py.
+mbridge, the library that built the model, knows which tensors make up a parameter (q, k and v; gate and up), how they
+are merged, and how the result is split across tensor-parallel ranks. mbridge itself (0.15.1) can load weights only from
+files, not from a stream. Every rank gets every full tensor and keeps its own shard, without a collective. Pipeline
+ranks ignore the tensors of other stages. A tensor is copied if it has to wait for others of the same parameter. Shown
+by tests/integration/test_model_engine_adapter.py.
 
-Only one model per process is possible, because mbridge stores tied embeddings in a table that all bridges of the
-process share (mbridge/models/qwen2.py:58).
+A process can have only one such model, because mbridge stores tied embeddings in a table that all bridges of a process
+share (mbridge/models/qwen2.py:58).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 EXTRA_STATE = "_extra_state"
 EXPERTS = ".mlp.experts.linear_fc"
-# Trainers send the output head under this name even if it shares the parameter of the embeddings.
+# Trainers send a tensor with this name even if the output head shares the parameter of the embeddings.
 TIED_HEAD = "lm_head.weight"
 
 
 @dataclass
 class _Parameter:
-    """A local parameter, merged from the stream's tensors ``parts``; those in ``here`` wait until all have come."""
+    """A local parameter, merged from the tensors named in ``parts``. ``here`` has those that have already arrived."""
 
     name: str
     live: torch.Tensor
@@ -41,13 +41,12 @@ class _Parameter:
 
 
 class MegatronShards:
-    """`recipe.async_engine.log_prob_servers.adapter.Shards` of one rank's model chunks.
+    """Implements `adapter.Shards` for the parts of a Megatron model on one rank.
 
     Args:
-        bridge: the mbridge bridge that built the chunks.
-        chunks: this rank's model chunks.
-        group: group of all ranks of the model, in which they exchange the names that they know.
-        tied: whether the model's output head shares the embedding's parameter.
+        bridge: mbridge's bridge that built the model.
+        group: process group in which all ranks of the model exchange the names of their tensors.
+        tied: whether the output head of the model shares the parameter of the embeddings.
     """
 
     def __init__(self, bridge: Any, chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup, tied: bool) -> None:
@@ -90,7 +89,7 @@ class MegatronShards:
             parameter.complete = False
 
     def _shard(self, parameter: _Parameter) -> torch.Tensor:
-        """Merge the parameter's tensors and return this rank's shard; raise StagingRefused if they do not fit."""
+        """Merge the tensors of a parameter and return this rank's shard; raise StagingRefused if they do not fit."""
         parts = [parameter.here[part] for part in parameter.parts]
         ranks = self._bridge.mpu
         size, rank = (ranks.etp_size, ranks.etp_rank) if EXPERTS in parameter.name else (ranks.tp_size, ranks.tp_rank)
@@ -102,5 +101,7 @@ class MegatronShards:
             raise StagingRefused(f"{shapes} do not make up {parameter.name}: {error}") from error
         if shard.shape != parameter.live.shape:
             expected = tuple(parameter.live.shape)
-            raise StagingRefused(f"{shapes}: a shard of {parameter.name} would be {tuple(shard.shape)}, not {expected}")
+            raise StagingRefused(
+                f"{shapes} give a shard of {parameter.name} of shape {tuple(shard.shape)}, not {expected}"
+            )
         return shard

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of what the log-prob servers have computed in each training step.
+"""Metrics of the work of the log-prob servers in each training step.
 
-A server that does not answer within `TOLD_S` seconds is left out, so that the trainer does not wait for it.
+A server that does not answer within `TOLD_S` seconds is left out, so that the trainer does not wait for long.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ SUMMED = ("batches", "sequences", "tokens", "answered_tokens", "late", "queued_s
 
 
 class ServerMeter:
-    """Reads the servers' counts after each step; totals include the last counts of servers that have died."""
+    """Reads the servers' counts after each step. Totals include the last known counts of servers that have died."""
 
     def __init__(self) -> None:
         self._before: dict[str, dict[str, Any]] = {}
 
     def read(self, servers: Mapping[str, Any], version: int) -> dict[str, float]:
-        """Return metrics of the servers' work since the last call, given their actor handles by name.
+        """Return metrics of ``servers``, which has actor handles by name.
 
-        Three metrics are means over the work since the last call: seconds that a request waits in the queue, batch size
-        as a share of the largest batch, and tokens per second of computing. Two compare the servers: the largest number
-        of versions by which a server lags behind ``version``, the newest published one; and the difference in computed
-        tokens between the most and the least loaded server, as a share of the servers' mean. The others are counts
-        since the servers started.
+        ``queue_seconds_mean`` (per request), ``batch_fill`` (share of the largest allowed batch) and
+        ``tokens_per_second`` (of computing time) are means since the last call. ``version_lag`` is the largest number
+        of versions by which a server lags behind ``version``, the newest published one. ``load_imbalance`` is the
+        difference in computed tokens between the most and the least loaded server, divided by the mean of the servers.
+        The other metrics are counts, since the servers started or at present.
         """
         asked = {name: server.account.remote() for name, server in servers.items()}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=TOLD_S)

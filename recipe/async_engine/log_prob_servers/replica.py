@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creates log-prob servers from their settings and launches them on their own accelerators.
 
-Contract: to the weight publisher a log-prob server looks like a rollout replica, with workers that receive weights.
-Calls of a weight sync about generation (abort, caches, resume) do nothing here, and the load balancer does not know the
-server. If the ranks receive weights by collectives on their devices, they do not score during a transfer, nor while
-they join its group: ranks could start the engine's and the transfer's collectives in different orders, and would then
-wait for each other for ever. Shown by tests/integration/test_model_engine_server.py, test_sync_order.py and
-tests/e2e/test_model_engine.py.
+Contract: the weight publisher treats a log-prob server like a rollout replica, with workers that receive weights. The
+methods that a weight sync calls to control generation (abort, caches, resume) do nothing here, and the load balancer
+does not have the server. If the ranks receive weights by collectives on their devices, scoring stops while they join
+the process group and during the transfer. Otherwise ranks could start the collectives of the engine and of the transfer
+in different orders, and would wait for each other for ever. Shown by tests/integration/test_model_engine_server.py,
+test_sync_order.py and tests/e2e/test_model_engine.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from recipe.async_engine.log_prob_servers.worker import ModelEngineWorker
 from recipe.async_engine.outside import HOST_BACKEND
 
 HELD = ("score",)
-"""Methods whose calls take long; calls of a weight sync are in another concurrency group and need not wait for them."""
+"""Methods whose calls take long. Calls by a weight sync are in another concurrency group, and do not wait for them."""
 CONTROLS = (
     "pause_serving",
     "resume_serving",
@@ -48,18 +48,15 @@ CONTROLS = (
 
 
 class ModelEngineReplica(ReservedReplica):
-    """A log-prob server in the form of verl's `RolloutReplica`.
+    """A log-prob server as a subclass of verl's `RolloutReplica`.
 
     Args:
-        replica_rank: number of the server.
-        config: verl's rollout configuration, for its checkpoint engine; its parallel sizes are not used.
-        model_config: model configuration of the policy.
+        config: verl's rollout configuration, of which only the settings of the checkpoint engine are used.
         ranks: number of the engine's processes.
         gpus_per_node: number of accelerators per node that are reserved for log-prob servers.
-        worker: settings of each rank.
-        scoring: settings for batches and for the change to newer weights.
-        reservations: hands out the server's accelerators, reserved earlier or free now.
-        static: keep the weights of the model's files, as version `STATIC`, and accept no others.
+        scoring: settings for batches and for the switch to newer weights.
+        reservations: provides the server's accelerators, which were reserved earlier or are free now.
+        static: whether the server keeps the weights of the model's files, as version `STATIC`, and accepts no others.
     """
 
     generates = False
@@ -86,7 +83,6 @@ class ModelEngineReplica(ReservedReplica):
         self._scoring = replace(scoring, holds_for_weights=ranks > 1 and on_device)
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
-        """Return the class of this replica's workers together with the constructor's arguments."""
         return RayClassWithInitArgs(
             cls=ray.remote(ModelEngineWorker),
             rollout_config=self.config,
@@ -115,14 +111,13 @@ class ModelEngineReplica(ReservedReplica):
         self._server_address = f"model_engine_{self.replica_rank}"
 
     async def pause_serving(self) -> None:
-        """Stop scoring until `resume_serving`; requests and weights are still accepted."""
         await self._server_handle.pause_serving.remote()
 
     async def resume_serving(self) -> None:
         await self._server_handle.resume_serving.remote()
 
     async def _nothing(self, *_: Any, **__: Any) -> None:
-        """Do nothing: a log-prob server does not generate, and goes on scoring during a weight sync."""
+        """Do nothing, because a log-prob server does not generate."""
 
     abort_all_requests = hold_requests = resume_generation = _nothing
     wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing
@@ -137,16 +132,13 @@ def launch(
     static: bool = False,
     replica_class: type[ModelEngineReplica] = ModelEngineReplica,
 ) -> list[ModelEngineReplica]:
-    """Start log-prob servers; return when all of them are up with the weights of the model's files.
+    """Start log-prob servers with the weights of the model's files, and return when all of them are up.
 
     Args:
-        config: configuration of the whole run.
-        servers: settings of the log-prob servers.
         timeout_s: seconds after which a server's wait for weights or for its ranks fails.
-        reservations: hands out the servers' accelerators, reserved earlier or free now.
-        numbers: numbers of the servers, none of them used before in this run; None for 0 to ``servers.replicas`` - 1.
-        static: the servers never get other weights.
-        replica_class: class of each server.
+        reservations: provides the servers' accelerators, which were reserved earlier or are free now.
+        numbers: numbers of the servers, which must not have been used in this run; None for 0, 1, 2 and so on.
+        static: whether the servers never get other weights.
 
     Raises:
         NothingFree: no accelerators were reserved for a server, and not enough are free.
@@ -166,7 +158,7 @@ def launch(
             ranks=servers.ranks,
             gpus_per_node=servers.n_gpus_per_node,
             worker=worker,
-            # A server with static weights must score every request with its only version, whatever the request asks.
+            # A server with static weights has to score every request with its only version.
             scoring=replace(servers.scoring, anchor=Anchor.LATEST) if static else servers.scoring,
             reservations=reservations,
             static=static,
@@ -183,7 +175,7 @@ def launch(
 
 
 def without_adapters(model: Any) -> Any:
-    """Return the policy's model configuration without LoRA, since these servers get weights with adapters merged."""
+    """Return the policy's model configuration without LoRA, because log-prob servers get merged weights."""
     model = OmegaConf.create(OmegaConf.to_container(model, resolve=True))
     with open_dict(model):
         model.lora_rank, model.lora_adapter_path = 0, None
@@ -195,7 +187,7 @@ def engine_config(engine: Any, servers: LogProbServers) -> Any:
     engine = OmegaConf.create(OmegaConf.to_container(engine, resolve=True))
     with open_dict(engine):
         engine.param_offload = False
-        # forward_only is false with FSDP2, because verl would offload the parameters (fsdp/transformer_impl.py:459).
+        # With FSDP2 it is false, because verl would otherwise offload the parameters (fsdp/transformer_impl.py:459).
         engine.forward_only = servers.backend == "megatron"
         engine.use_dynamic_bsz = True
         engine.infer_max_token_len_per_gpu = servers.max_batch_tokens

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor of a log-prob server: it runs the scoring service and has its ranks compute the batches.
+"""The Ray actor of a log-prob server, which runs the scoring service and sends batches to the engine's ranks.
 
-Contract: a batch is divided among the data-parallel groups of the engine, with equal numbers of rows and about equal
-numbers of tokens; all ranks of a data-parallel group get the same rows. If a rank dies or does not answer, the server's
-process ends, so that callers use other servers. Shown by tests/integration/test_model_engine_server.py.
+Contract: a batch is divided among the data-parallel ranks of the engine, with equal numbers of rows and about equal
+numbers of tokens. All processes with the same data-parallel rank get the same rows. If a process dies or does not
+answer, the server ends too, so that callers use other servers. Shown by
+tests/integration/test_model_engine_server.py.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from recipe.async_engine.record.events import Activity
 
 
 def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
-    """Divide the rows of a batch among ``shares`` data-parallel groups; return the row indices of each group.
+    """Divide the rows of a batch among ``shares`` data-parallel ranks; return the indices of each rank's rows.
 
-    Rows are dealt from longest to shortest, in alternating directions over the groups. The shortest row is repeated if
-    necessary, so that all groups have equally many.
+    Rows are dealt from longest to shortest, forward and backward in turn. The shortest row is repeated if necessary, so
+    that all data-parallel ranks get the same number of rows.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     order += [order[-1]] * (-len(order) % shares)
@@ -43,7 +44,7 @@ def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
 
 
 class Ranks:
-    """The ranks of one server as a `recipe.async_engine.log_prob_servers.service.ScoringEngine`."""
+    """Implements `service.ScoringEngine` with the workers of a log-prob server, one for each rank of the engine."""
 
     def __init__(self, workers: Sequence[ray.actor.ActorHandle], timeout_s: float) -> None:
         self._workers = workers
@@ -51,11 +52,11 @@ class Ranks:
         self._places: list[Place] = []
 
     async def find_places(self) -> None:
-        """Ask each worker for its `Place` in the engine's parallel layout; called once, before anything is scored."""
+        """Get each worker's `Place` in the engine's parallel layout. This has to be called before `score`."""
         self._places = await self._all([worker.place.remote() for worker in self._workers])
 
     async def score(self, sequences: Sequence[Segment]) -> list[np.ndarray]:
-        """Return log-probs and entropies of the requested tokens of each sequence: float32 (2, requested tokens)."""
+        """Return log-probs and entropies of each sequence's tokens to score, float32 (2, number of these tokens)."""
         dealt = deal([len(sequence.token_ids) for sequence in sequences], self._places[0].shares)
         rows = [ray.put([sequences[row].token_ids for row in share]) for share in dealt]
         outputs = await self._all(
@@ -71,16 +72,16 @@ class Ranks:
         await self._all([worker.promote.remote(version) for worker in self._workers])
 
     async def _all(self, answers: list[Any]) -> list[Any]:
-        # Wait for the results of all ranks, because other ranks may report errors before the death of one is known.
+        # Wait for all ranks, because the first error may be a consequence of another rank's death.
         try:
             async with asyncio.timeout(self._timeout_s):
                 outcomes = await asyncio.gather(*answers, return_exceptions=True)
         except TimeoutError:
-            raise EngineLost(f"the ranks did not answer within {self._timeout_s:g} s") from None
+            raise EngineLost(f"the ranks of a log-prob server did not answer within {self._timeout_s:g} s") from None
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for error in errors:
             if isinstance(error, RayActorError):
-                raise EngineLost(f"a rank died: {error}") from error
+                raise EngineLost(f"a log-prob server cannot go on, because a rank died: {error}") from error
         if errors:
             raise errors[0]
         return outcomes
@@ -89,7 +90,7 @@ class Ranks:
 class ModelEngineServer(ScoringService):
     """The scoring service as a Ray actor.
 
-    Clients call `score`; the ranks and the weight publisher call the methods about weights.
+    Clients call `score`. The ranks and the weight publisher call the methods that control weights.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class ModelEngineServer(ScoringService):
         timeout_s: float,
         live: int | None = None,
     ) -> None:
-        """``live`` is the version of the workers' initial weights, or None if they wait for the trainer's weights."""
+        """``live`` is the version of the workers' first weights, or None if they have to wait for the trainer's."""
         self._ranks = Ranks(workers, timeout_s)
         super().__init__(settings, self._ranks, _end_process, live=live, ranks=len(workers))
         self._answered_tokens = 0
@@ -110,22 +111,20 @@ class ModelEngineServer(ScoringService):
         self.run()
 
     async def score(self, segment: Segment, tokens: int, version: int, start: int) -> Answer:
-        """Score like `ScoringService.score`; the answer's scores are float32 (2, tokens): log-probs and entropies."""
+        """Score a segment like `ScoringService.score`. The answer has log-probs and entropies, float32 (2, tokens)."""
         answer = await super().score(segment, tokens, version, start)
         self._answered_tokens += answer.scores.shape[1]
         return answer
 
     def describe(self) -> list[str]:
-        """Return lines of text: the server's counts, and where its coroutines wait."""
         return [str(self.account()), *(f"tasks: {line}" for line in waits())]
 
     def activity(self) -> Activity:
-        """Return how the server spent its time since the last call."""
+        """Return what the server did, and for how long, since the last call."""
         spans = self.lane.take()
         return Activity(time.monotonic(), self._life, spans)
 
     def account(self) -> dict[str, Any]:
-        """Return counts since the server started, its live version and the number of waiting requests."""
         return {
             **asdict(self.counts),
             "answered_tokens": self._answered_tokens,

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving loop of a log-prob server: it takes requests, sends batches to the engine, and promotes versions.
+"""The serving loop of a log-prob server, which takes requests, sends batches to the engine, and promotes versions.
 
-To promote a version is to make its staged weights the live ones.
-:class:`~recipe.async_engine.core.scoring.ScoringQueue` makes the decisions, and this module carries them out. Contract:
+To promote a version means to make its staged weights the live ones.
+:class:`~recipe.async_engine.core.scoring.ScoringQueue` decides what to do next, and this module does it. Contract:
 
-- Every request ends in one of three ways: with its scores; with `Unscored` if its version will not come to this server
-  or its batch failed; or with the death of the server's process. A request whose caller has gone away is dropped.
+- Every request ends in one of three ways: with its scores; with `Unscored`, if this server will not get the request's
+  version or the batch failed; or with the death of the server's process. A request whose caller has given up is
+  dropped.
 - The engine either scores a batch or promotes a version, never both at once. A version is promoted only after every
   rank has staged it.
-- A batch that fails does not affect other batches. The process ends after a failed promotion, because the ranks may
-  then have different versions. It also ends when the engine is lost or the loop has an error, so that no caller waits
-  in vain.
+- A batch that fails does not affect other batches. After a failed promotion the process ends, because the ranks may
+  have different versions. The process also ends when the engine is lost or the loop has an error, so that callers do
+  not wait for ever.
 
 Shown by tests/integration/test_scoring_service.py.
 """
@@ -35,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 class Unscored(RecipeError):
-    """A request was not scored: its version is unavailable, its batch failed, or no server answered in time."""
+    """A sequence was not scored: its version is unavailable, its batch failed, or no server answered in time."""
 
 
 class EngineLost(RecipeError):
-    """The engine can compute nothing more, because one of its ranks died or does not answer."""
+    """The engine of a log-prob server cannot compute any more, because one of its ranks died or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,16 @@ class Segment:
 
 
 class ScoringEngine(Protocol):
-    """The interface through which the service uses the engine's ranks."""
+    """The methods of an engine, which consists of several ranks, that the scoring service calls."""
 
     async def score(self, sequences: Sequence[Any]) -> Sequence[Any]:
         """Return the scores of each sequence under the live weights, in the same order.
 
-        After an EngineLost error the server ends; any other error makes only this batch fail.
+        If this raises EngineLost, the server's process ends. Any other error makes only this batch fail.
         """
 
     async def promote(self, version: int) -> None:
-        """Make the staged weights of ``version`` the live ones on every rank."""
+        """Make the staged weights of ``version`` the live weights on every rank."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ class Answer:
     """The answer to a scoring request.
 
     Attributes:
-        scores: log-probs and entropies, in the form in which the engine returned them.
-        version: weights version that computed the scores.
-        late: whether this is not the requested version, because the request came too late for that one.
-        queued_s: seconds from the request's arrival to the start of its batch.
+        scores: log-probs and entropies, as the engine returned them.
+        version: the version that computed the scores.
+        late: whether ``version`` is not the requested version, because the request came too late.
+        queued_s: seconds from the arrival of the request to the start of its batch.
     """
 
     scores: Any
@@ -87,7 +88,7 @@ class Answer:
 
 @dataclass
 class ServiceCounts:
-    """Totals since the service started."""
+    """What the service has done since it started: counts, and times in seconds."""
 
     batches: int = 0
     sequences: int = 0
@@ -96,11 +97,11 @@ class ServiceCounts:
     queued_s: float = 0.0
     busy_s: float = 0.0
     fill: float = 0.0
-    """Sum over all batches of the batch's tokens divided by ``max_batch_tokens``."""
+    """Sum, over all batches, of the number of tokens divided by ``max_batch_tokens``."""
 
 
 class ScoringService:
-    """The serving loop and the calls that control it, all of which must be made on one event loop."""
+    """The serving loop, and the methods that control it. All of them must be called on one event loop."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class ScoringService:
         live: int | None = None,
         ranks: int = 1,
     ) -> None:
-        """``lost`` is called with the error when the service can compute nothing more; it must end the process."""
+        """``lost`` is called with the error that ended the serving loop, and must end the process."""
         self.counts = ServiceCounts()
         self._settings = settings
         self._queue = ScoringQueue(settings, live)
@@ -126,12 +127,12 @@ class ScoringService:
 
     @property
     def live(self) -> int | None:
-        """The version that scores requests now, or None before the first one."""
+        """The live version, or None before the first weights."""
         return self._queue.live
 
     @property
     def waiting(self) -> int:
-        """Number of requests in the queue, without those of the batch that is being scored."""
+        """Number of waiting requests, without those that are being scored."""
         return len(self._queue)
 
     @property
@@ -139,21 +140,20 @@ class ScoringService:
         return Class.START_UP if self._queue.live is None else Class.WAIT_REQUESTS
 
     def run(self) -> None:
-        """Start the serving loop on the current event loop."""
         self._loop = asyncio.create_task(self._run(), name="scoring service")
 
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
-        """Wait until one sequence has been scored and return the answer.
+        """Wait until one sequence has been scored, and return the answer.
 
-        The engine gets ``sequence`` unchanged; the other arguments are those of `ScoringRequest`.
+        ``sequence`` is passed on to the engine. The other arguments are explained in `ScoringRequest`.
 
         Raises:
-            Unscored: the version will not come to this server, or the batch failed.
+            Unscored: this server will not get the version, or the batch failed.
         """
         self._numbers += 1
         request = ScoringRequest(self._numbers, version, tokens, start, time.monotonic())
         if not self._queue.submit(request):
-            raise Unscored(f"version {version} is not here, nor being loaded; the newest is {self._queue.newest}")
+            raise Unscored(f"version {version} is not here, nor being loaded; the newest here is {self._queue.newest}")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = sequence, answer
         self._wake.set()
@@ -164,7 +164,7 @@ class ScoringService:
             self._answers.pop(request.id, None)
 
     def pause_serving(self) -> None:
-        """Score nothing until `resume_serving`; requests and newer versions are still accepted."""
+        """Stop scoring until `resume_serving` is called. Requests and newer versions are still accepted."""
         self._queue.paused = True
 
     def resume_serving(self) -> None:
@@ -172,10 +172,10 @@ class ScoringService:
         self._wake.set()
 
     async def begin_join(self) -> None:
-        """Wait until a rank may join the group of a weight sync; joining is a collective.
+        """Wait until a rank may join the process group of a weight sync, which is a collective operation.
 
-        With ``holds_for_weights`` scoring stops until every rank has called `joined`, because ranks that start the
-        engine's and the sync's collectives in different orders would wait for each other for ever.
+        With ``holds_for_weights`` scoring stops until every rank has called `joined`. Otherwise ranks could start the
+        collectives of the engine and of the sync in different orders, and would wait for each other for ever.
         """
         self._queue.joining = self._settings.holds_for_weights
         while not self._queue.may_join:
@@ -183,19 +183,19 @@ class ScoringService:
             await self._may_stage.wait()
 
     def joined(self) -> None:
-        """Record that one rank has joined the group of a weight sync, or failed to join it."""
+        """Record that one rank has joined the process group of a weight sync, or has failed to join."""
         self._ranks_joined = (self._ranks_joined + 1) % self._rank_count
         if not self._ranks_joined:
             self._queue.joining = False
             self._wake.set()
 
     async def begin_load(self, version: int, timeout_s: float) -> None:
-        """Wait until the ranks may receive weights; the calls of all ranks return at the same time.
+        """Wait until the ranks may receive the weights of ``version``; the calls of all ranks return at the same time.
 
-        The first rank's call announces the version. Weights that were staged earlier are promoted first.
+        The first call announces the version. Weights that were staged earlier are promoted first.
 
         Raises:
-            TimeoutError: the ranks were not allowed to receive within ``timeout_s`` seconds; the load is cancelled.
+            TimeoutError: the ranks could not receive within ``timeout_s`` seconds, so the load is cancelled.
         """
         if self._queue.loading != version:
             self._queue.begin_load(version)
@@ -211,7 +211,7 @@ class ScoringService:
             raise
 
     def staged(self) -> None:
-        """Record that one more rank has staged the announced version completely."""
+        """Record that one more rank has staged all weights of the announced version."""
         self._ranks_staged += 1
         if self._ranks_staged == self._rank_count:
             self._queue.staged(time.monotonic())
@@ -219,7 +219,7 @@ class ScoringService:
             self._wake.set()
 
     def load_failed(self, reason: str) -> None:
-        """Cancel the load of the announced version, because a rank could not load it."""
+        """Cancel the load of the announced version, because a rank failed for the given ``reason``."""
         self._drop_load(reason)
 
     def _drop_load(self, reason: str) -> None:
@@ -228,7 +228,7 @@ class ScoringService:
         self._wake.set()
 
     def refuse(self, version: int, reason: str) -> None:
-        """Mark the weights that arrived as ``version`` as wrong, so that nothing is scored before others are live."""
+        """Mark the received weights of ``version`` as wrong. Scoring stops until other weights are live."""
         self._refused = version
         for request in self._queue.refused():
             self._end(request.id, Unscored(f"version {request.version} is not here: {reason}"))
@@ -258,12 +258,12 @@ class ScoringService:
                 else:
                     self.lane.turn_to(self._waits_for)
                     await self._sleep()
-        except Exception as error:  # The engine is lost, a promotion may be incomplete, or the loop has a defect.
+        except Exception as error:  # The engine is lost, a promotion failed, or the loop has a defect.
             logger.exception("the serving loop of the log-prob server failed")
             self._lost(error)
 
     async def _sleep(self) -> None:
-        """Wait for an event (a request, weights, resumption), or until the queue's next decision is due."""
+        """Wait until a request or weights arrive, scoring resumes, or the queue's next decision is due."""
         wake_at = self._queue.wake_at()
         timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
         with contextlib.suppress(TimeoutError):
@@ -277,7 +277,7 @@ class ScoringService:
         try:
             scores = await self._engine.score(sequences)
             if len(scores) != len(sequences):
-                raise ValueError(f"the engine gave {len(scores)} scores")
+                raise ValueError(f"the engine gave {len(scores)} scores, another number than there are sequences")
             if batch.version == self._refused:
                 raise ValueError(f"the weights of version {batch.version} were refused while they scored the batch")
         except EngineLost:

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor of one rank of a log-prob server; it receives weights in the same broadcast as the rollout replicas.
+"""The Ray actor of one rank of a log-prob server, which receives weights in the same broadcast as the rollout replicas.
 
-Contract: the event loop is never blocked: the engine runs on one thread, and weights are received and staged on
-another. A rank receives weights only when the server allows it, and reports to the server whether it has staged them.
-So the server can promote weights only when all ranks have them, and can stop scoring during a transfer where that is
-necessary (`recipe.async_engine.log_prob_servers.replica`). If the model cannot load the weights, the rank raises
-`WeightLoadError`, which tells the publisher that this rank made the transfer fail.
+Contract: the engine runs on one thread, and weights are received and staged on another, so the actor's event loop is
+never blocked. A rank receives weights only when the server allows it, and reports to the server whether it has staged
+them. The server therefore makes weights live only when all ranks have them, and can stop scoring during a transfer
+where that is necessary (`recipe.async_engine.log_prob_servers.replica`). If the model cannot load the weights, the rank
+raises `WeightLoadError`, which tells the weight publisher that this rank made the transfer fail.
 
 In results, index ``t`` has the log-prob of token ``t`` given the tokens before it, and the entropy of the distribution
-from which token ``t`` was sampled; index 0 has neither and is 0. In outputs of verl's engines index ``t`` has the
-values of token ``t + 1``.
-
-Shown by tests/integration/test_model_engine_server.py and test_model_engine_adapter.py.
+from which token ``t`` was sampled. Both are 0 at index 0. (In the output of verl's engines, index ``t`` has the values
+of token ``t + 1``.) Shown by tests/integration/test_model_engine_server.py and test_model_engine_adapter.py.
 """
 
 from __future__ import annotations
@@ -40,13 +38,13 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 
 def to_batch(sequences: Sequence[torch.Tensor], temperature: float) -> TensorDict:
-    """Return an unpadded batch for verl's engine from token-id sequences, int64 (L,) each.
+    """Return an unpadded batch for verl's engine, which divides logits by ``temperature``.
 
-    The engine divides logits by ``temperature``.
+    Each sequence has token ids, int64 (L,).
     """
     rows = len(sequences)
     positions = [torch.arange(len(sequence)) for sequence in sequences]
-    # verl's engines require the masks of a loss, although no loss is computed here.
+    # verl's engines require loss masks, although no loss is computed here.
     mask = torch.ones(rows, 1, dtype=torch.int64)
     return tu.get_tensordict(
         tensor_dict={
@@ -66,19 +64,19 @@ def to_batch(sequences: Sequence[torch.Tensor], temperature: float) -> TensorDic
 
 
 def from_batch(output: TensorDict) -> list[np.ndarray]:
-    """Return log-probs and entropies of each sequence in an engine's output: float32 (2, L) each, in order."""
+    """Return log-probs and entropies, float32 (2, L), of each sequence in the output of verl's engine."""
     columns = (output["log_probs"].unbind(), output["entropy"].unbind())
     return [torch.stack([_shifted(column) for column in row]).numpy() for row in zip(*columns, strict=True)]
 
 
 def _shifted(of_next_token: torch.Tensor) -> torch.Tensor:
-    """Shift values by one index, put 0 first, and drop the last, which belongs to a token after the sequence."""
+    """Shift the values by one index, with 0 first, and drop the last one, for a token after the sequence."""
     return torch.cat([torch.zeros(1), of_next_token[:-1].float().cpu()])
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's data-parallel rank (``share``), the data-parallel size (``shares``), and whether it returns results."""
+    """A worker's data-parallel rank (``share``), the data-parallel size (``shares``), and whether it has output."""
 
     share: int
     shares: int
@@ -86,7 +84,7 @@ class Place:
 
 
 class ModelEngineWorker(CheckpointEngineWorker):
-    """The actor of one rank: verl's checkpoint-engine worker with a forward-only training engine."""
+    """One rank of a log-prob server: verl's checkpoint-engine worker with a forward-only training engine."""
 
     checkpoint_engine: Any
 
@@ -109,7 +107,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     async def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the checkpoint engine like verl, but join a group only when the server allows it."""
+        """Call the checkpoint engine like verl, but join a process group only when the server allows it."""
         does = partial(super().execute_checkpoint_engine, method, *args, **kwargs)
         if method != "init_process_group":
             return does()
@@ -124,15 +122,17 @@ class ModelEngineWorker(CheckpointEngineWorker):
         """Receive and stage version ``global_steps``; return the checksum of the staged weights.
 
         Raises:
-            WeightLoadError: the weights were incomplete or do not fit the model; the live version is unchanged.
+            WeightLoadError: the weights are incomplete or do not fit the model. The live weights have not changed.
         """
         await self._tell("begin_load", global_steps, self._settings.timeout_s)
         try:
             checksum = await asyncio.to_thread(self._receive, global_steps)
-        except Exception as error:  # After any failure, requests that wait for this version must be told.
+        except Exception as error:  # After any failure, requests that wait for this version must fail.
             await self._tell("load_failed", f"{type(error).__name__}: {error}")
             if isinstance(error, StagingRefused):
-                raise WeightLoadError(f"log-prob server {self.server_adapter.replica_rank}: {error}") from error
+                raise WeightLoadError(
+                    f"log-prob server {self.server_adapter.replica_rank} refuses the weights: {error}"
+                ) from error
             raise
         await self._tell("staged")
         return checksum
@@ -148,9 +148,9 @@ class ModelEngineWorker(CheckpointEngineWorker):
         await self._on_engine(lambda: self.server_adapter.swap(version))
 
     async def score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
-        """Score token-id sequences, int32 (L,) each, with the live weights.
+        """Score sequences of token ids, int32 (L,) each, with the live weights.
 
-        The other ranks of the same data-parallel group must get the same sequences at the same time.
+        All ranks with the same data-parallel rank must get the same sequences at the same time.
 
         Returns:
             Log-probs and entropies of each sequence, float32 (2, L), with 0 at index 0; None on a rank without output.
@@ -161,7 +161,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
         return await asyncio.get_running_loop().run_in_executor(self._engine, self._compute, work)
 
     def _compute(self, work: Callable[[], Any]) -> Any:
-        """Run ``work``; if it takes longer than half of the server's time limit, print the stacks of all threads."""
+        """Run ``work``. If it takes longer than half of the server's time limit, print the stacks of all threads."""
         faulthandler.dump_traceback_later(self._settings.timeout_s / 2, file=sys.__stderr__ or sys.stderr)
         try:
             return work()
@@ -179,5 +179,5 @@ class ModelEngineWorker(CheckpointEngineWorker):
             await answer
 
     def _use_device(self) -> None:
-        """Select the process's accelerator on a new thread, which would otherwise use the first one."""
+        """Make the process's accelerator the current one on a new thread, which would otherwise use the first one."""
         get_platform().set_device(self._device)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward workers, their process pool, and the transport of answers to them."""
+"""Reward workers, which compute rewards in a pool of processes, and the transport of answers to these workers."""

@@ -33,8 +33,8 @@ class InTransit:
     """A DataProto that is pickled as NumPy arrays and unpickled as a DataProto again.
 
     verl pickles a DataProto as a consolidated TensorDict with ``torch.save``, which costs several times as much as the
-    rest of a reward call. This is only used where arrays cannot represent the data: for subclasses, batches without
-    tensors, nested or sparse tensors, and bfloat16.
+    rest of a reward call. Here verl's method is used only for data that NumPy arrays cannot represent: subclasses of
+    DataProto, batches without tensors, nested or sparse tensors, and bfloat16.
     """
 
     def __init__(self, data: DataProto) -> None:

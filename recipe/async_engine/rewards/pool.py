@@ -4,13 +4,13 @@
 Contract. `ScoringPool.score` returns the function's result as plain values, or raises `RewardFailed` with the text of
 the function's error. A call also fails if it does not return in time, if its process dies (out of memory, a crash in
 native code), or if the process writes anything but an answer to its socket. The process is then killed together with
-its child processes, and replaced. Each process has its own socket, so one call's process cannot disturb another call,
-and the event loop never blocks on a process.
+its child processes, and replaced. Each process has its own socket, so that the process of one call cannot disturb
+another call, and the event loop never blocks on a process.
 
-The processes are forks of a process that has already loaded the function (`PRELOAD`), if loading succeeded. This module
-does not import verl, torch or vLLM, so that a new process starts quickly. Each process leads its own session, so that
-its child processes can be killed with it. Its output is discarded, because endless output would fill a disk. A process
-only sends text and plain values (`core.plain`), as one line of JSON per call. Shown by
+The processes are forks of a process that has already loaded the function (`PRELOAD`), unless loading failed. This
+module does not import verl, torch or vLLM, so that a new process starts quickly. Each process is the leader of a POSIX
+session, so that its child processes can be killed with it. Its output is discarded, because endless output would fill a
+disk. A process sends only text and plain values (`core.plain`), as one line of JSON per call. Shown by
 tests/integration/test_reward_pool.py and test_odd_rewards.py.
 """
 
@@ -41,19 +41,19 @@ from recipe.async_engine.core.plain import MOST, NotPlain, plain, told, traced
 
 
 class RewardFailed(RecipeError):
-    """The reward function raised an error, returned an invalid value, or timed out. A note has any traceback."""
+    """The reward function raised an error, returned an invalid value, or timed out. A note on it has any traceback."""
 
 
 class RewardProcessDied(RewardFailed):
-    """The process of a reward function ended without an answer."""
+    """The process that ran the reward function ended without an answer."""
 
 
 COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
-"""Statistics of a pool: number of calls in progress, numbers of finished calls by outcome, and total seconds of the
-finished calls, including the wait for a process.
+"""Names of a pool's statistics: number of calls in progress, numbers of finished calls by outcome, and total seconds
+of the finished calls, including their wait for a process.
 """
 LINE_BYTES = 16 * MOST
-"""Limit in bytes on the line of an answer. JSON needs at most 12 bytes for a character and 25 for a float."""
+"""Limit in bytes on an answer, a line of JSON, which needs at most 12 bytes for a character and 25 for a float."""
 NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
 ATTEMPTS = 4
 """Number of attempts to start a process."""
@@ -62,10 +62,7 @@ SPOILT = 2
 
 
 class _Process:
-    """A scoring process and its socket, used by one event loop.
-
-    ``failures`` is the number of failed calls in a row.
-    """
+    """A process that runs the reward function, and its socket. ``failures`` is the number of failed calls in a row."""
 
     def __init__(self, process: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.failures = 0
@@ -77,7 +74,7 @@ class _Process:
     def _notice(self) -> None:
         self._loop.remove_reader(self._process.sentinel)
         self._ended.set()
-        # End the reading of the socket after a while, because a child of the process may keep the socket open.
+        # Stop reading from the socket after a while, because a child of the process may keep the socket open.
         self._loop.call_later(REWARD_PROCESS_S, self._reader.feed_eof)
 
     @property
@@ -85,7 +82,7 @@ class _Process:
         return not self._ended.is_set() and not self._reader.at_eof()
 
     async def line(self, call: bytes | None = None) -> dict[str, Any]:
-        """Send a call, if one is given, and return the next line from the process as a dict.
+        """Send ``call``, if it is not None, to the process and return the process's next line, parsed from JSON.
 
         Raises:
             RewardProcessDied: the process sent no valid line.
@@ -103,9 +100,9 @@ class _Process:
                     await self._ended.wait()
             raise RewardProcessDied(self._why()) from None
         except (LookupError, TypeError, ValueError, asyncio.LimitOverrunError):
-            why = "the function's process was killed, because it wrote something else than an answer to its socket"
+            why = "the reward function's process was killed: it wrote something other than an answer to its socket"
             raise RewardProcessDied(why) from None
-        raise RewardProcessDied(f"the function's process ended, {NO_MEMORY}: {said}")
+        raise RewardProcessDied(f"the reward function's process ended, {NO_MEMORY}: {said}")
 
     def _why(self) -> str:
         status = self._process.exitcode
@@ -116,7 +113,7 @@ class _Process:
         return f"the function's process ended, exit status {status}: {NO_MEMORY}, or a crash in native code"
 
     def end(self) -> None:
-        """Kill the process and its children, which are in the session that it leads."""
+        """Kill the process and its children, which are in the same process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
@@ -153,13 +150,13 @@ class ScoringPool:
         self._places = asyncio.Semaphore(processes)
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
-        # Otherwise multiprocessing runs the main script, which is Ray's worker script, again in every child process.
+        # Keep multiprocessing from running the main script, which is Ray's worker script, again in every child process.
         sys.modules["__main__"].__dict__.pop("__file__", None)
         os.environ[PRELOAD] = json.dumps([path, name])
-        # In a local run the default executable is a fork of a process that has imported the whole stack (`prefork`).
-        # Such a fork is too large for the memory limit, and would not import this module again to preload the function.
+        # In a local run the default executable forks a process that has imported verl and vLLM (`prefork`). Such a fork
+        # is too large for the memory limit, and would not preload the reward function.
         multiprocessing.set_executable(sys.executable)
-        # Imported here, because the scoring processes import this module and do not need Ray.
+        # This import is not at the top, because the scoring processes import this module and do not need Ray.
         from recipe.async_engine.actors.sockets import sockets_folder
 
         # Create the folder that multiprocessing's `get_temp_dir` would create (multiprocessing/util.py:142).
@@ -172,11 +169,11 @@ class ScoringPool:
         atexit.register(self.close)
 
     async def start(self) -> None:
-        """Start all processes before the first call; raise RewardFailed if the function cannot be loaded."""
+        """Start all processes before the first call; raise RewardFailed if the reward function cannot be loaded."""
         self._idle += await asyncio.gather(*(self._start() for _ in range(self._count - len(self._idle))))
 
     async def score(self, **arguments: Any) -> Any:
-        """Return the reward function's result for verl's arguments, as plain values.
+        """Call the reward function with verl's arguments, and return its result as plain values.
 
         Raises:
             RewardProcessDied: the function's process ended without an answer.
@@ -206,7 +203,6 @@ class ScoringPool:
         return result
 
     def close(self) -> None:
-        """Kill every process."""
         atexit.unregister(self.close)
         for process in (*self._idle, *self._busy):
             process.end()
@@ -231,16 +227,15 @@ class ScoringPool:
         return _result(answer)
 
     async def _free(self) -> _Process:
-        """Return an idle process, or a new one if none is idle.
-
-        The process that has been idle for longest comes first, but one whose last call failed comes last.
+        """Return the process that has been idle for longest, or a new process if none is idle. A process whose last
+        call failed is only chosen if there is no other idle one.
         """
         self._idle.sort(key=lambda process: process.failures)
         while self._idle:
             process = self._idle.pop(0)
             if process.is_alive:
                 return process
-            # The process died after its last call, because of a signal or of something that the call left behind.
+            # The process died after its last call, for example by a signal or by a thread that the call had started.
             process.end()
         return await self._start()
 
@@ -261,10 +256,9 @@ class ScoringPool:
 
 
 def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.socket]:
-    """Start a scoring process, and return the process and the reward worker's end of its socket."""
+    """Start a scoring process; return the process, and the socket through which the reward worker talks to it."""
     for left in reversed(range(ATTEMPTS)):
-        # Each attempt has its own socket pair, because a failed attempt may still have created a process, which would
-        # send answers too.
+        # Use a new pair of sockets, because an earlier failed attempt may have created a process that still answers.
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -290,7 +284,7 @@ def _end_started(starting: "asyncio.Future[tuple[Any, socket.socket]]") -> None:
 def _pickled(arguments: dict[str, Any]) -> bytes:
     try:
         return pickle.dumps(arguments)
-    except Exception as error:  # a user's data set, agent loop or tool may have put anything there
+    except Exception as error:  # the arguments come from users' data sets, agent loops and tools
         raise RewardFailed(f"the arguments of the reward function cannot be pickled: {told(error)}") from error
 
 
@@ -306,20 +300,19 @@ def _result(answer: dict[str, Any]) -> Any:
 # All code below runs inside the scoring processes.
 
 PRELOAD = "RECIPE_REWARD_FUNCTION"
-"""Environment variable with the path and name of the reward function as JSON. Importing this module loads the function.
-"""
+"""Environment variable with the path and name of a reward function as JSON, which importing this module loads."""
 
 HEADER = 8
-"""Bytes of the header before a call's pickled arguments. The header is their length in bytes, big-endian."""
+"""Size in bytes of the header before a call's pickled arguments, which is their length in bytes, big-endian."""
 RESULT, RAISED, FULL = "result", "raised", "full"
-"""Keys of an answer. `RESULT` has the function's result. `RAISED` has the text of an error, whose traceback is in
-`TRACE`. `FULL` has the text of a MemoryError, after which the process ends.
+"""Keys of an answer: `RESULT` for the function's result, `RAISED` for the text of an error (and `TRACE` for its
+traceback), `FULL` for the text of a MemoryError, after which the process ends.
 """
 TRACE = "trace"
 OUT_OF_MEMORY = 112
-"""Exit status of a process that ran out of memory. The process may have been unable to report this otherwise."""
+"""Exit status of a process that ran out of memory, which may have been unable to send a message about this."""
 
-# Keep references to the original functions, because a reward function may replace them in their modules.
+# Keep these functions, because a reward function may replace them in their modules.
 _exit, _getpid, _setitimer, _sendall = os._exit, os.getpid, signal.setitimer, socket.socket.sendall
 _dumps, _loads = json.dumps, pickle.loads
 
@@ -344,14 +337,12 @@ def load(path: str, name: str) -> Callable[..., Any]:
 def serve(
     channel: socket.socket, alive: Any, path: str, name: str, settings: dict[str, Any], memory_bytes: int | None
 ) -> None:
-    """Run a scoring process: send a first line with the result None, then answer each call with a line of JSON.
+    """Be a scoring process: load the function, send a first answer (None or an error), then answer each call.
 
     Args:
         channel: socket to the reward worker. A call is `HEADER` bytes followed by pickled keyword arguments.
-        alive: the reading end of a pipe whose writing end closes when the reward worker ends.
-        path, name: location of the reward function, as for `load`.
+        alive: the reading end of a pipe. When the reward worker ends, the pipe closes and this process ends too.
         settings: keyword arguments that are added to each call, and override the call's own.
-        memory_bytes: limit on the address space of the process.
     """
     with contextlib.suppress(PermissionError):
         os.setsid()
@@ -369,9 +360,9 @@ def serve(
 
 
 def end_with(pipe: int) -> None:
-    """Have the kernel kill this process, whatever it is doing, when the last writing end of the pipe closes."""
-    # Open the pipe again, because the recipient of the signal is a property of the open file, and other processes share
-    # the inherited one.
+    """Make the kernel kill this process, whatever it is doing, when the last writing end of ``pipe`` closes."""
+    # Open the pipe again, because an open file has only one recipient of signals, and other processes share the
+    # inherited open file.
     own = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
@@ -390,7 +381,9 @@ def checked(result: Any) -> Any:
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()
-        raise NotPlain("the reward function returned a coroutine: to await, it has to be an `async def` itself")
+        raise NotPlain(
+            "the reward function returned a coroutine: a function that awaits has to be an `async def` itself"
+        )
     given = plain(result, "what the reward function gave")
     if not isinstance(given, dict):
         return number_of(result, given)
@@ -401,21 +394,21 @@ def checked(result: Any) -> Any:
 
 
 def number_of(value: Any, given: Any) -> Any:
-    """Return the score ``value`` in its plain form ``given``. As in verl, an array of one number becomes the number."""
+    """Return ``given``, the plain form of the score ``value``. An array of one number becomes a number, as in verl."""
     while hasattr(value, "tolist") and isinstance(given, list) and len(given) == 1:
         given = given[0]
     return given
 
 
 def _answer(channel: socket.socket, call: Callable[[], Any]) -> None:
-    """Make a call and send its result or error. A forked child that returns from the call exits here."""
+    """Run ``call`` and send its result or error. If the call has forked, the child process exits here."""
     own, answer = _getpid(), {}
     try:
         answer[RESULT] = call()
     except MemoryError as error:
-        # End the process, because the memory may stay in use, for example after a leak. The next call gets a new one.
+        # End the process, because memory may stay in use, for example after a leak. The next call gets a new process.
         _tell_and_end(channel, own, error.with_traceback(None))
-    except BaseException as error:  # any error of a user's function fails only its call
+    except BaseException as error:  # any error of a user's function makes only its own call fail
         answer = {RAISED: told(error), TRACE: traced(error)}
     if _getpid() != own:
         _exit(0)

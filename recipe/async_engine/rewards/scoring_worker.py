@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's reward workers, with synchronous reward functions in a process pool.
+"""verl's reward workers, changed to run synchronous reward functions in a process pool.
 
-Contract: every reward manager of verl works as in verl, except that a synchronous reward function is called in a pool
-of `reward_processes` processes, which each reward worker has. verl itself runs asynchronous functions and reward
-models. If the function or the manager fails, the call raises `RewardFailed` with the error as text, and results are
-plain values, so that other processes need not unpickle users' classes. Errors bypass those managers of verl that would
-turn a failed call into a score of 0. Ray restarts each dead worker up to `max_replica_restarts` times.
-`least_busy_worker` chooses the worker for an answer. Shown by tests/integration/test_reward_pool.py,
-test_odd_rewards.py and test_reward_dispatch.py.
+Contract: all reward managers of verl work as in verl, except that each reward worker calls a synchronous reward
+function in a pool of `reward_processes` processes. Asynchronous functions and reward models run as in verl. If the
+reward function or the manager fails, the call raises `RewardFailed` with the text of the error. Results are plain
+values, so that other processes need not unpickle users' classes. A failed call never becomes a score of 0, as it does
+in some of verl's managers. Ray restarts each dead worker up to `max_replica_restarts` times. `least_busy_worker`
+chooses the worker for an answer. Shown by tests/integration/test_reward_pool.py, test_odd_rewards.py and
+test_reward_dispatch.py.
 """
 
 import asyncio
@@ -38,31 +38,28 @@ from recipe.async_engine.rewards.in_transit import InTransit
 from recipe.async_engine.rewards.pool import COUNTS, RewardFailed, RewardProcessDied, ScoringPool, checked, number_of
 
 HELD = ("compute_score", "compute_score_batch", "compute_score_disrm")
-"""A reward worker's methods whose calls stay open for long."""
-# Location of verl's default reward function, which chooses a rule by the row's data source.
+"""The methods of a reward worker whose calls take long."""
+# File and name of verl's default reward function, which applies a rule that depends on the row's data source.
 DEFAULT_RULES = "pkg://verl.utils.reward_score", "default_compute_score"
 
 
 TOLD = (RewardFailed, RewardProcessDied, NotPlain)
-"""Errors that consist of text only, so they are raised unchanged."""
+"""Errors with only text in them, which other processes can unpickle, so that they are raised unchanged."""
 
 
 class _PastManager(BaseException):
-    """Carries the error of a failed call to `ScoringWorker.compute_score`.
-
-    As a BaseException it passes the manager's ``except Exception`` clauses.
-    """
+    """Carries the error of a reward function past a reward manager's ``except Exception`` clauses."""
 
 
 class ScoringWorker(RewardLoopWorker):
-    """A reward worker with a process pool."""
+    """verl's reward worker with a pool of processes for synchronous reward functions."""
 
     def _init_reward_fn(self) -> None:
         training, reward = self.config.async_training, self.config.reward
         manager = reward.reward_manager
         if manager.source == "register" and manager.name == "remote" and training.reward_processes > 0:
-            # verl's `remote` manager is its `naive` manager with the function in actors that are never restarted. The
-            # pool replaces these actors.
+            # verl's `remote` manager is its `naive` manager with the reward function in actors. The pool replaces these
+            # actors, which would never be restarted.
             with open_dict(self.config):
                 manager.name = "naive"
         try:
@@ -73,7 +70,7 @@ class ScoringWorker(RewardLoopWorker):
         self._call_reward()
 
     def _call_reward(self) -> None:
-        """Make the reward manager call the function in the pool, or else in a wrapper that turns errors into text."""
+        """Make the reward manager call the reward function in the pool, or in a wrapper that raises errors as text."""
         training, reward, manager = self.config.async_training, self.config.reward, self.reward_manager
         if not hasattr(manager, "is_async_reward_score"):
             return
@@ -83,25 +80,24 @@ class ScoringWorker(RewardLoopWorker):
             self.pool = _pool(training, reward.custom_reward_function)
             call = self.pool.score
         elif not type(manager).__module__.startswith("verl."):
-            # A user's own manager calls the function in this process, because it may depend on the function's results
-            # and exceptions.
+            # Leave a user's own manager unchanged, because it may depend on the function's results and exceptions.
             return
         else:
             call = partial(_checked_call, manager.compute_score, manager.is_async_reward_score)
         if isinstance(manager, RateLimitedRewardManager):
-            # This manager would give a score of 0 for a call that failed or took too long.
+            # This manager would return a score of 0 for a call that failed or took too long.
             call = partial(_bypassing_manager, call, manager.timeout)
             manager.timeout = None
         manager.compute_score = call
         manager.is_async_reward_score = True
 
     async def be_ready(self) -> None:
-        """Return when all processes of the pool have started; raise RewardFailed if one cannot start."""
+        """Start all processes of the pool; raise RewardFailed if one of them cannot start."""
         if self.pool is not None:
             await self.pool.start()
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
-        """Return verl's result for an answer as plain values; raise RewardFailed, or another of `TOLD`, on failure."""
+        """Compute the reward of an answer, and return verl's result as plain values; raise one of `TOLD` on failure."""
         try:
             return _plain_answer(await super().compute_score(data))
         except _PastManager as failed:
@@ -110,16 +106,14 @@ class ScoringWorker(RewardLoopWorker):
             raise _as_text(error) from None
 
     async def describe(self) -> list[str]:
-        """Return lines of text with the pool's counts and the positions at which coroutines wait."""
         return [str(self.pool.stats if self.pool is not None else "no pool"), *(f"tasks: {line}" for line in waits())]
 
     async def pool_stats(self) -> tuple[int, dict[str, float]]:
-        """Return the worker's process id and its pool's counts so far."""
         return os.getpid(), self.pool.stats if self.pool is not None else dict.fromkeys(COUNTS, 0)
 
 
 def _has_sandbox(reward: Any) -> bool:
-    """Return whether verl's sandbox service is used, whose semaphore only works within one process."""
+    """Return whether verl's sandbox service is used, which limits its calls with a semaphore of one process."""
     return bool((reward.get("sandbox_fusion") or {}).get("url"))
 
 
@@ -137,9 +131,8 @@ def _pool(training: Any, custom: Any) -> ScoringPool:
 
 
 async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments: Any) -> Any:
-    """Call a function, in a thread unless it is async, and raise its errors as text.
-
-    A task or future cannot hold every exception that a function may raise, for example StopIteration.
+    """Call a reward function, in a thread unless it is async, and raise its errors as `RewardFailed` with their text.
+    Errors are converted at once, because a task or future cannot hold every exception, for example StopIteration.
     """
 
     def call() -> Any:
@@ -157,7 +150,7 @@ async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments:
 
 
 async def _bypassing_manager(call: Callable[..., Awaitable[Any]], timeout_s: float | None, **arguments: Any) -> Any:
-    """Make the call within the manager's own time limit, and raise its errors past the manager."""
+    """Make a call within the reward manager's time limit; raise errors as `_PastManager`, which managers let pass."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await call(**arguments)
@@ -169,7 +162,7 @@ async def _bypassing_manager(call: Callable[..., Awaitable[Any]], timeout_s: flo
 
 
 def _as_text(error: BaseException, words: str = "") -> BaseException:
-    """Return an error that has ``error`` as text, because other processes may lack the class of ``error``."""
+    """Return a `RewardFailed` with the text of ``error``, because other processes may lack the class of ``error``."""
     if type(error) in TOLD or (issubclass(type(error), asyncio.CancelledError) and _is_cancelled()):
         return error
     failed = RewardFailed(f"{words}{told(error)}")
@@ -179,7 +172,7 @@ def _as_text(error: BaseException, words: str = "") -> BaseException:
 
 
 def _is_cancelled() -> bool:
-    """Return whether the current task was cancelled, rather than that user code raised CancelledError itself."""
+    """Return whether the current task was cancelled. If not, user code raised CancelledError."""
     with suppress(RuntimeError):  # this thread may have no event loop
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
@@ -187,20 +180,20 @@ def _is_cancelled() -> bool:
 
 
 def _plain_answer(answer: Any) -> dict[str, Any]:
-    """Return a reward manager's result in plain values, in the form that verl's agent loops expect.
+    """Return a reward manager's result as plain values, in the form that verl's agent loops expect.
 
     Raises:
-        NotPlain: the result has no such form. The message says which element of the result is wrong.
+        NotPlain: the result cannot be converted. The message says which element of the result is wrong.
     """
     if not isinstance(answer, dict) or "reward_score" not in answer:
         raise NotPlain(f"the reward manager returned a {type(answer).__name__} without reward_score")
     given = plain(answer, "what the reward manager gave")
-    # verl's agent loops expect reward_extra_info, which its code for reward models does not provide.
+    # verl's agent loops expect reward_extra_info, which verl's code for reward models does not provide.
     return {"reward_extra_info": {}, **given, "reward_score": number_of(answer["reward_score"], given["reward_score"])}
 
 
 class ScoringManager(RewardLoopManager):
-    """verl's manager with :class:`ScoringWorker` actors. A reward model runs in this package's engine class."""
+    """verl's manager of reward workers, which are :class:`ScoringWorker`. Reward models use this package's engines."""
 
     def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
         if config.reward.reward_model.enable:
@@ -210,29 +203,29 @@ class ScoringManager(RewardLoopManager):
         super().__init__(config)
 
     def _init_reward_loop_workers(self) -> None:
-        # Replace the worker class that verl's constructor has just set.
+        # Replace the worker class that verl's constructor has set.
         restarts = int(self.config.async_training.max_replica_restarts)
         self.reward_loop_workers_class = Restartable(ScoringWorker, restarts, HELD)
         super()._init_reward_loop_workers()
         self._asked: list[Any] = []
-        # The counts by worker and process id, including processes that have died.
+        # The statistics of each pool, by number and process id of its worker, including processes that have died.
         self._counts: dict[tuple[int, int], dict[str, float]] = {}
 
     def until_ready(self, timeout_s: float) -> None:
-        """Return when every worker and its processes have started; raise the error of one that could not start."""
+        """Wait until all workers and their processes have started; raise the error of a worker that could not start."""
         ray.get([worker.be_ready.remote() for worker in self.reward_loop_workers], timeout=timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """Return the pools' counts at the previous call of this method, so that no busy worker is waited for.
+        """Return the pools' statistics, and the number of workers' restarts that were noticed.
 
-        ``worker_restarts`` is the number of restarts of workers that were noticed.
+        Each call requests statistics that a later call returns, so that no call has to wait for a busy worker.
         """
         if not self._asked or not ray.wait(self._asked, num_returns=len(self._asked), timeout=0)[1]:
             for worker, answer in enumerate(self._asked):
                 try:
                     process, counts = ray.get(answer, timeout=1)
                 except RayActorError:
-                    continue  # the worker is dead or being restarted, and its open calls report this
+                    continue  # the worker is dead or being restarted
                 for (other, _), past in self._counts.items():
                     past["pending"] *= other != worker
                 self._counts[worker, process] = counts
@@ -243,19 +236,18 @@ class ScoringManager(RewardLoopManager):
 
 
 def least_busy_worker(actors: Sequence[Any]) -> Any:
-    """Return an object that replaces the handle of a reward worker, and sends each call to the least busy worker.
+    """Return an object that is used like the handle of a reward worker, and sends each call to the least busy worker.
 
-    verl chooses a worker at random instead. The least busy worker is the one with the fewest open calls from this
-    object. A caller gets any error of its call. A retry avoids a worker that died or does not respond, if there is
-    another one (`actors/worker_set.py`), and a worker whose calls fail quickly is not preferred for being idle. When a
-    caller gives up a call, the worker is checked for a sign of life. If no worker is available, a call waits for one
-    until the caller gives up. Only one event loop may use the object.
+    verl instead chooses a worker at random. The least busy worker is the one with the fewest open calls from this
+    object. Workers that died, do not respond or fail often are avoided if there are others (`actors/worker_set.py`).
+    When a caller gives up a call, the object checks whether the worker responds. If no worker is available, a call
+    waits for one until the caller gives up. Only one event loop may use the object.
     """
     workers = WorkerSet("reward", actors, REWARD_WORKER_S * random.uniform(1.0, 1.5))
     last: list[WorkerDied] = []
 
     async def score(data: Any) -> dict[str, Any]:
-        """Call verl's ``compute_score``; raise WorkerDied if the worker died, or RewardFailed if all workers have."""
+        """Call verl's ``compute_score``; raise WorkerDied if the worker died, RewardFailed if all workers have died."""
         while (name := workers.choose()) in workers.silent:
             await workers.any_answer()
         try:
@@ -266,7 +258,7 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
                 return answer
         except WorkerDied as error:
             last[:] = [error]
-            # If this was the last worker, raise the error below, which says that every worker has died.
+            # If this was the last worker, the error at the end of this function is raised instead.
             if not workers.lost:
                 raise
         except Exception:
@@ -274,7 +266,7 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
                 workers.note(name, failed=True)
             raise
         except asyncio.CancelledError:
-            # The caller usually cancels a call because of its deadline, so check whether the worker still responds.
+            # The usual reason for a cancellation is the caller's deadline, so check whether the worker still responds.
             workers.doubt(name)
             raise
         raise RewardFailed(f"every reward worker has died; the last error of a call: {last[0] if last else 'none'}")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings a prompt to a finished trajectory: scheduler, agent-loop workers, and the client that resumes answers."""
+"""Turns prompts into trajectories: the scheduler, the agent-loop workers, and the client that resumes answers."""

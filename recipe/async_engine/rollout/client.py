@@ -3,31 +3,31 @@
 
 Contract:
 
-* ``generate`` returns a complete answer. If a weight sync interrupts an answer, the client keeps the tokens so far and
+* ``generate`` returns a complete answer. If a weight sync interrupts an answer, the client keeps its tokens and
   requests the rest at once. The server holds the new request until its engine may run again, so the client does not
   poll.
 * The sampling parameters of a request apply to the whole answer, however often it is interrupted (``core/cuts.py``).
-* With ``async_training.weights.at_swap=keep`` the engine holds its requests during a sync, and the server says which
+* With ``async_training.weights.at_swap=keep`` the engine holds its requests during a sync, and the server reports which
   version sampled which tokens.
-* With ``async_training.partial_rollout=False`` the scheduler waits before a sync until no answer is being generated. If
-  an answer is interrupted nevertheless, ``generate`` raises an error. An answer that continues after its server's
-  death, or from a checkpoint, continues only under the same version.
+* With ``async_training.partial_rollout=False`` the scheduler lets all answers finish before a sync. If a sync
+  interrupts an answer nevertheless, ``generate`` raises an error. After the death of its server, or from a checkpoint,
+  an answer continues only under the version that began it.
 * With ``rollout.scheduling_policy=priority`` a full engine takes the requests of the oldest groups first, so
   interrupted answers continue before younger ones begin.
 * The client keeps every server's answer, complete or interrupted. If a checkpoint has the answer to a request, no
-  server is asked (``kept_answers``). :meth:`ResumingClient.fetch` gets the tokens so far of open requests.
-* If generation and training take turns, requests wait here while training has its turn (:class:`TurnGate`).
+  server is asked (``kept_answers``). :meth:`ResumingClient.fetch` gets the tokens sampled so far for open requests.
+* If generation and training alternate, requests wait in the client during training (:class:`TurnGate`).
 * The version of a request is the server's version when the request is submitted. If the server reports another version
   for a complete answer, the client raises an error.
-* A server whose process or engine died is taken out of routing. Its answers continue on other servers from the tokens
-  that are known: the earlier parts and, with ``async_training.partial_tokens_interval``, the tokens fetched last.
-* A request that fails in its engine is sent again, to another server if possible, with the tokens of the earlier
-  parts. The tokens of the failed request are not used. `MOST_FAILURES` failures in a row are an error.
+* A server whose process or engine died is removed from the load balancer. Other servers continue its answers after the
+  tokens that the client has. With ``async_training.partial_tokens_interval`` the client fetches tokens regularly.
+* A request that fails in its engine is sent again, to another server if possible, without the tokens of the failed
+  request. After `MOST_FAILURES` failures in a row the client raises an error.
 * All servers together have ``async_training.timeouts.generation`` seconds to return the next token of an answer. If a
   server returns no token, the client asks again at growing intervals. If the caller of ``generate`` gives up, the
-  client has the server drop the request.
+  client makes the server drop the request.
 
-Shown by tests/integration/test_client.py (servers faked below the actor seam) and tests/e2e/test_fully_async.py.
+Shown by tests/integration/test_client.py (with fake server actors) and tests/e2e/test_fully_async.py.
 """
 
 import asyncio
@@ -67,23 +67,21 @@ from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder, current
 
 logger = logging.getLogger(__name__)
 
-# verl's arguments for the inputs of a request that are not tokens.
+# Names of verl's arguments with the images, videos and audio of a request.
 MODALITIES = ("image_data", "video_data", "audio_data")
 ASK_AGAIN_S = 0.02
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 MOST_FAILURES = 3
-"""Number of failures in a row after which a request is not sent again. Without this limit, a request that always fails
-would be repeated until the deadline.
-"""
+"""Number of failures in a row after which a request is not sent again."""
 
 
 @dataclass
 class Patience:
-    """How long servers may still take to return the next token of one answer.
+    """The time that is left for servers to return the next token of one answer.
 
     Attributes:
-        left_s: seconds left. Only time inside `spent` counts.
-        refusals: number of requests since the last token, all of which returned no token.
+        left_s: seconds left. Only the time inside `spent` is subtracted.
+        refusals: number of requests in a row that returned no token.
         failures: number of these requests that failed in their engine.
         failed_at: id of the server where the last failure occurred.
     """
@@ -95,7 +93,7 @@ class Patience:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Subtract the time inside the ``with`` block from the time left."""
+        """Subtract the duration of the ``with`` block from the time left."""
         began = time.monotonic()
         try:
             yield
@@ -110,18 +108,16 @@ class Patience:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, SHORTEST_PAUSE_S * 2.0 ** min(self.refusals - 2, 30)))
 
 
-# verl's methods pass on only a request's own arguments, so a context variable carries the request's `Flight`.
+# The `Flight` of the current task's request. verl's methods have no parameter for it.
 _flight: ContextVar[Flight | None] = ContextVar("recipe_flight", default=None)
 
 
 class TurnGate:
-    """Holds requests between generation turns. The gate is open until `hold` is called.
+    """Holds the requests of agent loops while the trainer trains, if generation and training alternate in turns.
 
-    An agent loop that runs a tool when a turn ends continues until its next request, which waits here. Requests of a
-    validation are never held.
-
-    Args:
-        timeout_s: how long a request may be held.
+    An agent loop that runs a tool when a generation turn ends continues until its next request, which then waits for
+    the next generation turn. Requests of a validation are never held. The gate is open until `hold` is called. A
+    request may be held for ``timeout_s`` seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -137,38 +133,35 @@ class TurnGate:
 
     @property
     def held_s(self) -> float:
-        """Seconds for which the gate has been closed. A trajectory's deadline does not count them."""
+        """Total seconds for which the gate has been closed. They do not count toward the deadline of a trajectory."""
         return self._held_s + (0.0 if self._held_since is None else time.monotonic() - self._held_since)
 
     def hold(self) -> None:
-        """Hold all requests from now on, because the generation turn is over."""
+        """Close the gate, because the generation turn is over."""
         if self._held_since is None:
             self._held_since = time.monotonic()
         self._open.clear()
 
     def go_on(self) -> None:
-        """Let requests pass again, because a generation turn begins."""
+        """Open the gate, because a generation turn begins."""
         self._held_s, self._held_since = self.held_s, None
         self._open.set()
 
     async def enter(self) -> None:
-        """Wait until the gate is open; raise GenerationError if that takes longer than a request may be held."""
+        """Wait until the gate is open; raise GenerationError if a request would be held for too long."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._open.wait()
         except TimeoutError:
             raise GenerationError(
-                f"an interrupted trajectory waited {self._timeout_s:g} s for its next generation turn; training, a "
-                "weight sync, a checkpoint and a validation together should take less (async_training.timeouts)"
+                f"an interrupted trajectory waited {self._timeout_s:g} s for its next generation turn; raise "
+                "async_training.timeouts.batch_wait if training, a weight sync, a checkpoint and a validation together "
+                "take longer"
             ) from None
 
 
 class ResumingClient(LLMServerClient):
-    """verl's client, extended by resumption, versions, deadlines and fail-over as the module's contract describes.
-
-    Attributes:
-        gate: holds requests between generation turns.
-    """
+    """verl's client, extended by resumption, versions, deadlines and fail-over as the module's contract describes."""
 
     def __init__(self, config: DictConfig, load_balancer_handle: ray.actor.ActorHandle | None = None, **kwargs: Any):
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
@@ -197,14 +190,14 @@ class ResumingClient(LLMServerClient):
         try:
             server_id, server = await self._routed(asyncio.shield(answer))
         except asyncio.CancelledError:
-            # The load balancer may have chosen a server and counted a request that will never be sent, so undo that.
+            # If the load balancer has chosen a server, it has counted a request that will never be sent. Undo this.
             answer.add_done_callback(lambda routed: self._give_back(routed, request_id))
             raise
         except Exception as error:
             answer.cancel()
             if "No available servers" in str(error):
                 raise GenerationError(
-                    "no rollout server is in routing: each one has died or failed to load weights"
+                    "no rollout server is in routing: each one has died or failed to load weights (see the log)"
                 ) from error
             raise
         if flight is not None:
@@ -216,8 +209,8 @@ class ResumingClient(LLMServerClient):
             self._release_server(routed.result()[0], request_id)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        """Release a server as verl does, or report the release together with the next request if the load balancer
-        accepts that.
+        """Tell the load balancer that a request has ended: together with the next request if the load balancer accepts
+        that, and otherwise in a call of its own, as in verl.
         """
         if ENDED not in (self._lb_require_acquire_fields or ()):
             super()._release_server(server_id, request_id)
@@ -236,7 +229,7 @@ class ResumingClient(LLMServerClient):
 
     @staticmethod
     async def _routed(answer: Awaitable[Any]) -> Any:
-        """Return the load balancer's answer.
+        """Wait for the answer to a call of the load balancer.
 
         Raises:
             GenerationError: the load balancer died, or did not answer within `ROUTING_S` seconds.
@@ -265,7 +258,7 @@ class ResumingClient(LLMServerClient):
         """Generate a complete answer to ``prompt_ids``, as the module's contract describes.
 
         Args:
-            request_id: identifies a conversation. All its turns are sent to one server.
+            request_id: identifies a conversation, of which all requests go to one server.
             sampling_params: the engine's sampling parameters. ``max_tokens`` limits the whole answer, including resumed
                 parts.
 
@@ -325,8 +318,7 @@ class ResumingClient(LLMServerClient):
         self, request_id: str, recorder: TrajectoryRecorder, cut_by: str | None, prompt_length: int, merged: TokenOutput
     ) -> None:
         """Count an interruption and the tokens to send again; raise GenerationError if the answer may not be resumed.
-
-        ``cut_by`` says what interrupted the answer; None is a weight sync.
+        ``cut_by`` says what interrupted the answer; None stands for a weight sync.
         """
         tokens = len(merged.token_ids)
         if not self._resume and cut_by is None:
@@ -338,11 +330,7 @@ class ResumingClient(LLMServerClient):
         recorder.reprefilled_tokens += prompt_length + tokens
 
     def _record(self, recorder: TrajectoryRecorder, context: list[int], part: TokenOutput) -> list[int]:
-        """Record one part of an answer, which follows the tokens ``context``.
-
-        Returns:
-            The versions that sampled the part, in order.
-        """
+        """Record one part of an answer, sampled after the tokens ``context``; return the versions that sampled it."""
         versions, sampled = [], 0
         for version, count in self._runs(part):
             versions.append(version)
@@ -360,7 +348,7 @@ class ResumingClient(LLMServerClient):
             )
 
     def _budget(self, prompt_length: int, sampling_params: dict[str, Any]) -> int:
-        """Return the token limit of the whole answer: the caller's, or else the server's own default for the prompt."""
+        """Return the token limit of an answer: the caller's, or else the default that verl's server would use."""
         for key in ("max_tokens", "max_new_tokens"):
             if key in sampling_params:
                 return int(sampling_params.pop(key))
@@ -369,7 +357,7 @@ class ResumingClient(LLMServerClient):
     async def _request(
         self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
     ) -> TokenOutput | None:
-        """Return the answer to a request, from the answers in the checkpoint if they have it, or else from a server."""
+        """Return the answer to a request from the checkpoint, or else from a server; None if a server sent no token."""
         asked = kwargs["prompt_ids"]
         if recorder.over.is_set():
             raise GenerationError("the trajectory has ended, so its agent loop can send no further requests")
@@ -380,8 +368,8 @@ class ResumingClient(LLMServerClient):
             began = time.monotonic()
             answer = await self._ask_server(request_id, recorder, patience, **kwargs)
             recorder.asked_s += time.monotonic() - began
-            # Nothing is awaited between the request's removal from ``flights`` and this line, so a checkpoint has its
-            # tokens exactly once.
+            # No other task runs between the removal of the request from ``recorder.flights`` and this line, so a
+            # checkpoint has the request's tokens exactly once.
             if answer is not None:
                 recorder.keep(asked, answer)
         return answer
@@ -392,7 +380,8 @@ class ResumingClient(LLMServerClient):
         """Send one request to one server.
 
         Returns:
-            The answer, or None if there is no token, because the server died, left routing or failed the request.
+            The answer, or None if the server returned no token, because it died, failed the request, or is no longer
+                in the load balancer.
         """
         with self._under_way(recorder, kwargs["prompt_ids"], patience.failed_at) as flight, patience.spent():
             try:
@@ -407,8 +396,8 @@ class ResumingClient(LLMServerClient):
                     "async_training.timeouts.generation if answers may take longer"
                 ) from None
             except (RequestFailed, ActorUnavailableError) as error:
-                # A server that cannot be reached stays in routing, because it may be alive: an agent loop may have left
-                # this process unable to open connections.
+                # A server that cannot be reached stays in the load balancer, because an agent loop may have made this
+                # process unable to open connections.
                 patience.failures, patience.failed_at = patience.failures + 1, flight.server_id
                 if patience.failures == MOST_FAILURES:
                     raise
@@ -433,7 +422,7 @@ class ResumingClient(LLMServerClient):
 
     @contextmanager
     def _under_way(self, recorder: TrajectoryRecorder, asked: list[int], avoided: str | None) -> Iterator[Flight]:
-        """Register an open request inside the ``with`` block, so that its tokens so far are fetched at intervals."""
+        """Register a request as open during the ``with`` block, so that its tokens are fetched regularly."""
         flight = Flight(asked, avoided=avoided)
         _flight.set(flight)
         self._flights.add(flight)
@@ -457,11 +446,10 @@ class ResumingClient(LLMServerClient):
             await self._fetch(self._flights)
 
     async def fetch(self, flights: Iterable[Flight], timeout_s: float) -> None:
-        """Fetch the tokens so far of the given open requests from their servers.
+        """Fetch the tokens that servers have sampled so far for the given open requests.
 
-        If a server does not know a request, the request or its answer is still in transit, so the server is asked again
-        until it knows the request or the answer has arrived. After ``timeout_s`` seconds the remaining requests are
-        left out.
+        If a server does not know a request, the request or its answer is in transit, so the server is asked again until
+        it knows the request or the answer has arrived. After ``timeout_s`` seconds the remaining requests are skipped.
         """
         left, deadline = set(flights), time.monotonic() + timeout_s
         for flight in left:
@@ -489,7 +477,7 @@ class ResumingClient(LLMServerClient):
             async with asyncio.timeout(FETCH_S):
                 sampled = await flights[0].server.sampled_since.remote(known)
         except (RayError, TimeoutError) as error:
-            # This error is only logged: if the server is dead or stuck, its requests fail by themselves.
+            # This error is only logged, because the requests of a dead or stuck server raise their own errors.
             logger.warning("rollout server %s did not say what it has sampled: %s", flights[0].server_id, error)
             for flight in flights:
                 flight.told = True
@@ -503,7 +491,7 @@ class ResumingClient(LLMServerClient):
 
     @staticmethod
     def _runs(part: TokenOutput) -> list[tuple[int, int]]:
-        """Return (version, token count) for each run of consecutive tokens that one version sampled."""
+        """Return (version, token count) for each run of consecutive tokens of ``part`` that one version sampled."""
         runs = part.extra_fields.get(VERSION_RUNS)
         if runs:
             if sum(count for _, count in runs) != len(part.token_ids):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's settings, its objects for live groups and trajectories, and the errors that it handles.
+"""The rollout scheduler's settings, its objects for live groups and trajectories, and the errors that it handles.
 
-The scheduler has one object, `TrajectoryRun`, for each trajectory, from the issue of its group to the end of its last
-attempt. The scheduler decides when to make an attempt. The worker pool makes the attempt and writes the result into the
-object. A validation uses the same objects.
+The scheduler has one `TrajectoryRun` for each trajectory, from the issue of the trajectory's group to the end of its
+last attempt. The scheduler decides when to make an attempt. The worker pool makes the attempt and writes the result
+into the `TrajectoryRun`. Validation uses the same objects.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from recipe.async_engine.rollout.loop_output import RewardError
 
 
 class RolloutFailed(RecipeError):
-    """Generation cannot continue, or no batch was ready in time. A causing error is chained."""
+    """Generation cannot continue, or no batch was ready in time. Any underlying error is chained as the cause."""
 
 
 class AgentLoopError(RecipeError):
-    """An agent loop raised an error. A note has the whole traceback, because Ray shortens long messages."""
+    """An agent loop raised an error. Its traceback is a note on this error, because Ray shortens long messages."""
 
 
 class TrajectoryFailed(RecipeError):
-    """One attempt at a trajectory failed. If an agent loop raised, a note has the traceback."""
+    """One attempt at a trajectory failed. If an agent loop raised an error, its traceback is a note on this error."""
 
 
 class TrajectoryDisturbed(TrajectoryFailed):
@@ -41,16 +41,16 @@ class TrajectoryDisturbed(TrajectoryFailed):
 
 
 class TrajectoryCancelled(RecipeError):
-    """The scheduler had an attempt cancelled."""
+    """An attempt was cancelled at the request of the scheduler."""
 
 
 DEATHS_FOR_NOTHING = 2
-"""Number of disturbed attempts after which a trajectory runs alone in a worker. Another trajectory may have caused
-these disturbances.
+"""Number of disturbed attempts (`TrajectoryDisturbed`) after which a trajectory runs alone in a worker. Until then
+another trajectory in the same worker may be the cause.
 """
 DEATHS_ALONE = 2
-"""Number of further disturbed attempts, alone in a worker, after which a trajectory fails. An earlier trajectory may
-have damaged the first of these workers.
+"""Number of disturbed attempts alone in a worker after which a trajectory fails. One is not enough, because an earlier
+trajectory may have damaged the worker.
 """
 
 
@@ -60,18 +60,18 @@ class SchedulerSettings:
 
     Attributes:
         group_size: number of trajectories in a group (``rollout.n``).
-        slots: number of trajectories that may be at the engines at once, over all replicas.
-        max_retries: number of attempts at one trajectory beyond the first.
-        max_consecutive_failures: number of groups in a row whose failure ends the run.
-        slots_with_tools: number of trajectories that may be running while some of them use tools. None means ``slots``.
-        filter_groups: whether a complete group is dropped if all its answers have the same `filter_metric`, so that
-            their advantages are zero. A group of a new prompt replaces it.
-        filter_limit: number of groups that may be dropped for one batch before the run ends; 0 for no limit.
-        on_non_finite: whether a group with a number that is NaN, infinite or missing counts as failed or as dropped.
+        slots: number of trajectories that may generate at once, over all replicas.
+        max_retries: number of attempts at one trajectory after the first.
+        max_consecutive_failures: number of groups that have to fail in a row to end the run.
+        slots_with_tools: upper limit to which ``slots`` may grow while trajectories use tools. None means ``slots``.
+        filter_groups: whether a complete group is dropped if all its answers have the same
+            `TrajectoryScored.filter_metric`, so that their advantages are zero. A group of a new prompt replaces it.
+        filter_limit: number of groups that may be dropped for one batch before the run ends; 0 means no limit.
+        on_non_finite: whether a group with a log-prob or reward that is NaN, infinite or missing fails or is dropped.
         prompt_timeout_s: seconds within which the data loader has to return a prompt.
-        turns: whether generation happens in turns, each of which ends when its batch is taken. Otherwise generation is
-            a continuous stream.
-        places: sequence slots of all engines together; 0 means ``slots``.
+        turns: whether generation alternates with training. A generation turn then ends when the trainer takes a batch.
+            Otherwise generation is a continuous stream.
+        places: number of sequence slots of all engines together; 0 means ``slots``.
     """
 
     group_size: int
@@ -89,25 +89,25 @@ class SchedulerSettings:
 
 @dataclass(frozen=True)
 class TrajectoryScored:
-    """The facts about a finished trajectory that the scheduler needs.
+    """The facts about a finished trajectory that the scheduler needs. The response is the whole trajectory after its
+    prompt.
 
     Attributes:
         score: the reward, or None if the trainer computes the reward, with a reward model on its own accelerators.
-        oldest_version, newest_version: the oldest and the newest version that sampled tokens of the response.
-        exact_versions: False if the agent loop changed the sampled tokens, or dropped some of them, so that the version
-            of some tokens is ambiguous. Each such token counts as sampled by the oldest possible version.
+        oldest_version, newest_version: the oldest and the newest policy version that sampled tokens of the response.
+        exact_versions: False if the agent loop changed or dropped sampled tokens, so that the version of some tokens is
+            ambiguous. Each such token counts as sampled by the oldest possible version.
         interruptions: number of interruptions, by weight syncs or deaths of servers, after which an answer was resumed.
         reprefilled_tokens: number of tokens that were sent to an engine again because of these interruptions.
-        response_tokens: length of the response in tokens, including the tokens that tools added.
+        response_tokens: number of tokens of the response, including those that tools added.
         cut_tokens: number of tokens that were sampled before an interruption of their answer.
         recovered_tokens: number of tokens that were fetched from a server before it died.
         restored_tokens: number of tokens in answers that came from a checkpoint.
         filter_metric: the value by which groups are filtered (``algorithm.filter_groups``). None without a filter.
         sampled_tokens: number of tokens of the response that the policy sampled.
-        received_tokens: number of tokens that servers returned to this process, including those that the agent loop
-            did not use.
-        tool_s: seconds in tools.
-        asked_s: seconds for which the trajectory waited for servers.
+        received_tokens: number of tokens that servers returned, including those that the agent loop did not use.
+        tool_s: seconds that the trajectory spent in tools.
+        asked_s: seconds for which the trajectory waited for rollout servers.
     """
 
     score: float | None
@@ -129,16 +129,18 @@ class TrajectoryScored:
 
 @dataclass(eq=False)
 class TrajectoryRun:
-    """One trajectory, over all of its attempts.
+    """The state of one trajectory, over all of its attempts.
 
     Attributes:
+        of: the group of the trajectory.
         n: number of the trajectory in its group, from 0.
-        record: the trajectory's answers in the checkpoint that the run resumed from, until the first attempt ends.
-        scored: the facts about the attempt that succeeded, if any.
-        payload: an object reference of that attempt's padded trajectory.
-        key: the name of the newest attempt, by which its worker knows it.
+        record: the trajectory's answers from the checkpoint that the run resumed from. None after the first attempt.
+        errors: the error of each failed attempt.
+        scored: the facts about the successful attempt, if any.
+        payload: Ray object reference to the padded trajectory of the successful attempt.
+        key: the name of the newest attempt, by which its worker identifies it.
         worker_id: the worker of the newest attempt.
-        under_way: whether the newest attempt has not ended yet.
+        under_way: whether the newest attempt is still running.
         submitted: whether the newest attempt was sent to its worker.
         cancelled: whether the newest attempt was cancelled before it was sent to its worker.
     """
@@ -161,15 +163,15 @@ class TrajectoryRun:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the next attempt runs alone in a worker, because it may have caused the earlier disturbances."""
+        """Whether the trajectory has to run alone in a worker, because it may have disturbed other trajectories."""
         return self.disturbances >= DEATHS_FOR_NOTHING
 
     def may_try_again(self, max_retries: int) -> bool:
         """Return whether another attempt may be made.
 
-        A trajectory is retried up to ``max_retries`` times. Disturbed attempts do not count, because another trajectory
-        may be the cause. If disturbances continue while the trajectory runs alone in a worker, it is taken to be the
-        cause, and fails.
+        A trajectory is retried up to ``max_retries`` times. Disturbed attempts (`TrajectoryDisturbed`) do not count,
+        because another trajectory may have caused the disturbance. If the attempts are still disturbed when they run
+        alone in a worker, the trajectory counts as the cause and fails.
         """
         if self.errors and isinstance(self.errors[-1], TrajectoryCancelled | RewardError):
             return False
@@ -177,30 +179,32 @@ class TrajectoryRun:
         return self.disturbances < DEATHS_FOR_NOTHING + DEATHS_ALONE and own <= max_retries
 
     def kept(self, told: dict[str, TrajectoryRecord | None]) -> TrajectoryRecord | None:
-        """Return the answers that a checkpoint keeps of an unfinished trajectory, or None for a finished one.
+        """Return the answers of this trajectory for a checkpoint, or None if it is finished or has no answers.
 
         Args:
-            told: the answers that the workers reported, by key of the attempt. If no worker reported on the newest
-                attempt, the result is `record`.
+            told: the answers that workers reported for running attempts, by the attempt's key. If no worker
+                reported on the newest attempt, `record` is returned.
         """
         if self.payload is not None:
             return None
         return told[self.key] if self.under_way and self.key in told else self.record
 
     def begin_anew(self) -> None:
-        """Forget the result and the errors, because the payload is lost."""
+        """Drop the result and the errors, so that the trajectory is generated again after its payload was lost."""
         self.scored = self.payload = None
         self.errors.clear()
 
 
 class GroupRun:
-    """A live group: its prompt and its trajectories.
+    """A live group: its prompt and its trajectories. Times are those of `time.monotonic`.
 
     Attributes:
-        fetched: the payloads themselves, once the trainer has fetched them.
-        scores: object references of log-probs by the newest version, if log-prob servers score waiting groups.
-        issued_at, ready_at: times of `time.monotonic` at which the group was issued and became ready.
-        sampled_at: time of the last token of the trajectory that was sampled last, or None.
+        group: the group's entry in the ledger.
+        row: the prompt's row from the data loader.
+        fetched: the payloads of the trajectories, after the trainer has fetched them.
+        scores: Ray object references to log-probs by the newest version, if log-prob servers score waiting groups.
+        issued_at, ready_at: the times at which the group was issued and became ready.
+        sampled_at: the latest time at which one of the trajectories got its last token, or None.
         given_up: whether the group failed or was dropped, so that none of its trajectories is retried.
     """
 
@@ -215,7 +219,7 @@ class GroupRun:
 
     @property
     def payloads(self) -> list[Any]:
-        """Object references of the trajectories' payloads, with None for each trajectory that is not complete."""
+        """Ray object references to the trajectories' payloads, with None for each incomplete trajectory."""
         return [each.payload for each in self.trajectories]
 
     @property
@@ -228,19 +232,18 @@ class GroupRun:
 
     @property
     def states(self) -> list[TrajectoryState]:
-        """The states of the trajectories of a group of which no attempt is running."""
+        """The states of the trajectories. This is only valid while none of them has a running attempt."""
         pending, sampled = TrajectoryState.PENDING, TrajectoryState.SAMPLED
         return [pending if each.payload is None else sampled for each in self.trajectories]
 
     def begin_anew(self) -> None:
-        """Forget all results, because payloads are lost."""
+        """Drop the results of all trajectories, so that the group is generated again after payloads were lost."""
         self.scores = []
         for each in self.trajectories:
             each.begin_anew()
 
     @property
     def complete(self) -> list[TrajectoryScored]:
-        """The results of the trajectories that have a payload."""
         return [each.scored for each in self.trajectories if each.payload is not None and each.scored is not None]
 
     @property
@@ -262,7 +265,7 @@ class GroupRun:
 
 
 def group_events(run: GroupRun, group: Group, version: int, reason: str | None = None) -> Iterator[Event]:
-    """Return the events of a group that was just trained at ``version``, filtered or failed.
+    """Return the events for the run record when a group has been trained at ``version``, filtered or failed.
 
     ``reason`` says why the group was filtered or failed. docs/run-record.md explains the events.
     """
@@ -275,10 +278,10 @@ def group_events(run: GroupRun, group: Group, version: int, reason: str | None =
 
 
 def attempt_events(run: GroupRun, n: int, began: float, sampled: float | None) -> Iterator[Event]:
-    """Return the events of an attempt at trajectory ``n`` that began at ``began`` and ends now.
+    """Return the events for the run record of an attempt at trajectory ``n`` that began at ``began`` and ends now.
 
-    ``sampled`` is the time of the last token, or None if the attempt ended before. docs/run-record.md explains the
-    events.
+    ``sampled`` is the time of the last token, or None if the attempt ended before its last token. docs/run-record.md
+    explains the events.
     """
     now, trajectory = time.monotonic(), run.trajectories[n]
     scored = trajectory.scored

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a trajectory in its agent-loop worker: the servers' answers, its end, and its part of a checkpoint.
+"""Records the rollout servers' answers to the trajectories of an agent-loop worker, also for checkpoints.
 
 Contract:
 
-* verl's agent loops know nothing of versions, so the client that they call records every answer in the trajectory's
-  `TrajectoryRecorder`, in order. The client finds the recorder through a context variable, which asyncio passes on to
-  the tasks that an agent loop starts.
+* The client that agent loops call records every answer in the trajectory's `TrajectoryRecorder`, because verl's agent
+  loops do not know policy versions. The client finds the recorder through a context variable, which asyncio passes on
+  to the tasks that an agent loop starts.
 * Every answer of a server, complete or interrupted, is kept with a digest of the request's tokens. A checkpoint holds
-  the answers of each unfinished trajectory. If a request is open, its tokens so far are kept as an interrupted answer.
-* A trajectory that is restored from a checkpoint runs its agent loop from the start. While its requests have the same
-  tokens as in the earlier process, they get the kept answers, so no token is sampled twice. If a tool returns something
-  else the second time, the remaining kept answers are not used, and their tokens count as lost.
+  the answers of each unfinished trajectory, and the tokens sampled so far for an open request as an interrupted answer.
+* A trajectory that is restored from a checkpoint runs its agent loop from the beginning. As long as its requests have
+  the same tokens as before, they get the kept answers, so no token is sampled twice. If a tool returns something else
+  the second time, the remaining kept answers are not used, and their tokens count as lost.
 
 Only one event loop calls this module. Shown by tests/integration/test_kept_answers.py and test_client.py.
 """
@@ -49,7 +49,7 @@ class TrajectoryRecord:
     """The answers of an unfinished trajectory, as a checkpoint holds them.
 
     Attributes:
-        answers: a pickled list of `KeptAnswer`. It is trusted like the code, because it is unpickled.
+        answers: a pickled list of `KeptAnswer`. It has to come from a trusted source, because unpickling can run code.
         cut_tokens: number of tokens in the interrupted answers of the list.
         under_way_tokens: number of those tokens that belong to requests which were still open.
     """
@@ -61,21 +61,20 @@ class TrajectoryRecord:
 
 @dataclass
 class TokenAccount:
-    """Counts of the tokens that servers returned, by what became of them, since a worker or the run began.
+    """Counts what became of the tokens that rollout servers returned, to one worker or to all workers of a run.
 
-    For interrupted answers ``cut = trained + lost + cached``, where ``cached`` counts the tokens that a checkpoint
-    holds.
+    For interrupted answers ``cut = trained + lost + cached``, where ``cached`` is the number of tokens in a checkpoint.
 
     Attributes:
         cut: number of tokens in interrupted answers.
-        lost: number of these tokens that will not be trained, because their trajectory failed or was cancelled, or a
-            tool returned something else after a restart.
+        lost: number of these tokens that will not be trained, because their trajectory failed or was cancelled, or
+            because a tool returned something else after a restart.
         in_tools: number of trajectories that were interrupted while they had no open request.
-        held: number of tokens in interrupted answers of the worker's unfinished trajectories.
+        held: number of tokens in interrupted answers of unfinished trajectories.
         trained: number of tokens in interrupted answers that were trained.
         received: number of all tokens that servers returned to trajectories which have ended.
         dropped: number of received tokens whose trajectories ended without a payload.
-        unfinished: number of received tokens whose trajectories had not ended when the run did.
+        unfinished: number of received tokens whose trajectories were still running when the run ended.
     """
 
     cut: int = 0
@@ -91,7 +90,7 @@ class TokenAccount:
         return TokenAccount(*[one + another for one, another in zip(astuple(self), astuple(other), strict=True)])
 
     def held_as_lost(self) -> TokenAccount:
-        """Return the account of a worker that has died, with its held tokens counted as lost."""
+        """Return a copy in which the held tokens count as lost, because the worker has died."""
         return replace(self, lost=self.lost + self.held, held=0)
 
 
@@ -110,19 +109,15 @@ class TrajectoryRecorder:
         cut_tokens: number of tokens in the interrupted parts of answers. All these tokens are also in ``segments``.
         reprefilled_tokens: number of prompt and answer tokens that resumed requests sent to an engine again.
         recovered_tokens: number of tokens that were fetched from a server before it died.
-        account: the token account of the worker.
+        account: the token counts of the worker.
         kept: the answers so far, in order.
-        replay: answers from the checkpoint that have not been used yet.
+        replay: answers from a checkpoint that have not been used yet.
         flights: the trajectory's open requests at servers.
-        restored_tokens: number of tokens in answers from the checkpoint that were used.
+        restored_tokens: number of tokens in answers from a checkpoint that were used.
         received_tokens: number of tokens that servers returned, including interrupted parts.
-        scorer: has log-prob servers score the answers. None without such servers, or if they cannot score this
-            trajectory.
-        text_only: whether all inputs of the engine are tokens. Log-prob servers cannot score images.
-        work: the purpose of the trajectory's requests.
-        order: the number of the group in the order of issue, by which engines that schedule by priority take older
-            groups first.
-        tools: measures the time in tools.
+        scorer: sends the answers to log-prob servers. None if there are none, or if they cannot score this trajectory.
+        text_only: whether all inputs of the engine are tokens, since log-prob servers cannot score images.
+        order: the number of the group in the order of issue. Engines that schedule by priority serve lower ones first.
         asked_s: seconds for which the trajectory waited for servers.
         sampled: a future that is done when the last token is sampled.
         told: a future that is done when the trajectory's cancellation was requested.
@@ -153,16 +148,14 @@ class TrajectoryRecorder:
 
     @property
     def validates(self) -> bool:
-        """Whether the trajectory belongs to a validation, so that it is not trained."""
         return self.work is Work.VALIDATION
 
     def mark_multimodal(self) -> None:
-        """Note that a request has images, video or audio, which log-prob servers cannot score."""
+        """Stop the scoring by log-prob servers, because a request has images, video or audio."""
         self.text_only = False
         self.drop_scores()
 
     def drop_scores(self) -> None:
-        """Cancel the scoring of this trajectory by log-prob servers, because the scores are not needed."""
         if self.scorer is not None:
             self.scorer.cancel()
         self.scorer = None
@@ -176,7 +169,7 @@ class TrajectoryRecorder:
             self.scorer.add(version, context, token_ids)
 
     def again(self, asked: Sequence[int]) -> Any | None:
-        """Return the first unused answer from the checkpoint to a request for the tokens ``asked``, or None."""
+        """Return an unused answer from the checkpoint to a request with the tokens ``asked``, or None."""
         if not self.replay:
             return None
         wanted = digest(asked)
@@ -189,7 +182,7 @@ class TrajectoryRecorder:
         return found.answer
 
     def keep(self, asked: Sequence[int], answer: Any) -> None:
-        """Keep an answer to the tokens ``asked``. The answer may not be changed afterwards."""
+        """Keep the answer to a request with the tokens ``asked``. The caller must not change the answer afterwards."""
         self.kept.append(KeptAnswer(digest(asked), answer))
         self.account.cut += self.kept[-1].cut_tokens
         self.received_tokens += len(answer.token_ids)
@@ -200,7 +193,7 @@ class TrajectoryRecorder:
         return [*self.kept, *self.replay]
 
     def export(self) -> TrajectoryRecord | None:
-        """Return the answers that a checkpoint keeps of this trajectory, or None if it has no answers."""
+        """Return the answers of this trajectory for a checkpoint, or None if there are none."""
         cut = [(flight.asked, flight.cut_answer(CHECKPOINT)) for flight in self.flights]
         under_way = [KeptAnswer(digest(asked), answer) for asked, answer in cut if answer is not None]
         answers = [*self.answers, *under_way]
@@ -217,7 +210,7 @@ _current: ContextVar[TrajectoryRecorder | None] = ContextVar("recipe_trajectory_
 
 
 def current_recorder() -> TrajectoryRecorder | None:
-    """Return the recorder of the trajectory that the current task belongs to, or None outside of a trajectory."""
+    """Return the recorder of the trajectory for which the current task runs, or None if there is none."""
     return _current.get()
 
 
@@ -229,7 +222,7 @@ def start_recording(recorder: TrajectoryRecorder | None = None) -> TrajectoryRec
 
 
 class AnswerBook:
-    """The recorders of a worker's unfinished training trajectories, and the worker's token account."""
+    """The recorders of a worker's unfinished training trajectories, and the token counts of the worker."""
 
     def __init__(self) -> None:
         self._account = TokenAccount()
@@ -237,19 +230,16 @@ class AnswerBook:
         self._under_way: dict[str, TrajectoryRecorder] = {}
 
     def begin(self, key: str, record: TrajectoryRecord | None = None, **fields: Any) -> TrajectoryRecorder:
-        """Create the recorder of a new attempt at a trajectory.
+        """Create the recorder of a new attempt at a trajectory. ``key`` is the name of the attempt.
 
-        Args:
-            key: the name of the attempt.
-            record: the trajectory's answers in a checkpoint, as `export` returned them.
-            fields: further fields of the recorder.
+        ``record`` has the trajectory's answers from a checkpoint, and ``fields`` has further fields of the recorder.
         """
         replay = [] if record is None else pickle.loads(record.answers)
         recorder = self._under_way[key] = TrajectoryRecorder(account=self._account, replay=replay, **fields)
         return recorder
 
     def end(self, key: str, complete: bool) -> None:
-        """Count the tokens of a trajectory that has ended. ``complete`` says whether the trajectory has a payload."""
+        """Count the tokens of an attempt that has ended. ``complete`` says whether it resulted in a payload."""
         recorder = self._under_way.pop(key)
         unused = recorder.replay if complete else recorder.answers
         self._account.lost += sum(kept.cut_tokens for kept in unused)
@@ -260,22 +250,20 @@ class AnswerBook:
             self._account.dropped += recorder.received_tokens
 
     def close(self) -> None:
-        """Count trajectories that end without a payload as unfinished from now on, because the run is over."""
+        """Count the tokens of attempts that end from now on without a payload as unfinished, since the run is over."""
         self._is_closed = True
 
     def interrupted_in_tools(self, trajectories: int) -> None:
-        """Count trajectories that were interrupted while they had no open request."""
+        """Add to the number of trajectories that were interrupted while they had no open request."""
         self._account.in_tools += trajectories
 
     def flights(self) -> list[Flight]:
-        """Return the open requests of all unfinished trajectories."""
         return [flight for recorder in self._under_way.values() for flight in recorder.flights]
 
     def account(self) -> TokenAccount:
-        """Return the present token account."""
         held = sum(kept.cut_tokens for recorder in self._under_way.values() for kept in recorder.answers)
         return replace(self._account, held=held)
 
     def export(self) -> dict[str, TrajectoryRecord | None]:
-        """Return the answers that a checkpoint keeps, by key of each unfinished trajectory; None if there are none."""
+        """Return the answers for a checkpoint by the key of each unfinished attempt, with None if it has no answers."""
         return {key: recorder.export() for key, recorder in self._under_way.items()}

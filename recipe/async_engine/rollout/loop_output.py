@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what an agent loop returned, and turns it into plain Python values.
+"""Checks the output of an agent loop, and converts it to plain Python values.
 
-Contract: whatever a user's loop returns, the result is an ``AgentLoopOutput`` with lists of Python numbers and with
-fields that any process can read, or an error that names the field. Arrays and tensors are converted to lists. Any other
-value in ``extra_fields`` is accepted if it can be pickled. A field with the name of one of verl's columns is renamed.
+Contract: whatever a user's agent loop returns, `plain_output` either returns an ``AgentLoopOutput`` of plain values
+that any process can unpickle, or raises an error that names the wrong field. Token ids, masks and log-probs become
+lists of Python numbers. A value in ``extra_fields`` is accepted if it can be pickled. A field with the name of one of
+verl's columns is renamed.
 
-An answer that cannot be trained is refused here, because in a batch it would end the run or be trained unnoticed.
-An answer without a sampled token, an answer that is longer than the settings allow, and an answer whose number of
-log-probs differs from its number of tokens come from a faulty engine or agent loop, so another attempt may help.
+An answer that cannot be trained is refused here, because in a batch it would end the run or be trained unnoticed. This
+concerns answers without a sampled token, answers longer than the settings allow, and answers whose number of log-probs
+differs from their number of tokens. A faulty engine or agent loop causes such answers, so another attempt may help.
 ``async_training.on_non_finite`` decides what follows if a log-prob or reward is NaN, infinite or missing. An answer
-that has only special tokens is valid: the policy sampled it, and the reward judges it.
-
-Shown by tests/integration/test_users_loops.py, test_trajectory_worker.py and tests/e2e/test_non_finite.py.
+that consists only of special tokens is valid, because the policy sampled it. Shown by
+tests/integration/test_users_loops.py, test_trajectory_worker.py and tests/e2e/test_non_finite.py.
 """
 
 from __future__ import annotations
@@ -38,17 +38,14 @@ SIZED = frozenset({str, bytes, dict, np.ndarray, torch.Tensor, *LISTS})
 DEEPEST = 100
 """Limit on the nesting of lists and dicts in a field. Recursion into a deeper field could overflow the stack."""
 LARGEST = 256 << 20
-"""Limit on the bytes of each text, array or container in a field. A batch has thousands of answers."""
+"""Largest size in bytes of a text, array or container in a field, because a batch has thousands of answers."""
 INT32 = 2**31
 
 
 def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutput:
-    """Return an agent loop's result as plain values, without changing the loop's own object.
+    """Return a copy of an agent loop's result that has only plain values.
 
-    Args:
-        returned: the return value of the agent loop.
-        rollout: verl's settings of the rollout.
-        vocabulary: the number of tokens that the model knows.
+    ``rollout`` has verl's rollout settings, and ``vocabulary`` is the size of the model's vocabulary.
 
     Raises:
         UnusableAnswer: the answer cannot be trained. The message names the field.
@@ -100,7 +97,7 @@ def _the_one(returned: Any) -> AgentLoopOutput:
 
 
 def shown(value: Any) -> str:
-    """Return a short text for a value in a message, without calling a method of a user's class."""
+    """Return a short text that describes ``value`` in an error message. No method of a user's class is called."""
     if type(value) in LEAVES:
         return f"{value!r:.100}"
     return f"a {type(value).__name__}"
@@ -132,7 +129,7 @@ def _whole_numbers(name: str, values: Any, below: int) -> list[int]:
 
 
 def _numbers(values: Any) -> list[Any]:
-    """Return log-probs as floats, and None for each value that is not a number. `check_answer` reports None."""
+    """Return the log-probs as floats, with None for each value that is not a number. `check_answer` refuses None."""
     numbers = _listed("response_logprobs", values)
     if not {float}.issuperset(map(type, numbers)):
         numbers = [_number(value) for value in numbers]
@@ -171,7 +168,7 @@ def _metrics(value: Any) -> AgentLoopMetrics:
 
 
 def check_report(report: Any) -> None:
-    """Raise `UnusableAnswer` if a batch cannot carry the values that a reward reported with its score."""
+    """Raise `UnusableAnswer` if the values that a reward function returned besides the score cannot be batched."""
     if not isinstance(report, dict | NoneType):
         raise UnusableAnswer(f"{REPORTED} is {shown(report)}, not a dict")
     for name, value in (report or {}).items():
@@ -179,10 +176,10 @@ def check_report(report: Any) -> None:
 
 
 def check_carried(what: str, value: Any) -> Any:
-    """Return the value, on the CPU if it is a tensor, if any process can read it.
+    """Check that other processes can unpickle ``value``, and return it. A tensor is moved to the CPU.
 
     Raises:
-        UnusableAnswer: another process could not read the value. The message begins with ``what``.
+        UnusableAnswer: another process could not unpickle the value. The message begins with ``what``.
     """
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -197,13 +194,15 @@ def check_carried(what: str, value: Any) -> Any:
 
 
 def _is_plain(what: str, value: Any, above: set[int], seen: set[int]) -> bool:
-    """Return whether the value consists of Python's own types and of arrays.
+    """Return whether ``value`` consists only of Python's built-in types, arrays and tensors.
 
     Args:
-        what: the beginning of an error's message.
-        value: the value to check.
-        above: the ids of the containers around the value.
+        what: the name of the value in an error message.
+        above: the ids of the containers that contain the value.
         seen: the ids of the containers that have been checked.
+
+    Raises:
+        UnusableAnswer: the value is too large, contains itself or is nested too deeply.
     """
     kind = type(value)
     if kind in SIZED and (size := _size(value)) > LARGEST:
@@ -224,7 +223,7 @@ def _is_plain(what: str, value: Any, above: set[int], seen: set[int]) -> bool:
     if {bool, int, float, NoneType}.issuperset(map(type, inside)):
         return True
     above = above | {id(value)}
-    # The list makes `all` check every item, so that the limits on size and depth hold for each of them.
+    # Build a list, so that `all` does not stop at the first False, and the limits are checked for every item.
     return all([_is_plain(what, each, above, seen) for each in inside])
 
 
@@ -242,15 +241,15 @@ class RewardError(RecipeError):
 
 
 class UnusableAnswer(RecipeError):
-    """An answer cannot be put into a batch."""
+    """An agent loop returned an answer that cannot be trained."""
 
 
 class NonFinite(RecipeError):
-    """A number of a trajectory is NaN, infinite or missing."""
+    """A log-prob or reward of a trajectory is NaN, infinite or missing."""
 
 
 class NonFiniteReward(NonFinite, RewardError):
-    """The reward is not a finite number. The function is not called again, because it would return the same."""
+    """The reward is not a finite number. The reward function is not retried, since it would return the same value."""
 
 
 def is_number(value: Any) -> bool:
@@ -267,9 +266,7 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
     """Raise `UnusableAnswer` or `NonFinite` if an agent loop's output cannot be trained.
 
     Args:
-        output: the output of the agent loop, before padding.
-        prompt_length, response_length: limits in tokens (``data.max_prompt_length`` and
-            ``data.max_response_length``).
+        prompt_length, response_length: ``data.max_prompt_length`` and ``data.max_response_length`` in tokens.
         log_probs: whether the engine was asked for log-probs.
     """
     tokens = len(output.response_ids)
@@ -292,7 +289,7 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    """Return whether `is_number` holds for all values, by one NumPy call, since an answer may have many thousands."""
+    """Return whether `is_number` is true for all values. One fast NumPy call checks the usual case."""
     try:
         return bool((np.abs(np.asarray(values, dtype=np.float64)) <= FLOAT32_MAX).all())
     except (TypeError, ValueError, OverflowError):
@@ -300,7 +297,7 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 
 def check_reward(reward: Any, fields: Mapping[str, Any], trained: Iterable[str]) -> None:
-    """Raise `NonFiniteReward` if the reward, or a field of its result that is trained on, is not a finite number."""
+    """Raise `NonFiniteReward` if ``reward``, or one of the ``fields`` named in ``trained``, is not a finite number."""
     for name, value in (("reward", reward), *((name, fields.get(name)) for name in trained)):
         if not is_number(value):
             raise NonFiniteReward(f"the reward function gave {name}={value!r}, which is not a finite number")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LoopThread`, an event loop on its own thread, and `Changes`, a lock with which threads wait for conditions."""
+"""`LoopThread`, an event loop on its own thread, and `Changes`, a lock that lets threads wait for conditions."""
 
 import asyncio
 import threading
@@ -10,12 +10,7 @@ from typing import Any
 
 
 class LoopThread:
-    """An event loop on a thread of its own.
-
-    Args:
-        name: the name of the thread.
-        on_error: a function that is called with the error of each task that fails.
-    """
+    """An event loop on its own thread. ``on_error`` is called with the error of each task that fails."""
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         self.loop = asyncio.new_event_loop()
@@ -28,29 +23,26 @@ class LoopThread:
         return self._thread.is_alive()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start the thread, with ``work`` as the loop's first task."""
         self.spawn(work)
         self._thread.start()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start another task. After :meth:`start`, only the loop's own thread may call this."""
+        """Start another task. After :meth:`start`, this may be called only on the event loop's thread."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run ``work`` on the loop's thread. Any other thread may call this."""
+        """Run ``work`` on the event loop's thread. This may be called on any other thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def end_tasks(self) -> None:
-        """Cancel all tasks and wait until they have ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self, timeout_s: float) -> None:
-        """Stop the loop and wait for its thread to end."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
 
@@ -65,11 +57,11 @@ class LoopThread:
 
 
 class Changes:
-    """A lock with which threads wait until a condition on the guarded state holds.
+    """A lock around some state, with which threads can also wait until a condition on the state is true.
 
-    A thread that changes the guarded state calls :meth:`made` before it releases the lock. A thread in
-    :meth:`wait_until` wakes up only when its condition has become true. The object is a context manager that holds the
-    lock, and one thread may enter it several times. Shown by tests/integration/test_changes.py.
+    A thread that changes the state calls :meth:`made` before it releases the lock. A thread in :meth:`wait_until` wakes
+    up only when its condition has become true. A ``with`` block on the object holds the lock, which is reentrant. Shown
+    by tests/integration/test_changes.py.
     """
 
     def __init__(self) -> None:
@@ -83,7 +75,7 @@ class Changes:
         self._lock.release()
 
     def made(self) -> None:
-        """Wake the waiting threads whose conditions hold now. The caller must hold the lock."""
+        """Wake the waiting threads whose conditions are true now. The caller must hold the lock."""
         for waiter, holds in self._waiting.items():
             if holds():
                 waiter.notify_all()
@@ -96,7 +88,7 @@ class Changes:
             deadline: a time of the clock `time.monotonic`.
 
         Returns:
-            True if the condition holds, or False if the deadline has passed.
+            True if the condition is true, or False if the deadline has passed.
         """
         waiter = threading.Condition(self._lock)
         self._waiting[waiter] = holds

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads prompts from verl's data loader, one at a time and in its order, at a position that a checkpoint can store.
+"""Reads prompts one at a time from verl's data loader, in its order, and stores the position in the data.
 
-Contract: every prompt has an identity (epoch, data set index) that is the same after a restart. After ``restore``, the
-prompts that were taken before ``state`` was called are not returned again, unless they were put back. The data loader
-runs users' code, which may fail or take any time, so :class:`PromptFeed` calls it with a deadline, and never on the
-event loop's thread.
-
-Shown by tests/integration/test_prompts.py.
+Contract: every prompt has an identity (epoch, data set index) that is the same after a restart. After
+:meth:`PromptSource.restore`, only prompts that had not been taken when the state was stored, or that had been put back,
+are returned. The data loader runs users' code, which may fail or take any time, so :class:`PromptFeed` calls it with a
+deadline, on a thread of its own. Shown by tests/integration/test_prompts.py.
 """
 
 import asyncio
@@ -32,22 +30,21 @@ logger = logging.getLogger(__name__)
 
 
 class DataFailed(RecipeError):
-    """The training data's loader raised an error, or did not return in time."""
+    """The data loader of the training data raised an error, or did not return in time."""
 
 
 class PromptFailed(RecipeError):
-    """The data set has no usable row for one prompt."""
+    """A row of the data set cannot be used as a prompt, or the whole data set has no usable row."""
 
 
 class IndexedDataset(Dataset):
-    """A wrapper of verl's data set in which a faulty row costs only its own prompt.
+    """A wrapper of verl's data set in which a faulty row makes only its own prompt fail.
 
     A row that cannot be read, or cannot be sent to another process, is replaced by a row whose field `FAILURE` has the
-    reason. A null field gets its default, as a missing field does, because a data set of several files has nulls in
-    the columns that a file lacks. All other attributes are those of the wrapped data set.
+    reason. A null in a field is replaced by the field's default, because a data set of several files has nulls in the
+    columns that a file lacks. All other attributes are those of the wrapped data set.
 
     Args:
-        dataset: the data set to wrap.
         defaults: the default of each field, by name.
         is_indexed: whether each row gets its index in the field `DATASET_INDEX`.
     """
@@ -70,7 +67,7 @@ class IndexedDataset(Dataset):
         return row
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return several rows. torch's loader calls this for a batch."""
+        """Return several rows, for torch's data loader, which calls this method to get a batch."""
         return [self[index] for index in indices]
 
     def __getattr__(self, name: str) -> Any:
@@ -96,14 +93,15 @@ class IndexedDataset(Dataset):
 
 
 def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch of rows in verl's form.
+    """Return a batch of rows in the form of verl's own ``collate_fn``.
 
-    A field becomes a stacked tensor if all rows have tensors of one shape, and otherwise an array of objects. Unlike
-    in verl's function, rows may have different fields: a missing field gets its default, or None. Rows with `FAILURE`
-    are left out unless all rows have it.
+    A field becomes a stacked tensor if all rows have tensors of one shape, and otherwise an array of objects. Rows may
+    have different fields, which verl's function does not allow: a missing field gets its default, or None. If some
+    rows have the field `FAILURE` and others do not, those that have it are left out.
     """
     lost = [row[FAILURE] for row in rows if FAILURE in row]
-    if lost and DATASET_INDEX not in rows[0]:  # only validation data: the scheduler reports lost prompts of training
+    # Log this only for validation data, because the scheduler reports unusable rows of training data.
+    if lost and DATASET_INDEX not in rows[0]:
         logger.error("%d of %d rows of the data are left out, the first: %s", len(lost), len(rows), lost[0])
     rows = [row for row in rows if FAILURE not in row] or rows
     batch: dict[str, Any] = {}
@@ -141,10 +139,9 @@ class UsableBatches:
 
 
 class LoaderInUse:
-    """Replaces the data loader in verl's trainer, because only the prompt feed's thread may call the real one.
+    """Replaces the data loader in verl's trainer, because only the thread of the prompt feed may call the real one.
 
-    Otherwise verl's checkpoint would read the loader's position on the trainer's thread while another thread takes a
-    prompt.
+    When verl saves a checkpoint, it would read the data loader's position while that thread may be taking a prompt.
     """
 
     def __init__(self, length: int) -> None:
@@ -154,20 +151,19 @@ class LoaderInUse:
         return self._length
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing."""
+        """Ignore ``state``, which `state_dict` left empty."""
 
 
 def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:
-    """Return the error of a row that is not usable, or None if the row is usable."""
+    """Return the error of a row that could not be read, or None for a usable row."""
     return PromptFailed(str(row[FAILURE][0])) if FAILURE in row else None
 
 
 def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
-    """Return the fields that an agent loop gets of a data row: all except tensors, and the uid of the group."""
+    """Return the input of an agent loop: the fields of a data row without tensors and the index, plus the uid."""
     sample = {key: value[0] for key, value in row.items() if isinstance(value, np.ndarray)}
     sample.pop(DATASET_INDEX, None)
     sample["uid"] = group.prompt.uid
@@ -175,11 +171,7 @@ def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
 
 
 class PromptSource:
-    """Iterates over a stateful data loader (batch size 1) for ``epochs`` epochs.
-
-    Args:
-        epoch_prompts: number of prompts that are returned in each epoch. None returns all of them.
-    """
+    """Iterates over a stateful data loader (batch size 1), ``epochs`` times over ``epoch_prompts`` prompts (or all)."""
 
     def __init__(self, dataloader: Any, epochs: int, epoch_prompts: int | None = None) -> None:
         self._dataloader = dataloader
@@ -226,7 +218,7 @@ class PromptSource:
         return None
 
     def state(self) -> dict[str, Any]:
-        """Return the position, with which :meth:`restore` continues after the last prompt that was taken."""
+        """Return the position after the last prompt that was taken, for :meth:`restore`."""
         return {
             "epoch": self._epoch,
             "taken_in_epoch": self._taken_in_epoch,
@@ -235,7 +227,7 @@ class PromptSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a state that :meth:`state` returned."""
+        """Continue from the position that :meth:`state` returned, possibly in an earlier run."""
         self._epoch = state["epoch"]
         self._taken_in_epoch = state["taken_in_epoch"]
         put_back = state["put_back"]
@@ -249,12 +241,12 @@ class PromptSource:
 class PromptFeed:
     """A buffer of prompts for an event loop, which must not block on the data loader.
 
-    :meth:`take` adds a prompt from the source to the buffer, and :meth:`pop` removes one. After an error of the loader
-    the buffered prompts are still returned, and then the error is raised.
+    :meth:`take` adds a prompt from the source to the buffer, and :meth:`pop` removes one. After an error of the data
+    loader the buffered prompts are still returned before :meth:`take` raises the error.
 
     Args:
-        source: the source of prompts. Only this feed may use it, in one call at a time on another thread. A call that
-            hangs is abandoned.
+        source: the source of prompts. Only this feed may use it, and calls it on another thread, one call at a time. A
+            call that hangs is abandoned.
         timeout_s: the data loader's deadline for a prompt or for its position.
         policy: the admission policy, which chooses among the buffered prompts.
 
@@ -270,7 +262,7 @@ class PromptFeed:
         self._ahead: deque[Prompt] = deque()
         self._late: DataFailed | None = None
         self._failed: DataFailed | None = None
-        # The lock keeps a prompt from being taken while the position is read.
+        # No prompt may be taken while the position is read.
         self._lock = asyncio.Lock()
 
     @property
@@ -290,7 +282,7 @@ class PromptFeed:
         return prompt
 
     async def take(self) -> None:
-        """Add a prompt from the source to the buffer if `is_short` and the source has a prompt.
+        """Add a prompt from the source to the buffer, if the buffer `is_short` and the source has a prompt.
 
         Raises:
             DataFailed: the data loader raised or returned no prompt in time, and the buffer is empty.
@@ -314,9 +306,9 @@ class PromptFeed:
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the source's state just after the prompts that :meth:`pop` has returned.
+        """Yield the source's state, with the position just after the prompts that :meth:`pop` has returned.
 
-        No prompt is taken from the source inside the ``async with`` block.
+        No prompt is taken from the source during the ``async with`` block.
 
         Raises:
             DataFailed: the data loader raised, or did not return its position in time.
@@ -328,14 +320,14 @@ class PromptFeed:
 
     async def _do(self, work: Callable[[], Any], what: str) -> Any:
         if self._late is not None:
-            raise self._late  # an earlier call's thread hangs in the loader
+            raise self._late  # the thread of an earlier call hangs in the data loader
 
         @asynchronous.thread(name="prompt-feed", daemon=True)
         def attempt() -> Any:
             try:
                 return work()
             except BaseException as error:  # a data set may raise anything
-                # torch raises one of these errors if a loader's worker process died while it sent tensors.
+                # torch raises one of these errors if a worker process of the data loader died while sending tensors.
                 died = " (a worker process of it has died)" if isinstance(error, EOFError | ConnectionError) else ""
                 raise DataFailed(f"the training data's loader {what}{died}: {told(error)}") from error
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests whether an agent-loop worker's process can still run a trajectory after users' code has run in it.
+"""Tests whether the process of an agent-loop worker can still run a trajectory after it has run users' code.
 
-Contract: a rehearsal runs a made-up trajectory. It calls no server, no reward and no user's code, and gives the same
-result each time if the process is intact. It tests the behaviour of the process instead of looking for replaced
-objects, because libraries replace many objects without harm. Shown by tests/integration/test_rehearsed_workers.py.
+Contract: the test, called a rehearsal, runs a made-up trajectory. It calls no server, no reward function and no user's
+code, and has the same result each time if the process is intact. A rehearsal tests what the process does, rather than
+which of its objects were replaced, because libraries replace many objects without harm. Shown by
+tests/integration/test_rehearsed_workers.py.
 """
 
 import asyncio
@@ -33,16 +34,15 @@ logger = logging.getLogger(__name__)
 
 MADE_UP = {"raw_prompt": [{"role": "user", "content": "1 + 1"}]}
 DEEP = 400
-"""Depth of the nested calls that a rehearsal makes. Python's default limit is 1,000."""
+"""Recursion depth that a rehearsal tries, to detect a lowered recursion limit. Python's default limit is 1,000."""
 SOCKETS = 4
 WHY = "look for what an agent loop or tool changes in its process"
 
 
 class MadeUpAnswers(TrajectoryRecorder):
-    """A recorder that answers every request with a fixed answer, so that no server is asked."""
+    """A recorder that has a fixed answer for every request, so that no server is asked."""
 
     def again(self, asked: Sequence[int]) -> TokenOutput:
-        """Return a complete answer of three tokens."""
         return TokenOutput(
             token_ids=[1, 2, 3],
             log_probs=[-0.5, -0.25, -0.125],
@@ -52,11 +52,10 @@ class MadeUpAnswers(TrajectoryRecorder):
 
 
 class Rehearsal:
-    """Runs a made-up trajectory before the first real one, again after each failure, and compares the results.
+    """Runs a made-up trajectory before the first real one and after each failure, and compares the results.
 
-    Args:
-        run: a function that runs one of verl's own agent loops for the row `MADE_UP` with `MadeUpAnswers`, and returns
-            verl's padded trajectory.
+    The function ``run`` lets one of verl's own agent loops answer the row `MADE_UP` with `MadeUpAnswers`, and returns
+    the padded trajectory.
     """
 
     def __init__(self, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -64,7 +63,7 @@ class Rehearsal:
         self._first: asyncio.Task[Any] | None = None
 
     async def begin(self) -> None:
-        """Make the first rehearsal. If it fails, for example with an unusual model, later rehearsals are skipped."""
+        """Run the first rehearsal. If it fails, for example because of an unusual model, later ones are skipped."""
         if self._first is None:
             self._first = asyncio.create_task(self._attempt())
         if not self._first.done() and not (await asyncio.wait({self._first}, timeout=REHEARSED_S))[0]:
@@ -73,20 +72,20 @@ class Rehearsal:
             logger.debug("this worker cannot rehearse: %s", self._first)
 
     async def now(self) -> None:
-        """Rehearse before the attempt of a trajectory that may have caused earlier failures.
+        """Run a rehearsal, to find out whether the process is intact.
 
         Raises:
-            WorkerSpoilt: the rehearsal fails, or its result differs from the first rehearsal's.
+            WorkerSpoilt: the rehearsal failed, or its result differed from that of the first one.
         """
         if (what := await self._changed()) is not None:
             raise WorkerSpoilt(f"no trajectory can run in this worker any more ({what}): {WHY}")
 
     @asynccontextmanager
     async def after_a_failure(self) -> AsyncIterator[None]:
-        """Rehearse if the code inside the ``with`` block raises an error.
+        """Run a rehearsal if the code in the ``async with`` block raises an error.
 
         Raises:
-            WorkerSpoilt: the rehearsal fails too, or its result differs from the first rehearsal's.
+            WorkerSpoilt: the rehearsal failed too, or its result differed from that of the first one.
         """
         try:
             yield
@@ -99,14 +98,14 @@ class Rehearsal:
             raise WorkerSpoilt(f"{said}, and no trajectory can run in this worker any more ({what}): {WHY}") from error
 
     async def _changed(self) -> str | None:
-        """Return how the rehearsal fails or differs from the first one, or None if it does not or cannot be made."""
+        """Run a rehearsal and return its error or its difference from the first one, or None if there is neither."""
         first = self._first
         if first is None or not first.done() or first.cancelled() or first.exception() is not None:
             return None
         try:
             async with asyncio.timeout(REHEARSED_S):
                 now = await self._attempt()
-        except TimeoutError:  # the process is only busy; the worker pool notices a worker that does not answer
+        except TimeoutError:  # the process is probably only busy; the worker pool detects workers that hang
             return None
         except Exception as failure:
             return told(failure)

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rollout scheduler issues prompt groups, assigns their trajectories to workers, and gives batches to the trainer.
 
-Contract: the scheduler decides nothing about staleness. It asks the ledger which groups may start and which may be
-trained. It runs in one event loop on its own thread. This thread and the trainer's thread use the ledger under one
-lock, and neither holds the lock while it waits for something else, such as the data loader. The scheduler acts on
-events: a prompt arrives, a trajectory finishes, a batch is taken, or a version is published. The cost of an event does
-not depend on the number of live groups. An event wakes the trainer's thread only if the trainer's condition becomes
-true.
+Contract: the scheduler does not decide about staleness, but asks the sample ledger (`core.ledger`) which groups may
+start and which may be trained. The scheduler runs in one event loop on its own thread. This thread and the trainer's
+thread share one lock for the ledger, and neither holds the lock while it waits for something else, such as the data
+loader. The scheduler acts when a prompt arrives, a trajectory finishes, a batch is taken, or a version is published.
+The cost of each such event does not depend on the number of live groups. An event wakes the trainer's thread only if
+the condition for which the trainer waits has become true.
 
 A trajectory frees its generation slot when its last token is sampled, so no slot waits for a reward. A failed
 trajectory is retried on another worker, and the other trajectories of its group are kept. If the last retry fails, the
-whole group fails, and the run ends when ``max_consecutive_failures`` groups in a row have failed. Payloads stay object
-references until the trainer fetches its batch. A snapshot for a checkpoint is taken while generation continues. It has
-the answers of every unfinished trajectory, so that a resumed run does not sample their tokens again.
+whole group fails, and the run ends when ``max_consecutive_failures`` groups in a row have failed. The payload of a
+finished trajectory is a Ray object reference until the trainer fetches its batch. A snapshot for a checkpoint is taken
+while generation continues. It has the answers of all unfinished trajectories, so that a resumed run does not sample
+their tokens again.
 
 The admission policy chooses which prompt begins, which trajectory generates next and which batch is taken. If
-generation and training alternate in turns, taking a batch ends the generation turn under the same lock, so that no
-trajectory begins afterwards. Trajectories that are still running keep their slots and tokens. Their next requests wait
-in the client (`TurnGate`) until the next turn.
-
-Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (workers faked below the actor seam),
-tests/e2e/test_fully_async.py and test_partial_rollout.py.
+generation and training alternate in turns, the generation turn ends when a batch is taken, and no trajectory begins
+until the next turn. Trajectories that are still running keep their slots and tokens, and their next requests wait in
+the client (`TurnGate`). Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker
+actors), tests/e2e/test_fully_async.py and test_partial_rollout.py.
 """
 
 import asyncio
@@ -70,15 +69,15 @@ logger = logging.getLogger(__name__)
 Decided = TypeVar("Decided")
 
 PORTION, PAUSE_S = 1_024, 0.001
-"""`PORTION` is the number of trajectories that begin under one hold of the lock. Then the scheduler pauses for
-`PAUSE_S` seconds, so that other threads get the lock.
+"""After about `PORTION` trajectories have begun, the scheduler releases its lock for `PAUSE_S` seconds, so that other
+threads get it.
 """
 TRAINED_FIRST = attrgetter("start", "id")
 """Sort key of groups in the order of training: by start version, then by id."""
 
 
 class RolloutScheduler:
-    """The scheduler, whose public methods the trainer's thread calls."""
+    """The rollout scheduler. The trainer's thread calls its public methods."""
 
     def __init__(
         self,
@@ -93,13 +92,10 @@ class RolloutScheduler:
         """Create a scheduler, which does nothing before :meth:`start`.
 
         Args:
-            ledger: the state of every group.
-            source: the prompts.
-            pool: the worker pool, which runs the trajectories.
-            timeline: receives the events of trajectories and groups.
-            rescore: whether log-prob servers score each waiting group by the newest version.
-            group_ended: a function that is called with None for each complete group, and with an error for each failed
-                group. If the run should end, it returns the error to end with.
+            timeline: receives the events of trajectories and groups for the run record.
+            rescore: whether log-prob servers score each ready group by every new version until the group is trained.
+            group_ended: a function that is called with None for each complete group, and with the error of each failed
+                group. If it returns an error, the run ends with that error.
         """
         self.ledger = ledger
         self.manager = PromptManager(ledger, settings.group_size, settings.slots, stream=not settings.turns)
@@ -129,7 +125,7 @@ class RolloutScheduler:
     # The trainer's thread calls the following methods.
 
     def start(self) -> None:
-        """Start the thread. If generation is a stream, begin to generate, restored groups first."""
+        """Start the thread. If generation is a continuous stream, generation begins, with restored groups first."""
         with self._changed:
             self._score(self.ledger.in_state(GroupState.READY))
             if self.manager.stream:
@@ -138,13 +134,12 @@ class RolloutScheduler:
         self._thread.start(self._issue_forever())
 
     def stop(self, timeout_s: float) -> None:
-        """End every trajectory and the scheduler's thread."""
         if self._thread.is_alive:
             self._ask(self._stop(), timeout_s)
             self._thread.stop(timeout_s)
 
     def close_books(self, engine_tokens: Callable[[], dict[str, int] | None], timeout_s: float) -> TokenBooks:
-        """Cancel every trajectory, and return counts of all tokens since the launch, by what became of them.
+        """Cancel all trajectories, and return what became of all tokens that were sampled since the launch of the run.
 
         Args:
             engine_tokens: a function that returns the summed token counts of all engines, or None if an engine does not
@@ -159,7 +154,7 @@ class RolloutScheduler:
             return self._books.close(live, None if workers is None else vars(workers), before, engines)
 
     def open_turn(self) -> None:
-        """Begin a generation turn, or let a drained stream continue.
+        """Begin a generation turn, or continue a stream after `pause_until_drained`.
 
         Interrupted trajectories continue before new trajectories begin.
         """
@@ -172,7 +167,7 @@ class RolloutScheduler:
         self._poke()
 
     def take_batch(self, timeout_s: float) -> list[GroupRun] | None:
-        """Wait for the next batch, lease its groups from the ledger, and end the generation turn.
+        """Wait for the next batch and lease its groups from the ledger. This also ends the generation turn, if any.
 
         Returns:
             The groups of the batch in the order of training, or None if no further batch can form or
@@ -193,14 +188,15 @@ class RolloutScheduler:
         return batch
 
     def wait_for(self, decide: Callable[[], Decided | None], timeout_s: float) -> Decided | None:
-        """Wait for a decision of the trainer, while it waits for a batch.
+        """Wait until ``decide`` returns a decision. The trainer calls this while it needs a batch.
 
         Args:
             decide: a cheap function that returns a decision or None. It is called at each change, under the lock.
             timeout_s: deadline in seconds.
 
         Returns:
-            The decision, or None if no further batch can form or the deadline has passed while a batch may be taken.
+            The decision, or None if no further batch can form, if :meth:`want_no_more` was called, or if a batch may be
+                taken and there was no decision in time.
 
         Raises:
             RolloutFailed: generation cannot continue, or no batch was ready in time.
@@ -215,7 +211,7 @@ class RolloutScheduler:
                     return True
                 found = decide()
                 return found is not None
-            except RecipeError as error:  # the admission policy may raise this
+            except RecipeError as error:  # raised by the admission policy
                 self._error = error
                 return True
 
@@ -233,7 +229,7 @@ class RolloutScheduler:
             return found
 
     def use_places(self, places: int, share: float) -> None:
-        """Generate in ``places`` places from now on, ``share`` times as many as at the beginning of the run."""
+        """Use ``places`` sequence slots of engines from now on, ``share`` times as many as when the run began."""
         with self._changed:
             self._slots.share = share
             self.manager.slots = self._slots.count
@@ -244,7 +240,7 @@ class RolloutScheduler:
     def demand(self) -> tuple[Demand, int, int]:
         """Return what the trainer needs next, how many trajectories run, and how many more could run at once.
 
-        The caller holds the lock, as in `wait_for`.
+        The caller must hold the lock, for example in ``decide`` of `wait_for`.
         """
         ledger, manager, n = self.ledger, self.manager, self._settings.group_size
         counts = ledger.counts()
@@ -261,22 +257,22 @@ class RolloutScheduler:
         return demand, manager.running, manager.pending + max(0, new) * n
 
     def end_turn(self, timeout_s: float) -> Future[TokenAccount]:
-        """Have every worker hold its trajectories' requests from now on.
+        """Tell all workers to hold the requests of trajectories from now on.
 
         Returns:
-            A future of the workers' token account, which is done when every worker holds its requests. Answers that
-                this end of the turn interrupts may still be in transit, and are only counted in the next turn.
+            A future of the workers' token counts, which is done when all workers hold their requests. Answers that are
+                being interrupted may be in transit then, and are counted in the next turn.
         """
         return self._thread.submit(self._pool.hold(timeout_s))
 
     def want_no_more(self) -> None:
-        """Make :meth:`take_batch` return None, now and later. Any thread may call this."""
+        """Make all present and later calls of :meth:`take_batch` return None. Any thread may call this."""
         with self._changed:
             self._ending = True
             self._changed.made()
 
     def payloads_lost(self, group_ids: Iterable[int]) -> None:
-        """Give the leased batch back to the ledger, and restart those of its groups whose answers are lost."""
+        """Return the leased batch to the ledger, and restart the groups in ``group_ids``, whose answers are lost."""
         with self._changed:
             self.ledger.return_batch()
             for group_id in group_ids:
@@ -300,14 +296,14 @@ class RolloutScheduler:
         return staleness
 
     def version_sealed(self) -> int:
-        """Count the trainer's weights as the next version, from which training continues, and return its number."""
+        """Make the trainer's weights the next version, from which training continues, and return its number."""
         with self._changed:
             version = self.ledger.seal()
         self._poke()
         return version
 
     def version_announced(self) -> int:
-        """Record that every live replica has the sealed version, and return its number."""
+        """Record that all live replicas have the version of the last `version_sealed` call, and return its number."""
         return self._ask(self._announced(), SCHEDULER_S)
 
     def pause_until_drained(self, timeout_s: float, fill: bool = False) -> None:
@@ -315,9 +311,9 @@ class RolloutScheduler:
 
         Args:
             timeout_s: deadline in seconds.
-            fill: whether to start trajectories while the ledger admits groups, so that the present version completes
-                the current batch. If groups are filtered, their rewards are waited for too, because the rewards
-                decide whether another group is needed. Without ``fill`` no trajectory starts while waiting.
+            fill: whether trajectories may still start while the ledger admits groups, so that the present version
+                generates the whole current batch. If groups are filtered, the rewards are awaited too, because they
+                decide whether another group is needed.
 
         Raises:
             RolloutFailed: generation failed, or trajectories still generate after ``timeout_s`` seconds.
@@ -347,14 +343,13 @@ class RolloutScheduler:
     def snapshot(self, timeout_s: float) -> dict[str, Any]:
         """Return a consistent state of the ledger, the position in the data and the live groups, for a checkpoint.
 
-        Payloads are object references. The workers are asked first for the answers of unfinished trajectories. Then
-        the scheduler's thread reads the state under the lock, while no prompt is taken. Generation continues during
-        the call.
+        Payloads stay Ray object references. The answers of unfinished trajectories come from the workers. Generation
+        continues during the call.
         """
         return self._ask(self._snapshot(timeout_s / 2), timeout_s)
 
     def restore_groups(self, groups: dict[int, dict[str, Any]]) -> None:
-        """Adopt the live groups of a checkpoint. This has to be called before :meth:`start`.
+        """Restore the live groups of a checkpoint. This has to be called before :meth:`start`.
 
         Args:
             groups: a dict for each group id, with the prompt's ``row`` and three lists, which have an item or None for
@@ -381,7 +376,7 @@ class RolloutScheduler:
             return self.ledger.counts()
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the rollout: its present state, and its idle share since the timeline began."""
+        """Return metrics: the present state of the rollout, and the share of time in which it was idle."""
         with self._changed:
             did = self._books.metrics(self.ledger.counts(), self.manager.counts())
             return {"fully_async/rollouter/slots": self.manager.slots, **self._pool.metrics(), **did}
@@ -389,20 +384,17 @@ class RolloutScheduler:
     # The event loop runs the following methods, unless a docstring says otherwise.
 
     def describe(self) -> list[str]:
-        """Return lines of text on the state and on where the coroutines wait.
-
-        This does not take the lock, because a stuck thread may hold it.
-        """
+        # Do not take the lock, because a stuck thread may hold it.
         return [self._state(), *(f"tasks: {line}" for line in waits(self._thread.loop))]
 
     def fail(self, error: BaseException) -> None:
-        """Make the present and later calls of :meth:`take_batch` raise this error. Any thread may call this."""
+        """Make all present and later calls of :meth:`take_batch` raise ``error``. Any thread may call this."""
         with self._changed:
             self._error = self._error or error
             self._changed.made()
 
     def _poke(self) -> None:
-        """Wake the scheduler, because a trajectory may now be able to begin or continue. Any thread may call this."""
+        """Wake the scheduler's task, because a trajectory may be able to begin. Any thread may call this."""
         self._thread.loop.call_soon_threadsafe(self._wake.set)
 
     def _ask(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
@@ -417,7 +409,7 @@ class RolloutScheduler:
             ) from None
 
     def _change(self, update: Callable[[], Any]) -> Any:
-        """Call ``update`` under the lock. Then wake the scheduler, and the threads whose conditions are now true."""
+        """Call ``update`` under the lock, and wake the scheduler and the threads whose conditions have become true."""
         with self._changed:
             result = update()
             self._account()
@@ -428,13 +420,13 @@ class RolloutScheduler:
     async def _issue_forever(self) -> None:
         while True:
             while self._issue_some():
-                # Pause, so that other tasks run and waiting threads get the lock, which is not handed out fairly.
+                # Pause, so that other tasks run, and other threads get the lock, which is not fair.
                 await asyncio.sleep(PAUSE_S)
             await self._wake.wait()
             self._wake.clear()
 
     def _issue_some(self) -> bool:
-        """Begin about `PORTION` trajectories, and return whether more may be able to begin."""
+        """Begin up to about `PORTION` trajectories, and return whether more may be able to begin."""
         with self._changed:
             picks = self.manager.picks(self._issue_next, PORTION)
             picked = [self._runs[trajectory.group_id].trajectories[trajectory.index] for trajectory in picks]
@@ -446,14 +438,14 @@ class RolloutScheduler:
         return len(picked) >= PORTION
 
     def _issue_next(self) -> bool:
-        """Issue a group for the next prompt if a prompt is buffered, and return whether this was so."""
+        """Issue a group for the next buffered prompt, and return whether there was one."""
         prompt = self._next_prompt()
         if prompt is not None:
             self._register(self.manager.issue(prompt.reference), prompt.row)
         return prompt is not None
 
     def _next_prompt(self) -> Prompt | None:
-        """Return the next buffered prompt or None, and have the buffer refilled if it is short."""
+        """Return the next buffered prompt or None, and start to refill the buffer if necessary."""
         prompt = self._prompts.pop()
         if self._prompts.is_short and not self._taking:
             self._taking = True
@@ -525,9 +517,7 @@ class RolloutScheduler:
 
     def _nothing_succeeds(self, last: int) -> bool:
         """Return whether too many groups have failed in a row, and no group issued before group ``last`` is running.
-
-        Without the second condition, groups that fail immediately would end a run whose earlier groups may still
-        succeed.
+        The second condition keeps groups that fail at once from ending a run whose earlier groups may still succeed.
         """
         if self._failures_in_a_row < self._settings.max_consecutive_failures:
             return False
@@ -568,12 +558,12 @@ class RolloutScheduler:
         self._filter.forget(run.group.id)
         del self._runs[run.group.id]
         self._tell_all(group_events(run, group, self.ledger.version, reason))
-        # Tokens of running trajectories are left out, because the workers count these.
+        # Skip the tokens of running trajectories, which the workers count.
         records = [each.record for each in run.trajectories if not each.under_way]
         self.tokens.lost += run.cut_tokens + sum(record.cut_tokens for record in records if record is not None)
 
     async def _follow(self, each: TrajectoryRun) -> None:
-        """Run an attempt and handle its result. The generation slot is freed when the last token is sampled."""
+        """Run an attempt, free its generation slot when the last token is sampled, and record the result."""
         run, began = each.of, time.monotonic()
         with self._changed:
             place_began = self.places.begin()
@@ -605,7 +595,7 @@ class RolloutScheduler:
             if scoring:
                 self._count_scoring(-1)
             self._tell_all(attempt_events(run, each.n, began, sampled_at))
-            # The worker has counted the tokens of these answers, so the scheduler must not.
+            # Drop the answers from the checkpoint, because the worker has counted their tokens.
             each.record = None
             del self._ends[each.key]
             over.set_result(None)
@@ -628,7 +618,7 @@ class RolloutScheduler:
                 self._wake.set()
             self._books.arrived(scored, not each.of.given_up)
             if each.of.given_up:
-                # The trajectory was complete before its worker got the cancellation of the group.
+                # The trajectory ended before the cancellation of its group reached the worker.
                 self.tokens.lost += scored.cut_tokens
 
     def _count_scoring(self, change: int) -> None:
@@ -638,7 +628,7 @@ class RolloutScheduler:
 
     async def _snapshot(self, timeout_s: float) -> dict[str, Any]:
         told, over, account = await self._pool.export(timeout_s)
-        # Wait for payloads that the workers have already sent.
+        # Wait for results that are in transit from workers.
         last_words = [self._ends[key] for key in over if key in self._ends]
         if last_words:
             await asyncio.wait(last_words, timeout=HANDED_OVER_S)
@@ -689,9 +679,8 @@ class RolloutScheduler:
         return version
 
     async def _end_trajectories(self, timeout_s: float) -> TokenAccount | None:
-        """Cancel all trajectories, and return the sum of the workers' token accounts.
-
-        The result is None if a worker does not answer or has died, because its counts are not known.
+        """Cancel all trajectories, and return the sum of the workers' token counts. The result is None if a worker does
+        not answer or has died, because its counts are then unknown.
         """
         self._closing = True
         with self._changed:
@@ -719,7 +708,7 @@ class RolloutScheduler:
             self._timeline.tell(event)
 
     def _score(self, groups: Iterable[Group]) -> None:
-        """Have the log-prob servers score ready groups by the newest version, in the order of training."""
+        """Have log-prob servers score ready groups by the newest version, in their order of training."""
         if not self._rescore:
             return
         for group in sorted(groups, key=TRAINED_FIRST):
@@ -733,7 +722,7 @@ class RolloutScheduler:
             raise RolloutFailed(f"the rollout ended with {type(self._error).__name__}: {self._error}") from self._error
 
     def _may_be_filled(self) -> bool:
-        """Return whether the current batch lacks groups, or the filter may still drop some of its groups."""
+        """Return whether the current batch may still need groups, now or after the filter has dropped some."""
         if self.manager.anything_waits() or (self.ledger.can_issue() and self._prompts.left):
             return True
         return self._settings.filter_groups and self.ledger.count(GroupState.RUNNING) > 0

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of a finished trajectory on its way from its worker to the trainer.
+"""Packs a finished trajectory into one array of bytes, which its agent-loop worker sends to the trainer.
 
-Contract: :func:`unpack` returns what :func:`pack` was given, without the fields that nobody reads or that the trainer
-has already. In transit, the trajectory is one NumPy array of bytes. Ray gives the trainer such an array as a view of
-the object store, and the trajectory's tensors are views of the array, so the trainer's process copies an answer only
-once, into its batch. The trainer fetches hundreds of trajectories a step, and Ray takes several times as long for an
-object with several arrays (benchmarks/bookkeeping.py).
-
+Contract: :func:`unpack` returns what :func:`pack` was given, except for fields that nobody reads and fields that the
+trainer already has. The unpacked tensors are views of the array, and the array is a view of Ray's object store, so the
+trainer copies an answer only once, into its batch. One array is used because the trainer fetches hundreds of
+trajectories a step, and Ray takes several times as long for an object with several arrays (benchmarks/bookkeeping.py).
 Shown by tests/integration/test_trajectory_worker.py.
 """
 
@@ -19,20 +17,20 @@ import torch
 from ray import cloudpickle
 
 ALIGNED = 64
-"""Alignment in bytes of each array in the packed trajectory, the same as in Ray's object store."""
+"""Alignment in bytes of each tensor's data in the packed array, the same as in Ray's object store."""
 UNREAD = ("multi_modal_data", "mm_processor_output")
-"""Fields that are dropped, because only the model's inputs are computed from them."""
+"""Fields that `pack` drops. They only serve to compute the model's inputs, which the trajectory already has."""
 RAW_PROMPT = "raw_prompt"
-"""The extra field that is dropped, because the trainer has it in the prompt's row, once for all answers."""
+"""Extra field that `pack` drops, because the trainer has the prompt in its data row."""
 
-# `unpack` makes tensors of read-only memory on purpose. Nothing writes to these tensors.
+# torch warns about tensors in read-only memory. `unpack` makes such tensors on purpose, and nothing writes to them.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def pack(output: Any) -> np.ndarray:
-    """Return verl's padded trajectory, a pydantic model, as a uint8 array of shape (bytes,).
+    """Return ``output``, a padded trajectory in verl's pydantic model, as a uint8 array of shape (bytes,).
 
-    Extra fields may have any value that cloudpickle can pickle.
+    The values of its extra fields can be anything that cloudpickle can pickle.
     """
     arrays = {name: _as_array(value) for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
     inputs = output.multi_modal_inputs
@@ -57,10 +55,10 @@ def pack(output: Any) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray | bytes) -> Any:
-    """Return the packed trajectory, with tensors that are views of ``packed``.
+    """Return the trajectory that :func:`pack` packed, with tensors that are views of ``packed``.
 
-    ``packed`` is trusted like the code, because it is unpickled. Checkpoints of earlier versions of this package have
-    bytes instead of an array.
+    Unpickling can run code, so ``packed`` must come from a trusted source. In checkpoints of earlier versions of this
+    package ``packed`` is a bytes object.
     """
     output = pickle.loads(packed) if isinstance(packed, bytes) else _loaded(packed)
     tensors = {name: _as_tensor(value) for name, value in vars(output).items()}
@@ -88,7 +86,7 @@ def _up(size: int) -> int:
 
 
 def _as_array(value: Any) -> Any:
-    """Return a tensor as an array, and any other value, or a tensor of a dtype that NumPy lacks, unchanged."""
+    """Return a tensor as a NumPy array. Other values, and bfloat16 tensors, which NumPy lacks, stay unchanged."""
     if not isinstance(value, torch.Tensor) or value.dtype is torch.bfloat16:
         return value
     return np.ascontiguousarray(value.numpy(force=True))

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent-loop workers of a run: verl's manager, with workers that Ray starts again when they die.
+"""Manages the agent-loop workers of a run, which Ray restarts when they die.
 
-Contract: :meth:`TrajectoryManager.prepare` repeats to a restarted worker all calls that :meth:`TrajectoryManager.tell`
-made to the workers, before the worker gets work. A worker is restarted whenever it dies, without a limit. A prompt that
+Contract: before a restarted worker gets work, :meth:`TrajectoryManager.prepare` repeats the calls that
+:meth:`TrajectoryManager.tell` made to all workers. A worker is restarted however often it dies. A prompt that
 kills its workers only makes its own group fail. If too many groups fail in a row, the run ends. A validation has a
 deadline, and its answers are generated in the same way as those of training (`recipe.async_engine.rollout.validation`).
 Shown by tests/integration/test_trajectory_manager.py, test_validation.py and tests/e2e/test_replacement.py.
 
-A user's ``agent_loop_manager_class``, and the worker class from which that class makes actors, become base classes of
-this package's classes, so their overrides apply wherever this package calls verl's method. A class that overrides a
-method of verl's which is never called here is refused before any process starts. Shown by
-tests/integration/test_users_manager.py.
+A user's ``agent_loop_manager_class`` and its worker class become base classes of this package's classes, so users'
+overrides apply to every verl method that this package calls. If a user's class overrides a method that this package
+never calls, an error is raised before any process starts. Shown by tests/integration/test_users_manager.py.
 
-The values that rewards report in addition to the score become columns of the batch, one for each name that any row
-reports. verl instead uses the first row's names, and fails if another row lacks one of them. If verl, the data or an
-agent loop already uses a name, the column's name has the prefix `OTHER_NAME`.
+The values that reward functions return besides the score become columns of the batch, one for each name in any row.
+verl instead uses the names in the first row, and fails if another row lacks one of them. If verl, the data or an agent
+loop already uses a name, the column's name gets the prefix `OTHER_NAME`.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ from recipe.async_engine.rollout.worker_pool import TracedGroups, WorkerPool
 logger = logging.getLogger(__name__)
 
 HELD = ("run_trajectory", "finish_trajectory", "rescore")
-"""A worker's methods whose calls stay open for long."""
+"""The methods of a worker whose calls take long."""
 CALLS_AT_ONCE = 15_000
-"""Limit on the number of open calls of one worker. Ray's default of 1,000 would keep trajectories waiting."""
+"""Largest number of open calls of one worker. With Ray's default of 1,000, trajectories would have to wait."""
 AS_OFTEN_AS_IT_DIES = -1
 
 
@@ -66,19 +65,19 @@ class TrajectoryManager(AgentLoopManager):
             self.worker_class(), AS_OFTEN_AS_IT_DIES, HELD, max_concurrency=CALLS_AT_ONCE
         )
         self._told: dict[str, tuple[Any, ...]] = {}
-        # The trainer's thread calls `tell` and the scheduler's thread calls `prepare`. The lock makes all workers get
+        # The trainer's thread calls `tell`, and the scheduler's thread calls `prepare`. With this lock all workers get
         # the same calls in the same order.
         self._telling = threading.Lock()
         self._deadline: float | None = None
         self.validation_slots = CALLS_AT_ONCE
         self.failed_validations = 0
         self._asked, self._errors, self._ever_answered = 0, list[RecipeError](), False
-        # The names that rewards of validations have reported so far.
+        # The names of values that reward functions have returned in validations so far.
         self._reported: dict[Any, None] = {}
         self._columns: tuple[Any, ...] | None = None
 
     def worker_class(self) -> type[TrajectoryWorker]:
-        """Return the class of the workers. `UsersManager` overrides this, to add the user's worker class as a base."""
+        """Return the class of the workers, which `UsersManager` overrides to add the user's worker class as a base."""
         return TrajectoryWorker
 
     def tell(self, method: str, *arguments: Any, timeout_s: float) -> None:
@@ -120,7 +119,7 @@ class TrajectoryManager(AgentLoopManager):
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Return the answers to a batch of a validation, one in each row.
+        """Return the answers to a batch of validation prompts, one in each row.
 
         Raises:
             RolloutFailed: the deadline of :meth:`validation` has passed.
@@ -154,9 +153,8 @@ class TrajectoryManager(AgentLoopManager):
         return batch
 
     def _columns_of(self, batch: DataProto) -> tuple[Any, ...]:
-        """Return the names that rewards report, which have to be the same for all batches of a validation.
-
-        verl collects each column in one list over all batches, so a column cannot begin in a later batch.
+        """Return the names of the columns with values from reward functions, the same for all batches of a validation.
+        verl collects each column in one list over all batches, so no column may be added in a later batch.
         """
         self._reported |= reported_names(batch)
         if self._columns is None:
@@ -169,7 +167,7 @@ class TrajectoryManager(AgentLoopManager):
         return self._columns
 
     def join(self, outputs: list[Any]) -> DataProto:
-        """Join fetched trajectories into one batch, as verl's worker does."""
+        """Join trajectories into one training batch, in the form in which verl's worker returns it."""
         batch = joined(self, outputs)
         spread_reports(batch, reported_names(batch))
         return batch
@@ -180,15 +178,14 @@ UNASKED: dict[type, tuple[str, ...]] = {
     AgentLoopManager: ("generate_sequences", "_performance_metrics"),
     AgentLoopWorker: ("generate_sequences", "_run_agent_loop", "_postprocess"),
 }
-"""Methods that verl calls for whole batches. This package runs one trajectory at a time and never calls them."""
+"""Methods that verl calls for whole batches. This package never calls them, as it runs single trajectories."""
 
 
 def manager_class(name: str | None) -> type[TrajectoryManager]:
-    """Return the manager class of a run. If ``name`` is given, the user's class of that name is a base class.
+    """Return the manager class of a run, with the user's class called ``name`` as a base if ``name`` is not empty.
 
     Raises:
-        RolloutFailed: the user's class cannot be loaded, is not a subclass of verl's, or overrides a method that would
-            never be called.
+        RolloutFailed: the user's class cannot be loaded, is not a subclass of verl's, or overrides one of `UNASKED`.
     """
     if not name:
         return TrajectoryManager
@@ -202,8 +199,6 @@ def manager_class(name: str | None) -> type[TrajectoryManager]:
     named: str = name
 
     class UsersManager(TrajectoryManager, users):  # type: ignore[misc, valid-type]
-        """This package's manager, with the user's manager class as a base."""
-
         def worker_class(self) -> type[TrajectoryWorker]:
             return worker_over(named, self.agent_loop_workers_class)
 
@@ -214,12 +209,11 @@ def worker_over(name: str, actor_class: Any) -> type[TrajectoryWorker]:
     """Return this package's worker class, with the worker class of a user's manager as a base.
 
     Args:
-        name: the name of the user's manager class, for messages.
+        name: the name of the user's manager class, for error messages.
         actor_class: the user's worker class, or the actor class that ``ray.remote`` made of it.
 
     Raises:
-        RolloutFailed: the user's worker class is not a subclass of verl's, or overrides a method that would never be
-            called.
+        RolloutFailed: the user's worker class is not a subclass of verl's, or overrides one of `UNASKED`.
     """
     metadata = getattr(actor_class, "__ray_metadata__", None)
     users = actor_class if metadata is None else metadata.modified_class.__ray_actor_class__
@@ -242,13 +236,14 @@ def _check(name: str, users: Any, verls: type) -> None:
 
 
 SCORE = "reward"
-"""The name under which verl's validation reports the score."""
+"""Name of the score in verl's validation metrics."""
 
 
 def joined(worker: Any, outputs: list[Any]) -> DataProto:
-    """Join trajectories with verl's ``AgentLoopWorker._postprocess``, and put their rewards' reports into `REPORTED`.
+    """Join trajectories into a batch with verl's ``AgentLoopWorker._postprocess``.
 
-    ``worker`` only serves as ``self`` of that method, which uses none of the worker's state.
+    The values that reward functions returned besides the score become the column `REPORTED`, with a dict in each row.
+    ``worker`` serves as ``self`` of ``_postprocess``, which uses none of the worker's state.
     """
     reports = [output.extra_fields.pop(REPORTED, {}) for output in outputs]
     batch = AgentLoopWorker._postprocess(worker, outputs)
@@ -257,14 +252,13 @@ def joined(worker: Any, outputs: list[Any]) -> DataProto:
 
 
 def reported_names(batch: DataProto) -> dict[str, None]:
-    """Return the names of all values that rewards of the batch reported, in the order of the rows."""
     return dict.fromkeys(name for report in batch.non_tensor_batch[REPORTED] for name in report or ())
 
 
 def spread_reports(batch: DataProto, names: Iterable[Any], validation: bool = False) -> None:
-    """Add a column to the batch for each of these names, in the form that verl's trainers expect.
+    """Add a column to the batch for each of ``names``, with values from the dicts in the column `REPORTED`.
 
-    A row whose reward did not report the name gets None, and verl's validation leaves None out of its means.
+    A row whose dict lacks the name gets None, which verl's validation leaves out of its means.
     """
     taken = {*batch.batch.keys(), *batch.non_tensor_batch, *TAKEN, *([SCORE] if validation else [])}
     columns = []

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent-loop workers that run each trajectory in a call of its own.
+"""Agent-loop workers, the Ray actors that run trajectories, with one call for each trajectory.
 
 Contract: ``run_trajectory`` returns two objects: a ``TrajectoryScored``, which the scheduler reads, and the payload,
-which the scheduler keeps as an object reference and never unpacks. If the reward is not ready soon after the
+the packed trajectory, of which the scheduler only keeps the object reference. If the reward is not ready soon after the
 last token is sampled, ``run_trajectory`` returns (None, None), so that the generation slot becomes free, and
 ``finish_trajectory`` returns the two objects later.
 
-Any agent loop for verl, including a user's, runs here unchanged. The versions of tokens come from the client
-(`TrajectoryRecorder`), because loops do not know them. If a reward fails, only the reward is retried, and the answer is
-kept. If there are log-prob servers, they score answers while the trajectory runs, or score finished trajectories later
-(`rescore`). If a log-prob server does not answer, the trajectory succeeds without those log-probs. An agent loop has a
-deadline, which includes its tools. A loop that continues after its deadline or its cancellation is abandoned, and can
-send no further requests. After a failure the worker tests whether its process can still run a trajectory
-(`rehearsal`).
-
-Shown by tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
+Any agent loop for verl, including a user's, runs here unchanged. The client records the versions of tokens
+(`TrajectoryRecorder`), because agent loops do not know them. If a reward function fails, only the reward is computed
+again, for the same answer. If there are log-prob servers, they score answers while the trajectory runs, or score
+finished trajectories later (`rescore`). If a log-prob server does not answer, the trajectory succeeds without those
+log-probs. An agent loop has a deadline, which includes its tools. An agent loop that continues after its deadline or
+its cancellation is abandoned, and can send no further requests. After a failure the worker tests whether its process
+can still run a trajectory (`rehearsal`). Shown by tests/integration/test_trajectory_worker.py and
+tests/e2e/test_fully_async.py.
 """
 
 import asyncio
@@ -88,8 +87,8 @@ CANCELLED = (
 )
 
 REWARD_METRIC = "reward"
-"""The value of ``algorithm.filter_groups.metric`` that means the reward itself. Any other value names a field that the
-reward function returns.
+"""Value of ``algorithm.filter_groups.metric`` for the reward itself. Other values name fields that the reward function
+returns.
 """
 
 
@@ -107,7 +106,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
         self._group_size = self.config.actor_rollout_ref.rollout.get("n")
-        # The fields of the reward's result, in addition to the score, from which advantages are computed.
+        # Besides the score, advantages are computed from these fields of the reward function's result.
         algorithm = self.config.algorithm
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(limits.trajectory)
@@ -122,15 +121,15 @@ class TrajectoryWorker(AgentLoopWorker):
             contain_exits(asyncio.get_running_loop())
         self._default_loop = self.rollout_config.agent.default_agent_loop
         with suppress(AgentLoopError):  # the default loop may be missing if rows of the data name other loops
-            # Import the default loop's module now, so that an error of the module is raised when the worker starts.
+            # Import the default agent loop's module now, so that an error in the module is raised at once.
             loop_maker(self._default_loop)
         self._vocabulary = vocabulary_of(self.model_config)
         self._rehearsal = Rehearsal(self._run_made_up)
-        # A restarted worker lacks the settings that its predecessor got by calls, so it waits for `be_prepared`.
+        # A restarted worker has to get its settings again, so it refuses trajectories until `be_prepared` is called.
         self._is_prepared = not was_restarted()
 
     async def use_servers(self, servers: dict[str, Any], timeout_s: float, score_parts: bool) -> None:
-        """Use log-prob servers, which ``servers`` has as actor handles by name.
+        """Use these log-prob servers, given as actor handles by name.
 
         With ``score_parts`` the servers score each answer as soon as it arrives. Otherwise they score only finished
         trajectories, when `rescore` is called.
@@ -139,19 +138,19 @@ class TrajectoryWorker(AgentLoopWorker):
         self._score_parts = score_parts
 
     async def be_prepared(self) -> None:
-        """Accept trajectories from now on, because this restarted worker now has the same settings as the others."""
+        """Accept trajectories from now on, because this restarted worker has all its settings again."""
         self._is_prepared = True
 
     async def rehearse(self) -> None:
-        """Raise WorkerSpoilt if no trajectory can run in this process any more."""
+        """Raise WorkerSpoilt if this worker's process can no longer run a trajectory."""
         await self._rehearsal.now()
 
     async def use_reference(self, servers: dict[str, Any], timeout_s: float) -> None:
-        """Have the reference policy's servers, given as actor handles by name, score each finished trajectory."""
+        """Use servers of the reference policy, given as actor handles by name, to score each finished trajectory."""
         self._reference = ScoringClient(servers, timeout_s)
 
     async def rescore(self, payload: np.ndarray, version: int, start: int) -> ResponseScores | None:
-        """Return log-probs and entropies of a finished trajectory's padded response by ``version`` or a later version.
+        """Have log-prob servers score a finished trajectory by ``version`` or a later version.
 
         Args:
             payload: the payload that :meth:`run_trajectory` returned.
@@ -159,7 +158,8 @@ class TrajectoryWorker(AgentLoopWorker):
             start: the start version of the trajectory's group. Servers score the oldest groups first.
 
         Returns:
-            The scores, or None if no server answered in time or the trajectory has multi-modal inputs.
+            Log-probs and entropies of the padded response, or None if no server answered in time, there is no server,
+                or the trajectory has multi-modal inputs.
         """
         if self._scoring is None:
             return None
@@ -187,26 +187,26 @@ class TrajectoryWorker(AgentLoopWorker):
         trace: bool = True,
         validate: bool = False,
     ) -> tuple[TrajectoryScored | None, np.ndarray | None]:
-        """Run one trajectory until its last token is sampled, or until it is finished if the reward is quick.
+        """Run one trajectory until its last token is sampled, or until its end if the reward is ready soon after that.
 
         Args:
-            key: the name of the attempt, by which :meth:`cancel` finds it.
+            key: the name of the attempt, for :meth:`cancel` and :meth:`finish_trajectory`.
             sample: one row of verl's data loader, without tensors.
             sample_index: the index of the row in the data set, for traces.
-            rollout_n: the number of the trajectory in its group, for traces.
-            version: the start version of the group, for traces.
+            rollout_n: the number of the trajectory in its group.
+            version: the start version of the group.
             record: the answers that :meth:`export` returned for this trajectory before the run was resumed, if any.
-            trace: whether verl's rollout trace includes this trajectory, if the trace is on.
-            validate: whether the trajectory is a validation's. It then has the sampling parameters of validation, and
-                neither checkpoints nor token accounts include it.
+            trace: whether verl's rollout trace, if it is on, includes this trajectory.
+            validate: whether the trajectory belongs to a validation. It then uses the sampling parameters of validation
+                and is left out of checkpoints and token counts.
 
         Returns:
             The result and the payload, or (None, None) if the reward is not known yet.
 
         Raises:
-            WorkerRestarted: the worker waits for :meth:`be_prepared`.
-            TrajectoryDisturbed: the call was cancelled, but not by :meth:`cancel`.
-            WorkerSpoilt: the trajectory failed, and the process can run no trajectory any more.
+            WorkerRestarted: the worker was restarted, and :meth:`be_prepared` has not been called since.
+            TrajectoryDisturbed: the trajectory was cancelled, but not by :meth:`cancel`.
+            WorkerSpoilt: the trajectory failed, and the process can no longer run a trajectory.
         """
         if not self._is_prepared:
             raise WorkerRestarted("the agent-loop worker was started again")
@@ -225,7 +225,7 @@ class TrajectoryWorker(AgentLoopWorker):
         record: TrajectoryRecord | None,
         trace: bool,
     ) -> TrajectoryRecorder:
-        """Start the agent loop of a trajectory. ``trajectory`` has the attributes that verl's traces show."""
+        """Start the task of a trajectory's agent loop. ``trajectory`` has the attributes for verl's rollout trace."""
         context, version = copy_context(), trajectory["step"]
         fields = dict(sample)
         agent_name = str(found) if is_given(found := fields.pop("agent_name", None)) else self._default_loop
@@ -253,8 +253,8 @@ class TrajectoryWorker(AgentLoopWorker):
         try:
             await self._until_sampled(running, key)
             if running.sampled.done():
-                # Wait briefly for the reward, because `finish_trajectory` would cost as much as the rest of a short
-                # trajectory.
+                # Wait briefly for the reward. For a short trajectory another call, of `finish_trajectory`, would double
+                # the cost.
                 await asyncio.wait({running.task}, timeout=REWARD_AT_ONCE_S)
                 if not running.task.done():
                     return None, None
@@ -271,7 +271,7 @@ class TrajectoryWorker(AgentLoopWorker):
 
         Raises:
             WorkerRestarted: the worker was restarted after the trajectory began.
-            WorkerSpoilt: the trajectory failed, and the process can run no trajectory any more.
+            WorkerSpoilt: the trajectory failed, and the process can no longer run a trajectory.
         """
         async with self._rehearsal.after_a_failure():
             return await self._finish(key)
@@ -301,14 +301,14 @@ class TrajectoryWorker(AgentLoopWorker):
         running.over.set()
 
     async def _until_sampled(self, running: TrajectoryRecorder, key: str) -> None:
-        """Wait until the trajectory's last token is sampled, it has failed, or its cancellation is requested.
+        """Wait until the last token is sampled, the trajectory has failed, or its cancellation has been requested.
 
         Raises:
             AgentLoopError: the trajectory exceeded its deadline.
         """
 
         def now() -> float:
-            """Return the time without the intervals between generation turns, in which only validations generate."""
+            """Return the time, not counting the time for which this trajectory's requests were held between turns."""
             return time.monotonic() - (0.0 if running.validates else self.llm_client.gate.held_s)
 
         deadline = now() + self._trajectory_timeout_s
@@ -336,11 +336,10 @@ class TrajectoryWorker(AgentLoopWorker):
         raise error if isinstance(error, OURS) else explained(AgentLoopError, "", error)
 
     async def activity(self) -> Activity:
-        """Return what this worker's trajectories did outside of engines since the last call."""
+        """Return what this worker's trajectories did outside of engines (tools, rewards) since the last call."""
         return Activity(time.monotonic(), self._life, self._away.lane.take())
 
     async def describe(self) -> list[str]:
-        """Return lines of text that list the running trajectories and where the coroutines wait."""
         return [f"trajectories: {', '.join(self._running) or 'none'}", *(f"tasks: {line}" for line in waits())]
 
     async def cancel(self, keys: list[str]) -> None:
@@ -352,12 +351,12 @@ class TrajectoryWorker(AgentLoopWorker):
                 self._running[key].told.set_result(None)
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:
-        """Return each unfinished trajectory's answers, with the tokens of open requests, and the token account."""
+        """Return the answers of each unfinished trajectory, including the tokens of open requests, and token counts."""
         await self.llm_client.fetch(self._answers.flights(), timeout_s)
         return self._answers.export(), self._answers.account()
 
     async def close_books(self) -> TokenAccount:
-        """Cancel every trajectory, because the run is over, count it as unfinished and return the token account."""
+        """Cancel all trajectories and count them as unfinished, because the run is over; return the token counts."""
         self._answers.close()
         under_way = [asyncio.create_task(running.over.wait()) for running in self._running.values()]
         await self.cancel(list(self._running))
@@ -366,7 +365,7 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.account()
 
     async def hold(self) -> TokenAccount:
-        """Hold every request from now on, because the generation turn is over, and return the token account."""
+        """Hold all requests from now on, because the generation turn is over, and return the token counts."""
         if not self.llm_client.gate.is_held:
             self.llm_client.gate.hold()
             self._answers.interrupted_in_tools(
@@ -379,7 +378,6 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.account()
 
     async def go_on(self) -> None:
-        """Let held requests continue, because a generation turn begins."""
         self.llm_client.gate.go_on()
 
     async def _run_row(
@@ -390,9 +388,8 @@ class TrajectoryWorker(AgentLoopWorker):
         recorder: TrajectoryRecorder,
         trace: bool,
     ) -> Any:
-        """Run an agent loop for a row, as verl's ``_run_agent_loop`` does, but with a cached lookup of its class.
-
-        Each of verl's lookups by Hydra takes a millisecond.
+        """Run an agent loop for a row, like verl's ``_run_agent_loop``. The class of the agent loop is cached, because
+        looking it up with Hydra, as in verl, takes a millisecond.
         """
         with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace):
             check_row(row, None if trajectory["validate"] else self._group_size)
@@ -464,10 +461,10 @@ class TrajectoryWorker(AgentLoopWorker):
         return None
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
-        """Compute the reward as verl does, with a deadline and retries.
+        """Compute the reward like verl, but with a deadline and retries.
 
         Raises:
-            RewardError: every attempt failed. The message has the last attempt's error.
+            RewardError: every attempt failed. The message has the error of the last attempt.
             NonFiniteReward: the reward is not a finite number.
         """
         if kwargs["row"] is MADE_UP:
@@ -487,14 +484,14 @@ class TrajectoryWorker(AgentLoopWorker):
                 cause: Exception = TimeoutError(
                     f"no reward within {self._reward_timeout_s:g} s (async_training.timeouts.reward)"
                 )
-            except Exception as error:  # a user's reward function may raise anything; the last error is reported
+            except Exception as error:  # a user's reward function may raise anything
                 cause = error
             logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, told(cause))
         raise explained(RewardError, f"the reward failed {self._reward_attempts} times, last with ", cause)
 
     def _check_reward(self, output: AgentLoopOutput, trained: Sequence[str]) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:
-            # There is no reward yet, because the trainer computes it.
+            # The trainer computes the reward later.
             return
         report = output.extra_fields.get(REPORTED)
         check_report(report)
@@ -533,38 +530,38 @@ class TrajectoryWorker(AgentLoopWorker):
 
 
 async def _cancel(task: asyncio.Task[Any], key: str) -> None:
-    """Cancel a trajectory's agent loop, and abandon the loop if it does not end within `CANCELLED_S` seconds."""
+    """Cancel the task of an agent loop, and abandon it if it does not end within `CANCELLED_S` seconds."""
     task.cancel()
     await asyncio.wait({task}, timeout=CANCELLED_S)
     if not task.done():
         logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
-        # Read the abandoned task's error when it ends, because asyncio warns about an error that is never read.
+        # Read the error of the abandoned task when the task ends. Otherwise asyncio would warn about it.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 def group_of(key: str) -> int:
-    """Return a group's number in the order of issue, from the key of an attempt."""
+    """Return the id of the group from the key of an attempt ("group-trajectory-attempt")."""
     return int(key.partition("-")[0])
 
 
 def is_first_attempt(key: str) -> bool:
-    """Return whether a key ("group-trajectory-attempt") names the first attempt at a trajectory."""
+    """Return whether the key ("group-trajectory-attempt") is that of a trajectory's first attempt."""
     return key.endswith("-0")
 
 
 def filter_metric(config: Any) -> str | None:
-    """Return the metric by which groups are filtered, or None if groups are not filtered."""
+    """Return the setting of the metric by which groups are filtered, or None if groups are not filtered."""
     settings = OmegaConf.select(config, "algorithm.filter_groups")
     return str(settings.metric) if settings is not None and settings.get("enable") else None
 
 
 def is_given(value: Any) -> bool:
-    """Return whether a row's column has a value, which may be missing if data files have different columns."""
+    """Return whether a field of a data row has a value, which means neither None nor an empty string nor NaN."""
     return value is not None and value != "" and value == value
 
 
 def vocabulary_of(model_config: Any) -> int:
-    """Return the model's vocabulary size, or 2**31 if its configuration does not have it."""
+    """Return the vocabulary size in the model's configuration, or 2**31 if the configuration lacks it."""
     config = getattr(model_config, "hf_config", None)
     config = getattr(config, "text_config", None) or config
     return getattr(config, "vocab_size", None) or INT32

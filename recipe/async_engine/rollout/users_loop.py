@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls a user's agent loop so that a failure costs only the loop's own trajectory.
+"""Runs a user's agent loop in such a way that its failure makes only its own trajectory fail.
 
-Contract: any error of a loop or of its tools, including ``SystemExit``, becomes an `AgentLoopError` that has the
-message and the traceback as text, because another process may be unable to unpickle the error itself. A cancellation
-of the loop's task is passed on, so that the worker can tell whether it requested the cancellation. All columns of the
-data are passed to the loop, whatever their names. Only a column with a name in `ARGUMENTS` is refused.
-
-Shown by tests/integration/test_users_loops.py.
+Contract: any error of an agent loop or of its tools, even ``SystemExit``, becomes an `AgentLoopError` that has the
+message and the traceback as text, because another process may be unable to unpickle the error itself. If the task of an
+agent loop is cancelled, the ``CancelledError`` is passed on, so that the agent-loop worker can find out whether it
+requested the cancellation. All columns of the data are passed to the agent loop, except that a column whose name is in
+`ARGUMENTS` is refused. Shown by tests/integration/test_users_loops.py.
 """
 
 from __future__ import annotations
@@ -29,19 +28,18 @@ from recipe.async_engine.rollout.group_run import AgentLoopError
 from recipe.async_engine.rollout.loop_output import NonFinite, RewardError, UnusableAnswer
 
 ROLLOUT_N = "__rollout_n__"
-"""The column in which data for verl's v1 trainers may set the number of answers to a prompt, instead of ``rollout.n``.
-"""
+"""Column of the data that sets a prompt's number of answers in verl's v1 trainers, in place of ``rollout.n``."""
 PRIORITY = "priority"
 ANY = "**"
 CONTROLS = frozenset({ROLLOUT_N, "__do_sample__"})
-"""Columns that verl reads itself and does not pass to the loop."""
+"""Columns that control verl itself and are not passed to the agent loop."""
 
 OURS = (AgentLoopError, RewardError, NonFinite, UnusableAnswer)
 """Errors that already explain why a trajectory failed, so they are raised unchanged."""
 
 
 async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
-    """Return the result of ``work``.
+    """Await ``work(*arguments)``, which may run users' code, and return its result.
 
     Raises:
         AgentLoopError: ``work`` raised an error that is not one of `OURS`.
@@ -55,12 +53,12 @@ async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
 
 
 class _BegunTask(asyncio.Task[Any]):
-    """A task that cannot be cancelled before it has begun, because Ray would never answer the call of such a task."""
+    """A task that cannot be cancelled before it has begun, since Ray would then never answer the task's remote call."""
 
     has_begun = False
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel the task, or, if it has not begun, cancel it right after it has."""
+        """Cancel the task, but not before its first step."""
         if self.has_begun or self.done():
             return super().cancel(msg)
         self.get_loop().call_soon(super().cancel, msg)
@@ -68,7 +66,7 @@ class _BegunTask(asyncio.Task[Any]):
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
-    """Turn ``SystemExit`` in any task of this event loop into an `AgentLoopError`, since asyncio would end the loop."""
+    """Convert ``SystemExit`` in the tasks of an event loop to `AgentLoopError`, because it would end the event loop."""
 
     async def contained(work: Coroutine[Any, Any, Any]) -> Any:
         asyncio.current_task(loop).has_begun = True  # type: ignore[union-attr]
@@ -83,14 +81,12 @@ def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
 async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], row: dict[str, Any], **v1: Any) -> Any:
     """Run an agent loop with the columns of a data row as its arguments, and return the loop's result.
 
-    Args:
-        sampling_params: the sampling parameters of the loop's requests.
-        v1: arguments that verl's v1 trainers pass. The loop gets those that its signature accepts.
+    ``v1`` has arguments that verl's v1 trainers pass. The agent loop gets those that its signature accepts.
     """
     for name in ARGUMENTS & row.keys():
         raise AgentLoopError(f"the data has a column {name!r}, the name of an argument of every agent loop: rename it")
     takes = _parameters(type(agent_loop).run)
-    # None means that this row's file lacks the column. If the loop has a default for the argument, the default is used.
+    # None means that this row's file lacks the column. It is left out if the agent loop has a default for the argument.
     columns = {
         name: value
         for name, value in row.items()
@@ -98,15 +94,14 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     }
     more = {name: value for name, value in v1.items() if ANY in takes or name in takes}
     if type(agent_loop).__module__.startswith("verl.") and not isinstance(columns.get(PRIORITY), int | np.integer):
-        # verl's own loops pass the column `PRIORITY` on as the request's priority in the engine, so only an integer is
-        # passed to them.
+        # verl's own agent loops use this column as the request's priority in the engine, which has to be an integer.
         columns.pop(PRIORITY, None)
     return await agent_loop.run(sampling_params, **{**more, **columns})
 
 
 def check_row(row: dict[str, Any], n: int | None) -> None:
-    """Raise `AgentLoopError` if verl cannot pass a column to the reward, or if the row asks for a number of answers
-    other than ``n``. If ``n`` is None, any number is allowed.
+    """Raise `AgentLoopError` if verl cannot pass a column to the reward function, or if the row sets a number of
+    answers other than ``n``. If ``n`` is None, any number is allowed.
     """
     for name, value in row.items():
         if not (isinstance(value, list | tuple) and any(isinstance(part, list | tuple | np.ndarray) for part in value)):
@@ -127,7 +122,7 @@ def check_row(row: dict[str, Any], n: int | None) -> None:
 
 @cache
 def _parameters(run: Hashable) -> dict[str, bool]:
-    """Return whether each argument of a loop has a default, by name. `ANY` is a key if the loop has ``**kwargs``."""
+    """Return whether each parameter of ``run`` has a default, by name. `ANY` stands for ``**kwargs``."""
     try:
         parameters = inspect.signature(cast(Callable[..., Any], run)).parameters.values()
     except (TypeError, ValueError):
@@ -140,12 +135,12 @@ def _parameters(run: Hashable) -> dict[str, bool]:
 
 
 def explained(kind: type[RecipeError], words: str, error: BaseException) -> RecipeError:
-    """Return an error of the class ``kind`` whose message is ``words`` followed by a description of ``error``.
+    """Return an error of class ``kind`` whose message is ``words`` followed by a description of ``error``.
 
-    A note has the traceback of ``error``, because Ray shortens long messages.
+    The traceback of ``error`` becomes a note (``__notes__``), because Ray shortens long messages.
     """
     what = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-    # The type of an error is only added to messages that are not from this package.
+    # `told` adds the error's class to the message. Errors of this package are clear without it.
     failed = kind(f"{words}{what if isinstance(what, RecipeError) else told(what)}")
     failed.add_note(traced(error))
     return failed
@@ -153,16 +148,18 @@ def explained(kind: type[RecipeError], words: str, error: BaseException) -> Reci
 
 @cache
 def loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
-    """Return a function that takes verl's arguments and makes the agent loop registered under ``agent_name``.
+    """Return a function that creates the agent loop registered as ``agent_name`` from verl's constructor arguments.
 
     Raises:
         AgentLoopError: no loop is registered under that name.
     """
     if agent_name not in _agent_loop_registry:
-        raise AgentLoopError(f"no agent loop {agent_name!r} is registered, only {sorted(_agent_loop_registry)}")
+        raise AgentLoopError(
+            f"no agent loop {agent_name!r} is registered, only {sorted(_agent_loop_registry)}: correct agent_name"
+        )
     settings = _agent_loop_registry[agent_name]
     own = {name: value for name, value in settings.items() if name != "_target_"}
     if any(name.startswith("_") or not isinstance(value, str | int | float | None) for name, value in own.items()):
-        # The loop's settings include objects that Hydra has to build.
+        # The agent loop's settings contain objects that Hydra has to build.
         return partial(hydra.utils.instantiate, settings)
     return partial(hydra.utils.get_object(settings["_target_"]), **own)

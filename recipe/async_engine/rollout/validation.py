@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates the answers of a validation in the same way as answers for training.
 
-Contract: validation uses the same workers, calls, concurrency, retries, checks and deadlines as training. If an answer
-fails after all retries, it gets the score NaN, so verl's means leave out its prompt. The answers to other prompts are
-unaffected. Shown by tests/integration/test_validation.py.
+Contract: validation uses the same workers, calls, concurrency, retries, checks and deadlines as training. If all
+attempts at an answer fail, its score is NaN, so that verl leaves the prompt out of its means. Answers to other prompts
+are not affected. Shown by tests/integration/test_validation.py.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ValidationAnswers:
     """The answers to one batch of a validation.
 
     Args:
-        pool: the pool of workers, made for this batch.
+        pool: a pool of workers that is used only for this batch.
         slots: number of answers that may be generated at once.
-        max_retries: number of attempts at an answer beyond the first.
+        max_retries: number of attempts at an answer after the first.
 
     Attributes:
-        errors: the last error of each answer that failed in all its attempts.
+        errors: the last error of each answer at which all attempts failed.
     """
 
     def __init__(self, pool: WorkerPool, slots: int, max_retries: int) -> None:
@@ -47,7 +47,7 @@ class ValidationAnswers:
         self._slots = asyncio.Semaphore(slots)
 
     async def of(self, prompts: DataProto, version: int) -> list[Any]:
-        """Return verl's padded trajectory for each row, or None if all attempts at the row's answer failed."""
+        """Generate an answer to each row; return padded trajectories, with None where all attempts failed."""
         columns, runs, work = prompts.non_tensor_batch, dict[str, GroupRun](), []
         for n, uid in enumerate(map(str, columns["uid"])):
             if uid not in runs:
@@ -83,13 +83,13 @@ class ValidationAnswers:
 
 
 def with_stand_ins(answers: list[Any], prompt_length: int, response_length: int) -> list[Any]:
-    """Replace each None in ``answers`` by an empty answer with the score NaN."""
+    """Return ``answers`` with each None replaced by an empty answer with the score NaN."""
     there = next((answer for answer in answers if answer is not None), None)
     return [_stand_in(there, prompt_length, response_length) if answer is None else answer for answer in answers]
 
 
 def _stand_in(like: Any, prompt_length: int, response_length: int) -> Any:
-    """Return an empty answer with the score NaN and the tensor shapes of ``like``, if that is not None."""
+    """Return an empty answer with the score NaN and the tensor shapes of ``like``, an answer or None."""
     if like is None:
         prompt, response, whole = (
             torch.zeros((1, length), dtype=torch.int64)

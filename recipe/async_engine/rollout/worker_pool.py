@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool of agent-loop workers, which chooses a worker for each trajectory.
 
-Contract: each attempt runs on the worker with the fewest attempts, and a retry on a different worker if there is one.
-Every error of a worker is raised as a :class:`RecipeError`. The pool checks all the time whether workers respond;
-`actors/worker_set.py` describes how it handles a worker that does not, or has died. The pool never fetches payloads,
-and only passes on their object references. A prompt of more than `LARGE` bytes, for example with images, is put into
-the object store once for all trajectories of its group. Only one event loop calls the pool. The token account of a
-dead worker is the last account that the worker reported, with its held tokens counted as lost.
-
-Shown by tests/integration/test_worker_pool.py and test_turn_pool.py.
+Contract: each attempt at a trajectory runs on the worker with the fewest attempts, and a retry on a different worker if
+possible. Every error of a worker is raised as a :class:`RecipeError`. The pool constantly checks whether its workers
+respond (`actors/worker_set.py` describes what happens if one dies or does not respond). The pool passes on object
+references to payloads, but never fetches them. A prompt of more than `LARGE` bytes, for example with images, is put
+into the object store once for all trajectories of its group. Only one event loop calls the pool. The token counts of a
+dead worker are the last ones that it reported, with its held tokens (`TokenAccount`) counted as lost. Shown by
+tests/integration/test_worker_pool.py and test_turn_pool.py.
 """
 
 import asyncio
@@ -43,17 +42,15 @@ DEFAULTS = Timeouts()
 LARGE = 64 << 10
 """Size in bytes from which a prompt is put into the object store. Ray would do so itself, but again for each call."""
 VALIDATION = "validation-"
-"""Prefix of the keys of a validation's attempts, since a worker runs these at the same time as attempts of training."""
+"""Prefix of the keys of validation attempts, which a worker may run at the same time as attempts for training."""
 ALONE = ", again, in a worker of its own (look for what in its agent loop or tools ends, blocks or fills the process)"
 LOOK_S = 0.05
 NONE_LEFT = "every agent-loop worker has died; the first one's error is in the log above"
 
 
 async def _said(said: Any, payload: Any) -> Any:
-    """Return the result of ``said``, the first of a call's two results.
-
-    If the call failed, ``payload`` has the same error and is awaited too, because Ray logs each error that was not
-    awaited.
+    """Await ``said``, the first of the two results of a remote call, and return it. If the call failed, ``payload``,
+    the second result, has the same error and is awaited too, since Ray logs each error that is never awaited.
     """
     try:
         return await said
@@ -64,7 +61,6 @@ async def _said(said: Any, payload: Any) -> Any:
 
 
 def _failure(run: TrajectoryRun, cause: BaseException) -> RecipeError:
-    """Return the error to raise for an attempt whose worker raised ``cause``."""
     failed: RecipeError
     if isinstance(cause, RewardError | NonFinite | UnusableAnswer | TrajectoryCancelled):
         failed = type(cause)(str(cause))
@@ -81,12 +77,8 @@ def _failure(run: TrajectoryRun, cause: BaseException) -> RecipeError:
 class TracedGroups:
     """Chooses the prompt groups that verl's rollout trace shows (``actor_rollout_ref.rollout.trace``).
 
-    If ``max_samples_per_step_per_worker`` is set, the trace has the first groups of each version, with all their
-    answers, up to that number times the number of agent-loop workers. Shown by
-    tests/integration/test_rollout_trace.py.
-
-    Args:
-        each_version: the largest number of groups to trace in a version. None traces all groups.
+    If ``max_samples_per_step_per_worker`` is set, the trace has the first groups of each version: at most that setting
+    times the number of agent-loop workers (``each_version``). Shown by tests/integration/test_rollout_trace.py.
     """
 
     def __init__(self, each_version: int | None = None) -> None:
@@ -95,7 +87,7 @@ class TracedGroups:
         self._of_version: Counter[int] = Counter()
 
     def has(self, group_id: int, version: int) -> bool:
-        """Return whether to trace a group that was issued at ``version``, always with the same result for a group."""
+        """Return whether to trace a group that was issued at ``version``. The result for a group never changes."""
         if self._each_version is None or group_id in self._chosen:
             return True
         if self._of_version[version] >= self._each_version:
@@ -110,10 +102,9 @@ class WorkerPool(WorkerSet):
 
     Args:
         actors: the workers, which Ray may restart.
-        prepare: a function that repeats to a restarted worker the settings that the other workers got.
+        prepare: a function that sends a restarted worker the settings that the other workers got.
         startup_s: seconds within which a restarted worker has to be up.
         answer_s: seconds without a response after which a worker is killed.
-        traced: chooses the groups of verl's rollout trace.
         validates: whether the attempts belong to a validation.
 
     Attributes:
@@ -148,10 +139,10 @@ class WorkerPool(WorkerSet):
         return len(self.actors)
 
     def assign(self, run: TrajectoryRun) -> None:
-        """Choose a worker for the next attempt: the least loaded one, but for a retry a different one if possible.
+        """Choose a worker for the next attempt: the least loaded one, or for a retry the least loaded different one.
 
         Raises:
-            RolloutFailed: all workers are dead and none of them is being restarted.
+            RolloutFailed: all workers are dead, and none is being restarted.
         """
         self.watch()
         run.worker_id = self.choose(but=run.worker_id if run.errors else None)
@@ -164,8 +155,7 @@ class WorkerPool(WorkerSet):
     async def attempt(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
         """Run the attempt that was assigned to a worker, and write its result into ``run``.
 
-        Args:
-            sampled: a function that is called when the last token is sampled, if the reward takes longer.
+        ``sampled`` is called when the last token is sampled, if the reward takes longer.
 
         Raises:
             TrajectoryFailed: the agent loop raised an error, or Ray failed.
@@ -189,15 +179,14 @@ class WorkerPool(WorkerSet):
                     scored = await _said(said, payload)
                 run.scored, run.payload = scored, payload
         except RayTaskError as error:
-            # This clause has to be the first, because Ray's error is also an instance of its cause's class, which a
-            # later clause may name.
+            # This clause has to come first, because Ray's error is also an instance of its cause's class.
             raise _failure(run, error.cause) from error
         except WorkerDied as error:
             often = ALONE if run.is_suspect else ""
             raise TrajectoryDisturbed(f"the agent-loop worker of trajectory {run.key} died{often}: {error}") from error
         except RecipeError:
             raise
-        except Exception as error:  # any other error of Ray (a lost object, a full disk) fails only this attempt
+        except Exception as error:  # other errors of Ray (a lost object, a full disk) fail only this attempt
             raise TrajectoryFailed(f"trajectory {run.key} failed with {type(error).__name__}: {error}") from error
         finally:
             run.under_way = False
@@ -208,7 +197,6 @@ class WorkerPool(WorkerSet):
                 self._samples.pop(group_id, None)
 
     def arguments(self, run: TrajectoryRun) -> tuple[Any, ...]:
-        """Return the arguments of the worker's ``run_trajectory``."""
         group = run.of.group
         trace = self._traced.has(group.id, group.start)
         sample = self.sample_for(run)
@@ -216,12 +204,11 @@ class WorkerPool(WorkerSet):
 
     @asynccontextmanager
     async def place(self, run: TrajectoryRun) -> AsyncIterator[Any]:
-        """Yield the worker of an attempt, once the worker has started.
+        """Yield the worker of an attempt, after waiting until the worker is up.
 
-        A trajectory that may have caused disturbances gets the worker for itself: no new attempts are assigned to the
-        worker, and the trajectory waits until the worker's other attempts have ended. If there is only one worker,
-        the worker is shared nevertheless. The worker is tested first, so that the trajectory is not blamed for damage
-        that earlier trajectories did.
+        A trajectory that may have disturbed others gets the worker for itself: no new attempts are assigned to the
+        worker, and the trajectory waits until the worker's other attempts have ended. The worker is tested first, so
+        that the trajectory is not blamed for damage by earlier ones. If there is only one worker, it is shared.
         """
         assert run.worker_id is not None
         if not run.is_suspect:
@@ -242,7 +229,7 @@ class WorkerPool(WorkerSet):
                 self.reserved = None
 
     def sample_for(self, run: TrajectoryRun) -> Any:
-        """Return the prompt of an attempt, as an object reference if the prompt is larger than `LARGE`."""
+        """Return the prompt of an attempt, or a Ray object reference to it if it has more than `LARGE` bytes."""
         group = run.of.group
         if group.id not in self._samples:
             sample = sample_of(run.of.row, group)
@@ -251,7 +238,7 @@ class WorkerPool(WorkerSet):
         return self._samples[group.id]
 
     async def cancel(self, keys: Iterable[str]) -> None:
-        """Cancel the attempts with these keys, so that :meth:`attempt` raises TrajectoryCancelled for each."""
+        """Cancel the attempts with these keys. Each open call of :meth:`attempt` then raises TrajectoryCancelled."""
         for worker_id, worker_keys in self._by_worker(keys).items():
             if worker_id in self.actors:
                 self.actors[worker_id].cancel.remote(worker_keys)
@@ -260,18 +247,14 @@ class WorkerPool(WorkerSet):
                     self.under_way[key].cancelled = True
 
     async def go_on(self) -> None:
-        """Let the requests of all workers continue, because a generation turn begins."""
         self._holds = False
         for actor in self.actors.values():
             actor.go_on.remote()
 
     async def hold(self, timeout_s: float) -> TokenAccount:
-        """Hold every request from now on, because the generation turn is over.
+        """Make all workers hold their requests, because the generation turn is over; return the sum of token counts.
 
-        If a worker does not answer in time, its trajectories end at their own deadlines.
-
-        Returns:
-            The sum of the workers' token accounts.
+        The trajectories of a worker that does not answer in time end at their own deadlines.
         """
         self._holds = True
         for worker_id, account in (await self._ask("hold", timeout_s)).items():
@@ -289,8 +272,8 @@ class WorkerPool(WorkerSet):
         """Have log-prob servers score a finished trajectory.
 
         Returns:
-            An object reference of the scores, or None if no worker is alive. For None the trainer computes the
-                log-probs itself.
+            A Ray object reference to the scores, or None if no worker is alive. In that case the trainer computes the
+                log-probs.
         """
         worker_id = self.choose()
         if worker_id not in self.actors:
@@ -304,8 +287,8 @@ class WorkerPool(WorkerSet):
         """Collect the answers of unfinished trajectories from all workers that respond in time.
 
         Returns:
-            The answers by key of the attempt, or None for an attempt without answers; the keys of attempts that their
-            workers have finished, so that their payloads are in transit; and the sum of the workers' token accounts.
+            The answers by the attempt's key, with None for an attempt without answers; the keys of finished attempts
+                whose payloads are in transit; and the sum of the workers' token counts.
         """
         submitted = {key: run.worker_id for key, run in self.under_way.items() if run.submitted}
         # The workers get half of the time to ask the rollout servers.
@@ -318,9 +301,9 @@ class WorkerPool(WorkerSet):
         return records, over, self._account()
 
     async def close_books(self, timeout_s: float) -> TokenAccount | None:
-        """Have every worker cancel its trajectories, and return the sum of the workers' token accounts.
+        """Cancel the trajectories of all workers, and return the sum of the workers' token counts.
 
-        The result is None if a worker does not answer or has died, because its counts are not known.
+        The result is None if a worker does not answer or has died, because its counts are then unknown.
         """
         told = await self._ask("close_books", timeout_s)
         if self.lives or len(told) < self._size:
@@ -333,20 +316,19 @@ class WorkerPool(WorkerSet):
         await self.cancel(keys)
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of live workers, and the number of restarts of all workers."""
         return {
             "fully_async/count/live_agent_loop_workers": self.alive,
             "fully_async/count/agent_loop_worker_restarts": self.lives.total(),
         }
 
     def _note(self, worker_id: str, account: TokenAccount) -> None:
-        # The account of a worker that has died in the meantime is already counted as lost.
+        # If the worker has died since its answer, its last known counts are already in ``_lost_with_workers``.
         if worker_id not in self.actors:
             return
         before = self._accounts.get(worker_id, TokenAccount())
         if account.cut < before.cut:
-            # The account comes from a restarted process. The earlier process died while it had no attempt, so its death
-            # has not been noticed.
+            # These are the counts of a restarted process. Nobody noticed the death of the earlier process, because it
+            # had no attempt.
             self._lost_with_workers += before.held_as_lost()
         self._accounts[worker_id] = account
 
@@ -354,7 +336,7 @@ class WorkerPool(WorkerSet):
         return sum(self._accounts.values(), self._lost_with_workers)
 
     async def _ask(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
-        """Call a method of all workers, and return the results by worker, without those of workers that fail."""
+        """Call a method of all workers, and return the results by worker id. Workers that fail are left out."""
 
         async def answer(worker_id: str, actor: Any) -> Any:
             try:
@@ -369,7 +351,6 @@ class WorkerPool(WorkerSet):
         return {worker_id: part for worker_id, part in zip(asked, answers, strict=True) if part is not None}
 
     async def _prepare(self, actor: Any) -> None:
-        """Give a restarted worker its settings before it gets trajectories."""
         if self._prepare_actor is not None:
             await self._prepare_actor(actor)
         if self._holds:

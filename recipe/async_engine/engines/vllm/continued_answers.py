@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes vLLM continue an interrupted answer in the same way as a request that it has preempted.
+"""Makes vLLM continue an interrupted answer in the same way as a request that vLLM has preempted.
 
-The request for the remainder of an answer carries the tokens that were already sampled separately from its prompt
-(`core/cuts.py`); below they are called the earlier tokens. Each process of an engine treats the earlier tokens as
-output of the new request: the scheduler for grammars (`scheduler`), the workers for penalties, logits processors,
-thinking budgets and random generators (`patch_worker`), and the server's detokenizer for stop strings
+The request for the remainder of an answer carries the tokens that were sampled before the interruption, which this
+module calls the earlier tokens, separately from its prompt (`core/cuts.py`). Each process of an engine treats the
+earlier tokens as output of the new request: the scheduler for grammars (`scheduler`), the workers for penalties, logits
+processors, thinking budgets and random generators (`patch_worker`), and the server's detokenizer for stop strings
 (`patch_output_processor`). The engine returns only the remainder.
 
 The vLLM classes and functions that this module relies on are listed in tests/contracts/vllm.toml.
@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from recipe.async_engine.core.cuts import sampled_before
 
 SCHEDULER = f"{__name__}.scheduler"
-"""Import path of the scheduler, for ``scheduler_cls`` of an engine."""
+"""Import path of `scheduler`, for the engine argument ``scheduler_cls``."""
 
 
 def scheduler(vllm_config: VllmConfig, **arguments: Any) -> SchedulerInterface:
@@ -38,7 +38,7 @@ def scheduler(vllm_config: VllmConfig, **arguments: Any) -> SchedulerInterface:
     chosen: Any = vllm_config.scheduler_config.get_scheduler_cls()
 
     class ContinuingScheduler(chosen):
-        """Adds the earlier tokens to a new request before it schedules the request."""
+        """Adds the tokens sampled before an interruption to a new request, before it is scheduled."""
 
         def add_request(self, request: Any) -> None:
             if request.request_id not in self.requests:
@@ -49,12 +49,12 @@ def scheduler(vllm_config: VllmConfig, **arguments: Any) -> SchedulerInterface:
 
 
 def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
-    """Add the earlier tokens to a new request's output, and advance its grammar over them."""
+    """Add the tokens sampled before an interruption to a new request's output, and advance its grammar over them."""
     before = sampled_before(request.sampling_params)
     if not before:
         return
     request.append_output_token_ids(before)
-    # vLLM fails if these statistics count more cached tokens than the prompt has, but earlier tokens are cached too.
+    # vLLM fails if these statistics count more cached tokens than the prompt has, which earlier tokens may cause.
     request.prefill_stats = None
     if request.use_structured_output:
         wanted = request.structured_output_request
@@ -62,7 +62,7 @@ def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
 
 
 def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) -> Any:
-    """Return the compiled grammar, advanced over the earlier tokens; raise ValueError if it does not accept them."""
+    """Return a request's compiled grammar, advanced over the earlier tokens; raise ValueError if it rejects them."""
     grammar = compiled.result() if isinstance(compiled, Future) else compiled
     ruled = _after_reasoning(request, grammars)
     if ruled and not grammar.accept_tokens(request.request_id, ruled):
@@ -71,7 +71,7 @@ def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) ->
 
 
 def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[int]:
-    """Return those of the earlier tokens to which the grammar applies, which may be only those after the reasoning."""
+    """Return the earlier tokens to which the grammar applies: all, or only those after the end of the reasoning."""
     before, wanted = sampled_before(request.sampling_params), request.structured_output_request
     if grammars.reasoner_cls is None or grammars.enable_in_reasoning:
         return before
@@ -89,19 +89,19 @@ def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[in
 
 
 def patch_worker(vllm_config: VllmConfig) -> None:
-    """Patch the model runner of this process to continue interrupted answers; calling this twice is harmless."""
+    """Patch vLLM's model runner in this process to continue interrupted answers. A second call does no harm."""
     model, drawn_in_64_bit = vllm_config.model_config, vllm_config.model_config.use_fp64_gumbel
     vocabulary = model.get_vocab_size()
 
     class ContinuedState(CachedRequestState):
-        """The model runner's state of a request, which includes the earlier tokens from the beginning."""
+        """The model runner's state of a request, whose output begins with the tokens from before an interruption."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
             before = sampled_before(self.sampling_params)
             self.output_token_ids: list[int] = list(before)
             if before and self.generator is not None:
-                # Advance the generator as the sampler did when it sampled the earlier tokens.
+                # Advance the random generator in the same way as the sampling of the earlier tokens did.
                 logits = torch.empty(vocabulary, dtype=torch.float32, device=self.generator.device)
                 noise = empty_exponential_noise_like(logits, drawn_in_64_bit)
                 for _ in before:
@@ -113,15 +113,14 @@ def patch_worker(vllm_config: VllmConfig) -> None:
 
 
 def _replaying(sync_batch: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``sync_batch`` to process the earlier tokens of a request one by one, in the order of sampling.
-
-    vLLM processes all earlier tokens at once, also those of a preempted request, and then miscounts thinking tokens.
+    """Wrap ``sync_batch``, which counts thinking tokens, to process the earlier tokens of a request one by one. vLLM
+    processes them all at once, like the tokens of a preempted request, and then miscounts thinking tokens.
     """
 
     @functools.wraps(sync_batch)
     def synced(self: Any, batch_update: Any) -> None:
         sync_batch(self, batch_update)
-        # Identify requests by their token lists, because their indices in the batch may have changed.
+        # Identify requests by their token lists, because their indices in the batch may change.
         come = {id(tokens) for _, _, _, tokens in batch_update.added if tokens} if batch_update else set()
         for state in self._state.values():
             tokens = state["output_tok_ids"]
@@ -135,7 +134,7 @@ def _replaying(sync_batch: Callable[..., None]) -> Callable[..., None]:
 
 
 def patch_output_processor(processor: Any) -> None:
-    """Make a server's output processor look for stop strings in the text of the earlier tokens too."""
+    """Make a server's output processor also look for stop strings in the text from before an interruption."""
     add_request = processor.add_request
 
     def added(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -149,13 +148,13 @@ def patch_output_processor(processor: Any) -> None:
 
 
 def feed_tokens(detokenizer: Any, tokens: list[int]) -> None:
-    """Feed the earlier tokens to a new detokenizer, so that it returns only the text that follows them."""
+    """Make a new detokenizer process ``tokens`` first, so that it returns only the text after them."""
     stop, detokenizer.stop = detokenizer.stop, []
     detokenizer.update(tokens, False)
     detokenizer.stop = stop
     detokenizer.min_tokens = max(0, detokenizer.min_tokens - len(tokens))
     if hasattr(detokenizer, "prompt_len"):
-        # vLLM's slow detokenizer (for Python tokenizers) keeps the prompt's tokens in the same list.
+        # vLLM's slow detokenizer (for Python tokenizers) keeps the tokens in the same list as the prompt.
         detokenizer.prompt_len += len(tokens)
     else:
         detokenizer.token_ids.clear()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls to a rollout server's engine, which has several vLLM engine cores if ``rollout.data_parallel_size`` > 1.
 
-Contract: each call reaches every core, returns the result of each core, and fails if any core fails. vLLM's own calls
-return only the first core's result (`DPLBAsyncMPClient.call_utility_async`); the other cores' token counts at a swap
-and their errors in a weight load would be lost.
-
-Shown by tests/integration/test_engine_calls.py and, with two real cores under load, tests/e2e/test_swaps.py.
+Contract: each call reaches every core, returns the result of each core, and fails if any core fails. With vLLM's own
+calls, which return only the first core's result (`DPLBAsyncMPClient.call_utility_async`), the other cores' token counts
+at a swap and their errors in a weight load would be lost. Shown by tests/integration/test_engine_calls.py and, with two
+real cores under load, tests/e2e/test_swaps.py.
 """
 
 import asyncio
@@ -13,14 +12,14 @@ from typing import Any, Literal
 
 
 async def call_each_core(engine: Any, method: str, *args: Any) -> list[Any]:
-    """Call a utility method of every engine core of an ``AsyncLLM`` and return each core's result."""
+    """Call a utility method of every engine core of an ``AsyncLLM``, and return the results of all cores."""
     client = engine.engine_core
     calls = [client._call_utility_async(method, *args, engine=core) for core in client.core_engines]
     return list(await asyncio.gather(*calls))
 
 
 async def call_each_worker(engine: Any, method: str, *args: Any) -> list[Any]:
-    """Call a method of every worker of every core; return all results (``collective_rpc`` returns one core's)."""
+    """Call a method of every worker of every engine core of an ``AsyncLLM``, and return all results."""
     of_cores = await call_each_core(engine, "collective_rpc", method, None, args, None)
     return [answer for of_core in of_cores for answer in of_core]
 
@@ -28,7 +27,7 @@ async def call_each_worker(engine: Any, method: str, *args: Any) -> list[Any]:
 async def pause(engine: Any, mode: Literal["abort", "keep"]) -> None:
     """Pause generation like ``AsyncLLM.pause_generation``, but without clearing caches or sleeping for 20 ms.
 
-    vLLM sleeps so that remaining answers arrive; a caller that needs these answers must wait for them itself.
+    vLLM sleeps to let the remaining answers arrive. A caller that needs these answers has to wait for them.
     """
     await call_each_core(engine, "pause_scheduler", mode, False)
 
@@ -36,8 +35,8 @@ async def pause(engine: Any, mode: Literal["abort", "keep"]) -> None:
 async def drop_computed(engine: Any) -> None:
     """Drop everything that the old weights computed: encoder outputs and the KV cache, also that of paused requests.
 
-    Preprocessed images do not depend on weights and are kept. vLLM's own method drops them in the frontend and in the
-    cores; a request on its way from frontend to core would then refer to a dropped image, and fail.
+    Preprocessed images, which do not depend on weights, are kept. vLLM's own method drops them too, so that a request
+    on its way from vLLM's frontend to a core could refer to a dropped image, and fail.
     """
     # The two True arguments also reset the KV cache of running requests and of KV connectors.
     if not all(await call_each_core(engine, "reset_prefix_cache", True, True)):

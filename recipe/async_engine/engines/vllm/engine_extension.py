@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extension of a vLLM worker that receives weights on a thread during generation, and then swaps them in.
+"""The extension of a vLLM worker that receives weights on a thread during generation, and then makes them live.
 
-vLLM mixes the class into its worker and calls its methods by `collective_rpc`. Contract: each call returns quickly,
-except for the first `begin_staging`, which creates the second instance of the model. The weights come as a stream from
-the weight worker on the same node, through verl's socket and shared memory or CUDA IPC. A stream with an error is read
-to its end, so that the sender does not block; `staging_outcome` reports the error.
+vLLM mixes `StagingExtension` into its worker class, and `collective_rpc` calls the methods. Contract: each call returns
+quickly, except for the first `begin_staging`, which creates a second instance of the model. The weights arrive as a
+stream from the weight worker on the same node, through verl's socket and shared memory or CUDA IPC. A stream with an
+error is read to its end, so that the sender does not block, and `staging_outcome` reports the error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from recipe.async_engine.weights.staged import Intake, NamedTensors, StagedWeigh
 
 
 class PatientSocket:
-    """A zmq REP socket whose receive raises StagingRefused after ``timeout_s`` seconds or once ``stopped`` is set."""
+    """A zmq REP socket. Receiving raises StagingRefused after ``timeout_s`` seconds or once ``stopped`` is set."""
 
     def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, stopped: threading.Event) -> None:
         self._socket, self._timeout_s, self._stopped = socket, timeout_s, stopped
@@ -46,14 +46,14 @@ class PatientSocket:
         deadline = time.monotonic() + self._timeout_s
         while not self._socket.poll(LOOK_MS):
             if self._stopped.is_set():
-                raise StagingRefused("another stream of weights took its place")
+                raise StagingRefused("the stream of weights ends here, because another stream took its place")
             if time.monotonic() > deadline:
                 raise StagingRefused(f"the sender of the weights said nothing for {self._timeout_s:g} s")
         return self._socket.recv_pyobj()
 
 
 class DeadlineReceiver(BucketedWeightReceiver):
-    """verl's receiver, but it gives up after ``timeout_s`` seconds without a message, or when `stop` is called."""
+    """verl's receiver of weights, which gives up after ``timeout_s`` seconds without a message or when stopped."""
 
     socket: Any
 
@@ -71,19 +71,19 @@ class DeadlineReceiver(BucketedWeightReceiver):
 
 
 def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
-    """Create another, uninitialized instance of the engine's model, and keep it out of the engine's registries."""
+    """Return another instance of the engine's model, uninitialized and not registered in the engine."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
-    # Layers register themselves in these two, where the engine looks up the live layers; the copy gets empty ones.
+    # The engine looks up live layers in these two registries, so layers of this instance get registries of their own.
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
-    # Leave inference mode, because tensors that are created in it can be written to only in inference mode.
+    # Leave inference mode, because tensors created in it cannot be written to outside of it.
     with torch.inference_mode(False), set_default_torch_dtype(config.model_config.dtype), device:
         return initialize_model(vllm_config=config, model_config=config.model_config).eval()
 
 
 def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.device, in_host: bool) -> StagedModel:
-    """Create the staging area for a vLLM worker's model, on its device or in host memory."""
+    """Return the staging area for the model ``live`` of a vLLM worker, on the device or in host memory."""
     spare = second_instance(vllm_config, torch.device("cpu") if in_host else device)
     if in_host and device.type != "cpu":
         for parameter in spare.parameters():
@@ -98,7 +98,7 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
 
 
 class Staging:
-    """Receives one stream of weights into the staging area, on its own thread."""
+    """Receives one stream of weights into the staging area ``staged``, on its own thread."""
 
     def __init__(self, staged: StagedWeights, version: int, receiver: DeadlineReceiver, device: Any) -> None:
         self._receiver, self._device = receiver, device
@@ -108,13 +108,13 @@ class Staging:
 
     @property
     def outcome(self) -> str:
-        """`UNDER_WAY`, `COMPLETE` followed by the checksum of the loaded weights, or an error message."""
+        """`UNDER_WAY`, `COMPLETE` followed by the checksum of the staged weights, or an error message."""
         if self._thread.is_alive():
             return UNDER_WAY
         return self._intake.problem or COMPLETE + self._intake.checksum
 
     def stop(self, timeout_s: float) -> bool:
-        """Stop receiving, even if the sender has disappeared; return whether the thread ended within ``timeout_s``."""
+        """Stop receiving; return whether the thread has ended within ``timeout_s`` seconds."""
         self._receiver.stop()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -124,18 +124,19 @@ class Staging:
         self._intake.begin()
         try:
             self._receiver.receive_weights(self._take)
-        except Exception as error:  # Any error is reported as the outcome of this stream.
+        except Exception as error:  # Any error becomes the outcome of this stream.
             self._intake.fail(error)
 
     def _take(self, weights: NamedTensors, is_last: bool) -> None:
         self._intake.take(weights)
         if is_last:
-            # Set the outcome before the sender gets its reply, since the sender may ask for it next.
+            # Set the outcome before the sender gets the reply to its last message, because it then asks for the
+            # outcome.
             self._intake.end()
 
 
 class StagingExtension(vLLMColocateWorkerExtension):
-    """verl's worker extension with a staging area for the next weights added."""
+    """verl's extension of a vLLM worker, with a staging area for the next weights."""
 
     device: Any
     model_runner: Any
@@ -147,7 +148,6 @@ class StagingExtension(vLLMColocateWorkerExtension):
         return super().__new__(cls, **kwargs)
 
     def wide_parameters(self) -> list[str]:
-        """Return the names of parameters that this engine holds in a wider dtype than the model's."""
         width = self.model_runner.vllm_config.model_config.dtype.itemsize
         parameters = self.model_runner.get_model().named_parameters()
         return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > width]
@@ -163,10 +163,10 @@ class StagingExtension(vLLMColocateWorkerExtension):
         """Start to receive the next stream of weights as ``version``.
 
         Args:
-            use_shm: the sender uses shared memory, not CUDA IPC.
+            use_shm: whether the sender uses shared memory instead of CUDA IPC.
             timeout_s: seconds without a message after which the stream fails.
-            in_host: stage the weights in host memory instead of on the device.
-            adapter: number and PEFT configuration of the LoRA adapter that the stream contains; None for full weights.
+            in_host: whether the weights are staged in host memory instead of on the device.
+            adapter: number and PEFT configuration of the LoRA adapter in the stream; None if it has full weights.
 
         Raises:
             StagingRefused: weights of this engine cannot be staged, or an earlier stream does not end.
@@ -191,7 +191,7 @@ class StagingExtension(vLLMColocateWorkerExtension):
         self._staging = Staging(self._staged_model, version, receiver, get_platform().current_device())
 
     def ignored_parts(self, number: int) -> list[str]:
-        """Return the names of layers that have weights in LoRA adapter ``number`` but no counterpart in the model."""
+        """Return the names of layers for which LoRA adapter ``number`` has weights but which the model lacks."""
         if self.model_runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
             return []  # A worker does not know the layers of other pipeline stages.
         manager = self.model_runner.lora_manager._adapter_manager
@@ -200,15 +200,15 @@ class StagingExtension(vLLMColocateWorkerExtension):
         return [name for name, part in adapter.loras.items() if id(part) not in taken]
 
     def staging_outcome(self) -> str:
-        """Return `UNDER_WAY`, `COMPLETE` followed by a checksum, or the error message, for the last stream."""
+        """Return the state of the last stream: `UNDER_WAY`, `COMPLETE` followed by a checksum, or an error message."""
         return UNDER_WAY if self._staging is None else self._staging.outcome
 
     def swap_staged(self, version: int) -> dict[str, int]:
         """Make the staged weights the live ones.
 
         Returns:
-            By the engine's name of each request, the number of tokens that this engine has sampled for it, all of them
-            with the old weights. Tokens that the request brought from an earlier interruption are not counted.
+            The number of tokens that the old weights have sampled for each request, by the engine's request id. Answer
+            tokens with which a request arrived, because it continues an interrupted answer, are not counted.
 
         Raises:
             StagingRefused: no complete weights of this version are staged.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that a rollout server passes to vLLM's engine, and checks at its launch."""
+"""Settings that a rollout server checks at its launch and passes to vLLM's engine."""
 
 import traceback
 from collections.abc import MutableMapping
@@ -11,13 +11,13 @@ RUNNER_CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 class RolloutServerError(RecipeError):
-    """A rollout server cannot start with its configuration, or cannot take a request at present."""
+    """A rollout server cannot start with its configuration, or cannot accept a request at present."""
 
 
 def choose_runner(environ: MutableMapping[str, str]) -> None:
     """Make vLLM use its V1 model runner in this process and the processes that it starts.
 
-    On an accelerator vLLM uses its V2 model runner for many architectures (in vLLM 0.24 for Qwen3, Llama and Mistral,
+    On an accelerator vLLM would use its V2 model runner for many architectures (vLLM 0.24 for Qwen3, Llama and Mistral,
     among others). The V2 runner drops the state of preempted requests, but `StagingExtension.swap_staged` needs the
     token count of every request.
 
@@ -26,14 +26,14 @@ def choose_runner(environ: MutableMapping[str, str]) -> None:
     """
     if environ.get(RUNNER_CHOICE, "0").strip().lower() in ("1", "true"):
         raise RolloutServerError(
-            f"{RUNNER_CHOICE}={environ[RUNNER_CHOICE]}: the versions of tokens are only known with vLLM's first "
+            f"{RUNNER_CHOICE}={environ[RUNNER_CHOICE]}: the versions of tokens are known only with vLLM's V1 "
             "model runner (0); unset the variable"
         )
     environ[RUNNER_CHOICE] = "0"
 
 
 def refused_arguments(ended: SystemExit) -> RolloutServerError:
-    """Return an error with the message of vLLM's argument parser, which only prints it before it exits."""
+    """Return an error with the message that vLLM's argument parser printed before it exited with ``ended``."""
     frames = (frame for frame, _ in traceback.walk_tb(ended.__traceback__))
     said = [str(frame.f_locals.get("message")) for frame in frames if frame.f_code.co_name == "error"]
     words = said[0] if said else f"it ends with status {ended.code}"
@@ -44,7 +44,6 @@ def refused_arguments(ended: SystemExit) -> RolloutServerError:
 
 
 def peft_config(model_config: Any) -> dict[str, Any]:
-    """Return the trainer's LoRA configuration in the format of PEFT, for vLLM."""
     targets = model_config.target_modules
     return {
         "r": model_config.lora_rank,

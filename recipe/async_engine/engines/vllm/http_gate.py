@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Middleware that applies a rollout server's weights gate to vLLM's HTTP endpoints.
+"""Middleware that makes requests to vLLM's HTTP endpoints wait for complete weights, like other requests to a server.
 
 Contract: requests that only read (GET, HEAD, OPTIONS) pass. Other requests may use only the endpoints in ``SERVED``,
 which generate, score or count tokens and change nothing. A request to any other endpoint (to sleep, pause, scale, load
 weights or adapters, or call workers) gets status 403, and WebSockets are refused. A request to an endpoint in
-``SERVED`` waits under the same conditions as a request through the Ray actor: until the first complete weights, during
-a load, and during a pause. If it waits too long, or the server gets no requests from the load balancer any more, it is
-answered with status 503 and the reason. Shown by tests/integration/test_http_gate.py and, with the real server,
+``SERVED`` waits when a request through the Ray actor would wait: until the first complete weights are loaded, during a
+load, and during a pause. If a request waits too long, or if the server has left the load balancer, the request gets
+status 503 with the reason. Shown by tests/integration/test_http_gate.py and, with the real server,
 tests/e2e/test_replacement.py.
 """
 
@@ -40,10 +40,10 @@ _admit: Callable[[], Awaitable[None]] | None = None
 
 
 def guard(admit: Callable[[], Awaitable[None]]) -> str:
-    """Make each HTTP request to this process wait for ``admit``, which raises RecipeError to refuse a request.
+    """Make HTTP requests to this process wait for ``admit``, which raises RecipeError to refuse a request.
 
     Returns:
-        The import path by which vLLM loads the middleware.
+        The import path of `HttpGate`, from which vLLM loads the middleware.
     """
     global _admit
     _admit = admit

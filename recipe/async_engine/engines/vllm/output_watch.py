@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the newest output of each request in a vLLM engine, so that clients can fetch tokens before an answer ends.
 
-Contract: when a client asks, it gets all tokens sampled since it last asked (`recipe.async_engine.engines.answers`), so
-these tokens survive the death of the server. Shown by tests/integration/test_client.py.
+Contract: a client that fetches tokens gets all those that were sampled since its last fetch
+(`recipe.async_engine.engines.answers`), and still has them if the server dies. Shown by
+tests/integration/test_client.py.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -16,7 +17,7 @@ from recipe.async_engine.record.activity import EngineActivity
 
 
 class OutputWatch:
-    """Keeps the newest output of each request in an engine, and reports every output to ``activity``."""
+    """Keeps the newest output of each request in an engine, and reports all outputs to ``activity``."""
 
     def __init__(self, activity: EngineActivity) -> None:
         self._activity = activity
@@ -26,8 +27,8 @@ class OutputWatch:
     def watching(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
         """Wrap an engine's ``generate`` to record each output before it is yielded.
 
-        The wrapper's parameters have the same names and order as those of ``generate``, because verl passes all
-        arguments by name, and vLLM's HTTP endpoints pass the first three by position.
+        The wrapper has parameters with the same names and order, because verl passes all arguments by name, and vLLM's
+        HTTP endpoints pass the first three by position.
         """
 
         async def watched(
@@ -36,7 +37,7 @@ class OutputWatch:
             self._activity.enter(request_id)
             self._before[request_id] = len(sampled_before(sampling_params))
             try:
-                # Close the generator as soon as the caller stops iterating, so that the engine aborts the request.
+                # If the caller stops iterating, close the generator at once, so that the engine aborts the request.
                 async with aclosing(generate(prompt, sampling_params, request_id, **kwargs)) as outputs:
                     async for output in outputs:
                         self._newest[request_id] = output
@@ -51,18 +52,18 @@ class OutputWatch:
         return watched
 
     def asked_tokens(self, request_id: str) -> int:
-        """Return the number of tokens that the request came with: its prompt, and answer tokens sampled earlier.
+        """Return the number of tokens in a request: its prompt, and answer tokens sampled before an interruption.
 
-        The result is 0 before the request's first output.
+        The result is 0 before the first output for the request.
         """
         output = self._newest.get(request_id)
         return 0 if output is None else len(output.prompt_token_ids or ()) + self._before[request_id]
 
     def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
-        """Return the tokens after the first ``known`` ones, possibly none; return None if the answer is complete.
+        """Return the tokens of an answer after the first ``known`` ones, possibly none, or None if it is complete.
 
-        A complete answer is already on its way to the client. If it were returned here as an incomplete one, the client
-        might have it continued beyond its end.
+        A complete answer is already in transit to the client. If this method returned its tokens too, the client might
+        treat the answer as incomplete, and request tokens beyond its end.
         """
         output = self._newest.get(request_id)
         if output is None or not output.outputs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout replica: one or more vLLM servers, one on each of its nodes, and their weight workers.
+"""A rollout replica, which consists of one vLLM server on each of its nodes and of their weight workers.
 
 Contract: a replica starts only on reserved accelerators, and its servers answer only with complete weights
 (`recipe.async_engine.engines.vllm.server`). Shown by tests/integration/test_server_gate.py and test_reservation.py.
@@ -18,7 +18,7 @@ from recipe.async_engine.engines.vllm.weight_worker import RolloutWeightWorker
 
 
 class GatedVLLMReplica(ReservedReplica, vLLMReplica):
-    """verl's vLLM replica, with :class:`GatedVLLMHttpServer` as servers and `RolloutWeightWorker` as weight workers."""
+    """verl's vLLM replica with this package's :class:`GatedVLLMHttpServer` and `RolloutWeightWorker`."""
 
     def __init__(self, *args: Any, reservations: Reservations | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM rollout servers that track which weights version they hold and answer only with complete weights.
+"""vLLM rollout servers that know the version of their weights and answer only with complete weights.
 
 Contract:
 
-* A server started with dummy weights answers nothing before its first complete load: requests wait up to
-  ``first_weights_timeout_s`` seconds and then fail with :class:`RolloutServerError`.
+* A server that was started with dummy weights answers nothing before its first complete load. Until then requests wait,
+  and fail with :class:`RolloutServerError` after ``first_weights_timeout_s`` seconds.
 * Weights are staged next to the live ones, and ``swap`` makes them live while the engine is paused. If weights are
-  loaded in place instead, ``begin_load`` closes the server, and ``set_global_steps``, which verl's adapter calls after
-  the last tensor, opens it. An interrupted swap or load leaves the server closed, so that it never answers with
-  incomplete weights. Calls to abort, resume or wake up do not open it.
-* An answer is returned only if its finish reason is stop, length, repetition, or abort. Stock verl accepts any finish
-  reason (vllm_async_server.py:726) and so trains the partial output of a failed request as a complete answer.
-* Every answer has the version at its submission (``submitted_version``) and at its end (``global_steps``). Stock verl
-  records only the version after generation (vllm_async_server.py:689), which mislabels tokens when weights change.
+  loaded over the live ones instead, ``begin_load`` closes the server, and ``set_global_steps``, which verl's adapter
+  calls after the last tensor, opens it. An interrupted swap or load leaves the server closed, so that it never answers
+  with incomplete weights. Calls to abort, resume or wake up do not open the server.
+* An answer is returned only if its finish reason is stop, length, repetition, or abort. (Stock verl accepts any finish
+  reason, vllm_async_server.py:726, and trains the partial output of a failed request as a complete answer.)
+* Every answer has the version at its submission (``submitted_version``) and at its end (``global_steps``). (Stock verl
+  records only the version at the end, vllm_async_server.py:689, which mislabels tokens when weights change.)
 
 Shown by tests/integration/test_server_gate.py and, with the real engine, by tests/e2e/test_fully_async.py.
 """
@@ -62,9 +62,9 @@ logger = logging.getLogger(__name__)
 
 STRAGGLER_S = 0.002
 REPETITION = "repetition"
-"""vLLM's finish reason of an answer that ``repetition_detection`` ended; such an answer counts as complete."""
+"""vLLM's finish reason of an answer that ``repetition_detection`` ended, and that counts as complete."""
 HELD = ("generate",)
-"""Methods whose calls take long; all other methods are in another concurrency group and need not wait for them."""
+"""Methods whose calls take long. All other methods are in another concurrency group, so they do not have to wait."""
 
 WORKER_EXTENSION = "recipe.async_engine.engines.vllm.engine_extension.StagingExtension"
 
@@ -72,12 +72,12 @@ WORKER_EXTENSION = "recipe.async_engine.engines.vllm.engine_extension.StagingExt
 class GatedVLLMHttpServer(vLLMHttpServer):
     """verl's vLLM server, whose requests must pass a :class:`WeightsGate` before they reach the engine.
 
-    Its settings come from ``rollout.custom["recipe"]``: ``has_trainer``, ``first_weights_timeout_s`` and
+    ``rollout.custom["recipe"]`` has the server's settings: ``has_trainer``, ``first_weights_timeout_s`` and
     ``pause_timeout_s`` (seconds), ``staging`` and ``places`` (the largest number of requests in the engine).
     """
 
     def _post_init(self, cuda_visible_devices: str) -> None:
-        # The engine's worker reads this variable to derive the name of the socket through which weights arrive.
+        # The engine's worker derives the name of the socket through which weights arrive from this variable.
         os.environ["VERL_RAY_JOB_ID"] = part_id(self.node_rank)
         choose_runner(os.environ)
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets_folder())
@@ -92,7 +92,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
         self._stages_in_host = settings.get("staging") == "host"
         self._loads_in_place = settings.get("staging") == "none"
-        # With LoRA adapters the gate starts closed too: the base model without the adapter is not the trained policy.
+        # The gate also starts closed with LoRA, because the base model without the adapter is not the trained policy.
         self._gate = WeightsGate(opened="dummy" not in self.config.load_format and not self.lora_as_adapter)
         self._adapter: AdapterName | None = None
         self._coming: AdapterName | None = None
@@ -109,7 +109,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._checksum: str | None = None
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """Launch the server like verl, and raise an error if vLLM refuses its arguments instead of exiting silently."""
+        """Launch the server like verl. If vLLM refuses its arguments, raise an error instead of exiting."""
         try:
             await super().launch_server(*args, **kwargs)
         except SystemExit as ended:
@@ -130,15 +130,15 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         (`VERSION_RUNS`) and the number of tokens that the engine computed again (`RECOMPUTED`).
 
         Args:
-            work: purpose of the request, which decides how the engine's time for it is classified.
+            work: purpose of the request, by which the engine's time is classified in the run record.
             sampled: number of tokens at the end of ``prompt_ids`` that already belong to the answer. The sampling
                 parameters apply to the whole answer, but only the remainder is returned.
 
         Raises:
-            RolloutServerError: the server got no complete weights in time, or stayed paused for longer than a weight
-                sync may take.
-            EngineDied: the engine has died, so this server can answer no further request.
-            RequestFailed: the engine ended the request with a finish reason of a failure.
+            RolloutServerError: the server got no complete weights in time, or was paused for longer than a weight sync
+                may take.
+            EngineDied: the engine has died, so this server cannot answer requests any more.
+            RequestFailed: the engine ended the request with a finish reason that means a failure.
         """
         if self._unwanted.take(request_id):
             return TokenOutput(token_ids=[], stop_reason="aborted")
@@ -171,15 +171,15 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             self._dropped.discard(request_id)
 
     def _answered(self, request_id: str, output: TokenOutput) -> TokenOutput:
-        """Add versions to the engine's answer, or raise RequestFailed if its finish reason is an unknown one."""
+        """Add versions to the engine's answer, or raise RequestFailed if the finish reason means a failure."""
         if output.stop_reason == REPETITION:
             output.stop_reason = COMPLETED
         if output.stop_reason not in (COMPLETED, *ABORTED):
             raise RequestFailed(
                 f"the engine of rollout replica {self.replica_rank} ended a request with the finish reason "
                 f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length, "
-                "repetition or abort; vLLM ends an answer so if its sampling parameters, such as min_tokens or "
-                "stop_token_ids, forbid every token that its structured output allows"
+                "repetition or abort; one cause is sampling parameters, such as min_tokens or stop_token_ids, that "
+                "forbid every token that the structured output allows"
             )
         submitted = self._versions.submitted(request_id)
         output.extra_fields["submitted_version"] = self.global_steps if submitted is None else submitted
@@ -196,11 +196,11 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             self._unwanted.add(request_id)
         else:
             self._dropped.add(request_id)
-            # vLLM aborts a request when the task that waits for it is cancelled.
+            # vLLM aborts a request if the task that waits for the request is cancelled.
             task.cancel()
 
     async def give_back_waiting(self) -> None:
-        """Return requests without a token so far as aborted, so that their clients may use other servers."""
+        """Return requests that have no token yet as aborted, so that their clients can use other servers."""
         for request_id in list(self._tasks):
             if not self._outputs.asked_tokens(request_id):
                 await self.drop_request(request_id)
@@ -220,24 +220,23 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             if self._gate.is_open:
                 self._versions.submit(request_id, self.global_steps)
                 return None
-            # Generation has resumed, but a load has begun and is incomplete, so the request waits at the gate.
+            # The engine is not paused any more, but a load is incomplete, so wait at the gate.
             self._admitting -= 1
             if not await self._gate.wait_open(self._first_weights_timeout_s):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
 
     async def run_server(self, args: argparse.Namespace) -> None:
-        """Run verl's server with the gate applied to its HTTP endpoints, and with `OutputWatch` on its engine."""
+        """Run verl's server with the gate in front of its HTTP endpoints and with changed methods of the engine."""
         args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
         patch_output_processor(self.engine.output_processor)
-        # verl calls this before each request, to look for an adapter under verl's own name, which is not used here.
+        # Before each request verl looks for an adapter with verl's own name. This package uses other names.
         self.engine.list_loras = no_adapters
 
     def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an engine's ``generate`` so that requests share cached prefixes only within one weights version.
-
-        If the trainer sends LoRA adapters, the wrapper also adds the current adapter to each request.
+        """Wrap an engine's ``generate`` so that requests share cached prefixes only under the same weights version. If
+        the trainer sends LoRA adapters, the wrapper also adds the current adapter to each request.
         """
 
         def salted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
@@ -250,10 +249,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return salted
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
-        """Return the new tokens of each request; ``known`` has the number of tokens already fetched, by request id.
-
-        Requests that this server does not have, or whose answers are complete, are left out.
-        """
         news = {
             request_id: self._outputs.since(request_id, count, self._versions)
             for request_id, count in known.items()
@@ -265,22 +260,22 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         """Wait until an HTTP request may reach the engine.
 
         Raises:
-            RolloutServerError: the server got no complete weights in time, stayed paused for too long, or was removed
-                from the load balancer.
+            RolloutServerError: the server got no complete weights in time, was paused for too long, or was removed from
+                the load balancer.
         """
         name = "over HTTP"
         is_open = await self._gate.wait_open(self._first_weights_timeout_s)
         if not is_open or await self._park_until_admitted(name) is not None:
             raise RolloutServerError("this rollout server takes no requests at present: ask another one")
-        # `_park_until_admitted` has counted this request, but the count is for requests through the actor only.
+        # `_park_until_admitted` has counted this request, but only requests through the actor should count.
         self._admitting -= 1
         self._versions.forget(name)
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """Abort all requests like verl, but pause the engine right after its current step.
 
-        verl first waits until every admitted request has its first token (vllm_async_server.py:970). Here the engine is
-        paused at once, and requests that reach it later are aborted as well.
+        verl first waits until every admitted request has its first token (vllm_async_server.py:970). Here requests that
+        reach the engine after the pause are aborted as well.
 
         Raises:
             RolloutServerError: an admitted request did not return in time.
@@ -301,15 +296,15 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                 return {"aborted_count": len(aborted), "request_ids": sorted(aborted)}
             if time.monotonic() > deadline:
                 raise RolloutServerError(
-                    f"{self._admitting} requests did not come back within {self._pause_timeout_s:g} s"
+                    f"{self._admitting} requests did not come back within {self._pause_timeout_s:g} s of being aborted"
                 )
             await asyncio.sleep(STRAGGLER_S)
 
     async def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
-        """Make the engine receive the next weights into its staging area; return when it is ready to receive."""
+        """Make the engine's workers ready to receive version ``version`` into their staging areas."""
         adapter = None
         if self.lora_as_adapter:
-            # The number increases even after a failed stream, so that no two adapters share a number.
+            # The number also increases after a failed stream, so that no two adapters have the same number.
             number = 1 if self._coming is None else self._coming.number + 1
             self._coming = AdapterName(number, version)
             adapter = (number, peft_config(self.model_config))
@@ -320,13 +315,12 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return [name for names in of_workers for name in names]
 
     async def staging_outcomes(self) -> list[str]:
-        """Return the staging outcome of each of the engine's workers (`StagingExtension.staging_outcome`)."""
         return await call_each_worker(self.engine, "staging_outcome")
 
     async def swap(self, version: int, checksum: str) -> None:
-        """Make the staged weights the live ones, and record ``checksum`` as theirs.
+        """Make the staged weights live, and record their ``checksum``.
 
-        The engine must be paused and its caches empty. If the swap fails midway, the server stays closed.
+        The engine must be paused and its caches empty. If the swap fails, the server stays closed.
         """
         self._gate.begin_load(version)
         self._note_state()
@@ -343,9 +337,9 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         await self.set_global_steps(version)
 
     async def hold_requests(self) -> None:
-        """Pause the engine but keep its requests; later requests wait in the server until generation resumes.
+        """Pause the engine but keep its requests. Later requests wait in the server until generation resumes.
 
-        The KV cache is dropped. After generation resumes, it is computed again with the weights live then.
+        The KV cache is dropped, and is computed again with the live weights when generation resumes.
         """
         if self.node_rank != 0:
             return
@@ -356,13 +350,13 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         await drop_computed(self.engine)
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
-        """Return the workers' token counts by the server's request names, to which the engine appends a suffix."""
+        """Return the workers' token counts by the server's request ids. The engine's ids have a suffix."""
         states = self.engine.output_processor.request_states
         known = {name: count for of_worker in counts for name, count in of_worker.items() if name in states}
         return {states[name].external_req_id: count for name, count in known.items()}
 
     def _swapped_under(self, sampled: dict[str, int], version: int) -> None:
-        """Record a swap to ``version``; ``sampled`` has each request's number of tokens from the old weights."""
+        """Record a swap to ``version``. ``sampled`` has each request's number of tokens from the old weights."""
         self._versions.swap(sampled, version)
         held = {name: count for name, count in sampled.items() if name in self._tasks and count}
         for name, count in held.items():
@@ -370,16 +364,16 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._activity.recompute(held)
 
     async def begin_load(self, global_steps: int | None) -> None:
-        """Close the server, because weights of version ``global_steps`` will be written in place."""
+        """Close the server, because version ``global_steps`` will be loaded over the live weights."""
         self._gate.begin_load(global_steps)
         self._note_state()
 
     async def loaded(self, checksum: str) -> None:
-        """Record the checksum of the announced version, after all of its weights have arrived."""
+        """Record the checksum of weights that have been loaded completely."""
         self._checksum = checksum
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Commit version ``global_steps`` and open the server; called after all tensors have been loaded."""
+        """Commit version ``global_steps`` and open the server, because all tensors have been loaded."""
         await super().set_global_steps(global_steps)
         self._gate.commit()
         self._note_state()
@@ -389,14 +383,14 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._note_state()
 
     async def activity(self) -> Activity:
-        """Return the engine's time and token counts since the last call; raise EngineDied if the engine has died."""
+        """Return what the engine did since the last call, and its token counts; raise EngineDied if it has died."""
         await self.check_engine()
         spans, counts = self._activity.take(), self._activity
         tokens = {"sampled": counts.sampled, "answered": counts.answered, "under_way": counts.under_way}
         return Activity(time.monotonic(), self._life, spans, tokens)
 
     def _note_state(self) -> None:
-        """Record in the engine's time account whether it can generate and, if not, why."""
+        """Report to the run record whether the engine can generate and, if not, why."""
         if self._gate.refusing:
             self._activity.close(Class.DOWN)
         elif not self._gate.is_open:
@@ -408,16 +402,16 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             self._activity.open()
 
     async def leave_routing(self) -> None:
-        """Return every waiting and later request as aborted without tokens, so that its client uses another server.
+        """Return all waiting and later requests as aborted without tokens, so that their clients use other servers.
 
-        The publisher calls this after it has removed the server from the load balancer. The next complete load makes
-        the server accept requests again.
+        The weight publisher calls this after it has removed the server from the load balancer. After the next complete
+        load the server accepts requests again.
         """
         self._gate.refuse()
         self._note_state()
         self._rejecting = True
         self._submission_paused = True
-        # Wake the requests that wait for the end of the pause, which are then rejected. The pause itself continues.
+        # Wake the requests that wait for the end of the pause, so that they are rejected. The pause itself continues.
         self._resume_event.set()
         self._resume_event.clear()
 
@@ -426,7 +420,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             raise EngineDied(f"the engine of rollout replica {self.replica_rank} died")
 
     async def describe(self) -> list[str]:
-        """Return lines of text: whether the server answers, its engine's requests, and where its coroutines wait."""
         gate = "open" if self._gate.is_open else f"closed, loading version {self._gate.loading}"
         requests = len(self.engine.output_processor.request_states) if self.node_rank == 0 else 0
         return [
@@ -439,7 +432,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         engine_kwargs["scheduler_cls"] = SCHEDULER
         chosen = engine_kwargs.get("worker_extension_cls")
-        # With staging this check is unnecessary, because an unsuitable extension fails at the first staging call.
+        # This is checked only without staging, because with staging an unsuitable extension fails at the first call.
         if self._loads_in_place and chosen and not issubclass(resolve_obj_by_qualname(chosen), StagingExtension):
             raise RolloutServerError(
                 f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={chosen}: an engine's workers "
@@ -454,5 +447,5 @@ class GatedVLLMHttpServer(vLLMHttpServer):
 
 
 async def no_adapters() -> set[int]:
-    """Replace the engine's ``list_loras``, which verl calls, since `_salted` adds the adapter to each request."""
+    """Return no adapters, in place of the engine's ``list_loras``, because `_salted` adds the adapter to requests."""
     return set()

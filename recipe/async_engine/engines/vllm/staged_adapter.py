@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging of a LoRA adapter in an engine that has loaded the base weights from the model's files.
 
-Contract: that of `recipe.async_engine.weights.staged`. In addition, a stream is refused if it is not a complete adapter
-or if its shapes differ from those of the previous adapter. No request may be in the engine at the swap. Each adapter
-gets a new name and number, because vLLM identifies cached prefixes, LoRA slots and loaded adapters by them; verl uses
-one name and number for all (verl/workers/rollout/vllm_rollout/utils.py:40). A request for a removed adapter fails.
-
-Shown by tests/integration/test_staged_adapter.py and tests/e2e/test_lora.py.
+Contract: staging works as in `recipe.async_engine.weights.staged`. In addition, a stream is refused if it is not a
+complete adapter or if its shapes differ from those of the previous adapter. No request may be in the engine at the
+swap, because a request for a removed adapter fails. Each adapter gets a new name and number, by which vLLM identifies
+cached prefixes, LoRA slots and loaded adapters. (verl uses the same name and number for all adapters,
+verl/workers/rollout/vllm_rollout/utils.py:40.) Shown by tests/integration/test_staged_adapter.py and
+tests/e2e/test_lora.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from recipe.async_engine.weights.staged import NamedTensors, StagedWeights, Stag
 
 FIRST, SECOND = ".lora_A.weight", ".lora_B.weight"
 NO_FILE = "sent by the trainer"
-"""Path that stands for an adapter without a file; vLLM would fail if it tried to read this path."""
+"""The path that vLLM gets for an adapter, which has no file. vLLM would fail if it tried to read the path."""
 
 
 @dataclass(frozen=True)
 class AdapterName:
-    """The number and weights version by which the server and its engine's workers identify an adapter."""
+    """The identity of an adapter in the server and in its engine's workers: a number and the version of the weights."""
 
     number: int
     version: int
@@ -39,12 +39,7 @@ class AdapterName:
 
 
 class StagedAdapter(StagedWeights):
-    """The staging area for a LoRA adapter.
-
-    Args:
-        worker: the vLLM worker; its methods ``add_lora``, ``remove_lora`` and ``ignored_parts`` are called.
-        peft_config: rank, alpha and target modules in PEFT's format.
-    """
+    """The staged weights of a LoRA adapter. ``peft_config`` has rank, alpha and target modules in PEFT's format."""
 
     def __init__(self, worker: Any, peft_config: Mapping[str, Any]) -> None:
         self._worker, self._config = worker, dict(peft_config)
@@ -52,7 +47,7 @@ class StagedAdapter(StagedWeights):
         self._live: AdapterName | None = None
         self._shapes: dict[str, torch.Size] | None = None
         self.name: AdapterName | None = None
-        """Identity of the next adapter, which the caller must set before the adapter's stream begins."""
+        """Identity of the next adapter. The caller must set this before the adapter's stream begins."""
 
     def _begin(self) -> None:
         self._tensors = {}
@@ -80,10 +75,9 @@ class StagedAdapter(StagedWeights):
         return None
 
     def _swap(self) -> None:
-        """Replace the live adapter by the staged one.
-
-        If the model lacks a layer for some adapter weights, no adapter is live afterwards and StagingRefused is raised.
-        vLLM would silently ignore these weights, and sample from another policy than the trainer's.
+        """Replace the live adapter by the staged one. StagingRefused is raised, and no adapter is live, if the model
+        lacks a layer for some of the adapter's weights. vLLM itself would ignore these weights, and sample from another
+        policy than the trainer's.
         """
         from verl.utils.vllm import TensorLoRARequest
 

@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging of weights in a second instance of the model, in the vLLM engine's own process.
+"""Staging of weights in a second instance of the model, in the process of a vLLM worker.
 
-Contract: that of `recipe.async_engine.weights.staged`. Weights are loaded on a separate thread while the engine
-generates.
+Contract: staging works as in `recipe.async_engine.weights.staged`. Weights are loaded on a separate thread while the
+engine generates.
 
-To find out whether the weights are complete, all floating-point parameters are filled with NaN when a stream starts; a
-parameter that still contains NaN at its end is incomplete. (The names that vLLM's loaders return do not suffice: a
-packed parameter is named as soon as one of its components is loaded.) Weights that are themselves NaN are therefore
-refused too.
+To find out whether the weights are complete, all floating-point parameters are filled with NaN when a stream starts. A
+parameter that still contains NaN at the end of the stream is incomplete. Therefore weights that are NaN are refused
+too. (The names that vLLM's loaders return do not suffice, because they include a packed parameter as soon as one of its
+components is loaded.)
 
 The second instance is created once. vLLM's own loaders fill it, and the values that vLLM derives from loaded weights
-(packed layers, for example) are computed there, also while the engine generates. A swap copies into the live tensors in
-place, so that every reference to them sees the new values: objects that are no modules (a router's bias, an attention
-backend's sinks), views, captured CUDA graphs, and compiled code. To find the tensors to copy, both instances are walked
-through in parallel (`recipe.async_engine.weights.held`): copied are parameters, buffers, all tensors that share their
-storage, and each tensor that vLLM has derived. A derived object that is not a tensor (a kernel's own packed format) is
-assigned to the live instance. If a tensor has no counterpart of the same shape and dtype, the version is refused before
-the swap.
+(packed layers, for example) are computed in it while the engine generates. A swap overwrites the live tensors, so that
+every reference to them has the new values: objects other than modules (a router's bias, an attention backend's sinks),
+views, captured CUDA graphs, and compiled code. To find the tensors to copy, both instances are traversed in parallel
+(`recipe.async_engine.weights.held`). A swap copies parameters, buffers, all tensors that share their storage, and all
+tensors that vLLM has derived. A derived object other than a tensor (a kernel's own packed format) is assigned to the
+live instance. If a tensor has no counterpart of the same shape and dtype, the version is refused before the swap.
 
-If the device has no memory for a second instance, it is in host memory: the swap copies parameters and buffers from
-there, and vLLM derives the other values again from the live weights during the swap.
-
-Shown by tests/integration/test_staged_model.py; in the real engine by test_staged_architectures.py and
+If the device has no memory for a second instance, it is in host memory. In that case the swap copies parameters and
+buffers from host memory, and vLLM then derives the other values from the live weights. Shown by
+tests/integration/test_staged_model.py; in the real engine by test_staged_architectures.py and
 tests/e2e/test_fully_async.py.
 """
 
@@ -39,14 +37,13 @@ from recipe.async_engine.weights.staged import NamedTensors, StagedWeights, Stag
 
 
 class StagedModel(StagedWeights):
-    """The staging area for the full weights of a model.
+    """The staged weights of a whole model.
 
     Args:
         live: the instance with which the engine generates.
         spare: another instance of the same model, without weights.
-        finish: the engine's function that derives values in an instance from its loaded weights; it is called again
-            for every version.
-        in_host: ``spare`` is in host memory, so values can be derived only in ``live``, after the swap.
+        finish: vLLM's function that derives values in an instance from its loaded weights, called for every version.
+        in_host: whether ``spare`` is in host memory, so that values can be derived only in ``live``.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class StagedModel(StagedWeights):
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._hands: list[Callable[[], None]] = []
         self._derived: list[torch.Tensor] = []
-        # Remember the tensors into which loaders write, because deriving values may replace them in the model.
+        # Keep the tensors into which loaders write, because vLLM may replace them in the model when it derives values.
         found = [pair for pair in pairs(spare, live) if isinstance(pair.mine, torch.Tensor) and not pair.is_shared]
         self._loadable = [(pair, pair.mine.data, pair.mine.untyped_storage().nbytes()) for pair in found]
 
@@ -73,7 +70,7 @@ class StagedModel(StagedWeights):
         for parameter in self._spare.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
-        # Start from the live values of buffers, because the stream may not contain them.
+        # Copy the live buffers, because the stream may not contain buffers.
         live = dict(self._live.named_buffers())
         for name, buffer in self._spare.named_buffers():
             if buffer is not live[name]:
@@ -91,7 +88,7 @@ class StagedModel(StagedWeights):
 
     def _find_problem(self) -> str | None:
         parameters = dict(self._spare.named_parameters())
-        # A sum is NaN if any element is NaN, and needs no extra memory. All sums are read from the device together.
+        # A sum is NaN if any element is NaN. Unlike a mask, it needs no memory. Read all sums from the device together.
         sums = {name: parameter.sum() for name, parameter in parameters.items() if parameter.is_floating_point()}
         are_nan = torch.stack([found.isnan() for found in sums.values()]).tolist() if sums else []
         missing = [name for name, is_nan in zip(sums, are_nan, strict=True) if is_nan]
@@ -132,13 +129,13 @@ class StagedModel(StagedWeights):
             if parameter.numel() and _storage(parameter) not in reached:
                 raise StagingRefused(f"the engine's {name} exists in only one instance of its model; {_ADVICE}")
 
-        # Free loaded data that vLLM has replaced by another layout; the next stream allocates the memory again.
+        # Free loaded data that vLLM has replaced by another layout. The next stream allocates this memory again.
         for _, data, _ in self._loadable:
             if _storage(data) not in held:
                 data.untyped_storage().resize_(0)
 
     def _swap(self) -> None:
-        # Enter inference mode, because tensors created in inference mode can be written to only in inference mode.
+        # Tensors that were created in inference mode can be written to only in inference mode.
         with torch.inference_mode():
             for live, staged in self._copies:
                 live.copy_(staged, non_blocking=True)
@@ -148,7 +145,7 @@ class StagedModel(StagedWeights):
             self._finish(self._live)
 
 
-# Values of these types are counters and state of a running engine, which a swap must not reset.
+# Values of these types are counters and other state of a running engine, which a swap must not change.
 _NO_WEIGHT = (int, str, type(None))
 
 
@@ -162,15 +159,17 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _fits(pair: Pair) -> tuple[Any, ...]:
-    """Return address and layout of a pair's live tensor; raise StagingRefused if its shape or dtype differs."""
+    """Return the address and layout of a pair's live tensor; raise StagingRefused if shapes or dtypes differ."""
     live = pair.theirs
     if not isinstance(live, torch.Tensor) or (live.shape, live.dtype) != (pair.mine.shape, pair.mine.dtype):
-        raise StagingRefused(f"the engine's {pair.path} does not fit its live counterpart; {_ADVICE}")
+        raise StagingRefused(
+            f"the engine's {pair.path} does not fit its live counterpart in shape and dtype; {_ADVICE}"
+        )
     return live.data_ptr(), live.shape, live.stride(), live.dtype
 
 
 def _replaceable(pair: Pair) -> Callable[[], None]:
-    """Return a function that assigns an object to the live model; raise StagingRefused if that is impossible."""
+    """Return a function that assigns a pair's new object to the live model; raise StagingRefused if impossible."""
     if pair.put_theirs is None or pair.has_parts or not pair.are_alike:
         raise StagingRefused(f"the engine's {pair.path} cannot be assigned to the live model; {_ADVICE}")
     return functools.partial(pair.put_theirs, pair.mine)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor that receives weights from the trainer and passes them to a vLLM engine on the same node.
+"""The Ray actor that receives weights from the trainer and passes them to a vLLM engine on the same node.
 
-Contract: weights are either staged next to the live ones (`stage_weights`), with which the server goes on answering
-until the swap, or loaded in place (`update_weights`), while the server is closed. Either call succeeds completely, or
-fails within its deadline and leaves the engine ready for another attempt. After a failed load in place the server stays
-closed (`recipe.async_engine.engines.vllm.server`). The worker's event loop is never blocked. Stock verl's
-``BucketedWeightSender`` has no deadline, and its waits on a socket block the event loop
-(bucketed_weight_transfer.py:163).
+Contract: weights are either staged (`stage_weights`) while the server continues to answer with the live weights, or
+loaded over the live weights (`update_weights`) while the server is closed. Either call succeeds completely, or fails
+within its deadline and leaves the engine ready for another attempt. If `update_weights` fails, the server stays closed
+(`recipe.async_engine.engines.vllm.server`). The worker's event loop is never blocked. (Stock verl's
+``BucketedWeightSender`` has no deadline, and blocks the event loop while it waits on a socket,
+bucketed_weight_transfer.py:163.)
 """
 
 import asyncio
@@ -31,15 +31,14 @@ from recipe.async_engine.core.errors import WeightLoadError
 from recipe.async_engine.weights.checksum import StreamChecksum
 
 LOOK_MS = 100
-"""Milliseconds that a call on the socket waits before it checks again whether the engine has failed."""
+"""Milliseconds between two checks whether the engine has failed, while a call on a socket waits."""
 
 WATCH_S = 1.0
-"""Seconds between two checks, while weights are sent, whether the engine is alive."""
+"""Seconds between two checks whether the engine is alive, while weights are sent."""
 
 UNDER_WAY, COMPLETE = "under way", "complete: "
-"""Outcomes of staging that `recipe.async_engine.engines.vllm.engine_extension` reports; any other text is an error.
-
-`COMPLETE` is followed by the checksum of the loaded weights.
+"""Outcomes of staging that `engine_extension.StagingExtension` reports. `COMPLETE` is followed by the checksum of the
+staged weights. Any other text is an error message.
 """
 
 T = TypeVar("T")
@@ -48,9 +47,9 @@ NamedTensors = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[
 
 
 class DeadlineSocket:
-    """A zmq REQ socket; sending and receiving raise WeightLoadError after ``timeout_s`` seconds or a failed engine.
+    """A zmq REQ socket that raises WeightLoadError if the peer is silent for ``timeout_s`` seconds or the engine fails.
 
-    ``failure`` returns the engine's error, or None while the engine works.
+    ``failure`` returns the error of the engine, or None while the engine works.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, failure: Failure) -> None:
@@ -59,7 +58,7 @@ class DeadlineSocket:
         self._failure = failure
         self.may_send = True
         self.said: Any = None
-        """The message of the last `send_pyobj` call, whether or not it could be sent."""
+        """The message of the last `send_pyobj` call, even if it could not be sent."""
         socket.setsockopt(zmq.LINGER, 0)
 
     def send_pyobj(self, obj: Any) -> None:
@@ -78,7 +77,7 @@ class DeadlineSocket:
         deadline = time.monotonic() + self._timeout_s
         while not self._socket.poll(LOOK_MS, event):
             if (error := self._failure()) is not None:
-                raise WeightLoadError(f"the rollout engine ended the load: {error}")
+                raise WeightLoadError(f"the rollout engine failed and ended the load: {error}")
             if time.monotonic() > deadline:
                 raise WeightLoadError(f"the rollout engine accepted no weights for {self._timeout_s:g} s")
 
@@ -89,11 +88,12 @@ class DeadlineSocket:
 class DeadlineWeightSender(BucketedWeightSender):
     """verl's sender of weights through shared memory or CUDA IPC, with deadlines and checks of memory.
 
-    With shared memory a tensor must fit into one bucket. Shared memory is allocated before it is written to, because
-    Linux kills a process (SIGBUS) that writes to it when /dev/shm is full.
+    With shared memory, each tensor must fit into one bucket, the buffer through which weights are sent. Shared memory
+    is allocated before it is written to, because Linux kills a process (SIGBUS) that writes to it when /dev/shm is
+    full.
 
-    If the stream of weights breaks, the engine still gets the last message of the protocol; otherwise its worker would
-    wait for the next bucket for ever and could accept no further load. The broken version is not committed.
+    If the stream of weights breaks, the engine still gets the last message of the protocol, because its worker would
+    otherwise wait for the next bucket for ever. The broken version is not committed.
     """
 
     socket: Any
@@ -113,7 +113,7 @@ class DeadlineWeightSender(BucketedWeightSender):
         try:
             super()._init_buffer()
         except Exception:
-            # Remove the shared-memory segment, which verl leaks if the engine has not received its name
+            # Remove the shared-memory segment, because verl leaks it if the engine has not received the segment's name
             # (bucketed_weight_transfer.py:185).
             if isinstance(self.socket.said, dict):
                 with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ class DeadlineWeightSender(BucketedWeightSender):
             raise
 
     def _reserve(self, nbytes: int) -> None:
-        """Allocate shared memory for ``nbytes`` more bytes, but at most up to the bucket's size."""
+        """Allocate ``nbytes`` more bytes of shared memory, or what is left of the bucket if that is less."""
         more = min(nbytes, self.bucket_size - self._reserved)
         if self.shm is None or more <= 0:
             return
@@ -161,26 +161,25 @@ class DeadlineWeightSender(BucketedWeightSender):
 
 
 def part_id(node_rank: int) -> str:
-    """Return an id for the servers and workers of a run with this node rank, unique among all runs on the host.
+    """Return an id for the socket between weight workers and engines, different for each run and node rank on a host.
 
-    verl names the socket between weight worker and engine after Ray's job id (vllm_rollout.py:141). All runs that start
-    Ray themselves have the same job id, so two of them on one host would load each other's weights. The same would
-    happen between the node ranks of a multi-node replica if several of them are on one host.
+    verl uses Ray's job id (vllm_rollout.py:141). Runs that start Ray themselves all have the same job id, so two of
+    them on one host would load each other's weights. So would several node ranks of one replica on one host.
     """
     context = ray.get_runtime_context()
     return f"{context.get_job_id()}-{zlib.crc32(context.gcs_address.encode()):08x}-{node_rank}"
 
 
 def takes_adapters(model_config: Any) -> bool:
-    """Return whether the engine generates with LoRA adapters that the trainer sends (verl's ``lora_as_adapter``)."""
+    """Return whether the trainer sends LoRA adapters, with which the engine generates (verl's ``lora_as_adapter``)."""
     return max(model_config.lora_rank, model_config.lora.get("rank", 0)) > 0 and not model_config.lora.get("merge")
 
 
 class DeadlineServerAdapter(ServerAdapter):
-    """verl's adapter, which passes weights to the vLLM server on its node, with deadlines and off the event loop.
+    """verl's adapter, which passes weights to the vLLM server on its node, with deadlines and on another thread.
 
-    ``checksum`` is that of the weights last loaded in place. The deadline is ``weight_sync_timeout_s`` (seconds) in
-    ``rollout.custom["recipe"]``.
+    The deadline is ``weight_sync_timeout_s`` (seconds) in ``rollout.custom["recipe"]``. ``checksum`` is the checksum of
+    the weights that were last loaded by `update_weights`.
     """
 
     zmq_handle: str
@@ -197,10 +196,10 @@ class DeadlineServerAdapter(ServerAdapter):
     async def update_weights(
         self, weights: NamedTensors, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:
-        """Load every tensor of ``weights`` in place, then commit version ``global_steps``.
+        """Load all tensors of ``weights`` over the live weights, then commit version ``global_steps``.
 
         Raises:
-            WeightLoadError: the engine reported an error or did not answer in time; the server stays closed.
+            WeightLoadError: the engine reported an error or did not answer in time. The server stays closed.
         """
         if wire_format != "named_tensors":
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
@@ -234,17 +233,19 @@ class DeadlineServerAdapter(ServerAdapter):
 
     @torch.no_grad()
     async def stage_weights(self, weights: NamedTensors, version: int) -> str | None:
-        """Stage every tensor of ``weights`` as ``version``, next to the engine's live weights.
+        """Stage all tensors of ``weights`` as ``version``, next to the engine's live weights.
 
         Returns:
-            On the leading rank the checksum of the weights that the engine's workers have staged; None on the others.
+            The checksum of the weights that the engine's workers have staged, or None on ranks other than the leading
+                one.
 
         Raises:
-            WeightLoadError: the engine refused the weights or did not answer in time; its live weights are unchanged.
+            WeightLoadError: the engine refused the weights or did not answer in time. The live weights did not change.
         """
         leads = self._ensure_server_handle()
         if leads:
-            # The engine's time limit is twice that of this worker, so that the worker gives up first and reports why.
+            # The engine gets twice the time limit of this worker, so that the worker gives up first and reports the
+            # reason.
             staging = self.server_handle.begin_staging.remote(version, self.use_shm, 2 * self._timeout_s)
             await self._in_time(staging, "begin to stage weights")
         outcome = asyncio.create_task(self._death_of_engine(leads))
@@ -255,7 +256,7 @@ class DeadlineServerAdapter(ServerAdapter):
         return await self._in_time(self._staged(version), "stage the weights") if leads else None
 
     async def _load_adapter(self, weights: NamedTensors, version: int | None) -> None:
-        """Stage an adapter and swap it in at once; the caller has paused generation."""
+        """Stage an adapter and make it live at once. The caller has paused generation."""
         assert version is not None, "each adapter has its version in its name"
         self.checksum = await self.stage_weights(weights, version)
         if self._has_server:
@@ -270,14 +271,14 @@ class DeadlineServerAdapter(ServerAdapter):
         return " and ".join(sorted({outcome.removeprefix(COMPLETE) for outcome in outcomes}))
 
     async def _death_of_engine(self, leads: bool) -> Exception:
-        """Wait until the engine has died and return its error; on ranks that do not lead, wait for ever."""
+        """Wait until the engine has died, and return its error. Ranks other than the leading one wait for ever."""
         while True:
             await asyncio.sleep(WATCH_S)
             if leads and (error := await _error_of(self.server_handle.check_engine.remote())) is not None:
                 return error
 
     async def _send(self, weights: NamedTensors, failure: asyncio.Task[Exception | None]) -> None:
-        """Send ``weights`` to the engine; stop with WeightLoadError if ``failure`` returns an error before the end."""
+        """Send ``weights`` to the engine; raise WeightLoadError if the task ``failure`` returns an error first."""
         sender = DeadlineWeightSender(
             zmq_handle=self.zmq_handle,
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
@@ -296,17 +297,16 @@ class DeadlineServerAdapter(ServerAdapter):
 
 
 async def _error_of(load: Awaitable[Any] | None) -> Exception | None:
-    """Wait for a call to the engine and return its error, or None if it succeeded; a None call has no error."""
+    """Await ``load``, a call to the engine or None, and return the error of the call, or None if it has no error."""
     try:
         if load is not None:
             await load
-    except Exception as error:  # Any error of the engine is returned as the outcome.
+    except Exception as error:  # Any error of the engine is returned.
         return error
     return None
 
 
 def _run_on(device: Any, work: Coroutine[Any, Any, None]) -> None:
-    """Make ``device`` this thread's current device and run ``work`` in an event loop."""
     get_platform().set_device(device)
     asyncio.run(work)
 
@@ -324,12 +324,10 @@ class RolloutWeightWorker(CheckpointEngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None) -> str | None:
-        """Receive a version and load it in place, as in verl; return the checksum of the loaded weights."""
         await super().update_weights(global_steps)
         return self.server_adapter.checksum
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stage_weights(self, global_steps: int) -> str | None:
-        """Receive version ``global_steps`` and stage it; return its checksum on the leading rank, else None."""
         weights = self.checkpoint_engine.receive_weights(global_steps=global_steps)
         return await self.server_adapter.stage_weights(weights, global_steps)

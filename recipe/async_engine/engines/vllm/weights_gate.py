@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes requests to a rollout server wait until the server holds complete weights.
 
-Contract: a request passes the gate only while a complete set of weights is loaded; an interrupted load leaves the gate
+Contract: a request passes the gate only while a complete set of weights is loaded. An interrupted load leaves the gate
 closed. Shown by tests/integration/test_server_gate.py.
 """
 
@@ -11,9 +11,9 @@ from recipe.async_engine.engines.vllm.engine_settings import RolloutServerError
 
 
 class WeightsGate:
-    """A gate that is open while a server holds a complete set of weights.
+    """A gate for requests that is open while a server holds a complete set of weights.
 
-    It uses neither the engine nor Ray, and must be called only on the server's event loop.
+    The methods may be called only on the server's event loop.
     """
 
     def __init__(self, opened: bool) -> None:
@@ -28,28 +28,28 @@ class WeightsGate:
         return self._complete.is_set()
 
     def begin_load(self, version: int | None) -> None:
-        """Close the gate until :meth:`commit`, because the live weights are about to be overwritten."""
+        """Close the gate until :meth:`commit` is called, because the live weights are about to be overwritten."""
         self.loading = version
         self.refusing = False
         self._complete.clear()
 
     def commit(self) -> None:
-        """Open the gate, because all weights of the version have been loaded."""
+        """Open the gate, because the load is complete."""
         self.loading = None
         self.refusing = False
         self._complete.set()
 
     def refuse(self) -> None:
-        """Refuse waiting and later requests until the next load, because the load balancer no longer has the server."""
+        """Refuse waiting and later requests until the next load, because the server has left the load balancer."""
         self.refusing = True
         self._complete.set()
         self._complete.clear()
 
     async def wait_open(self, timeout_s: float) -> bool:
-        """Wait for complete weights; return False if the server refuses requests instead.
+        """Wait for complete weights and return True, or return False if the server refuses requests.
 
         Raises:
-            RolloutServerError: no complete weights came within ``timeout_s`` seconds.
+            RolloutServerError: the server got no complete weights within ``timeout_s`` seconds.
         """
         if self._complete.is_set() or self.refusing:
             return not self.refusing
