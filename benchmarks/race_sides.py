@@ -3,7 +3,8 @@
 modes.
 
 Each side has `DEVICES` accelerators. With separate placement the trainer has half of them, or as many as the side's
-name says, and one replica the others; with shared placement both have all of them in turns. Everything else is the same preset, task and agent loop.
+name says, and one replica the others; with shared placement both have all of them in turns. Everything else is the same
+preset, task and agent loop.
 """
 
 from __future__ import annotations

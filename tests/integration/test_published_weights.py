@@ -25,11 +25,12 @@ from recipe.async_engine.weights.snapshot import Wire
 RANKS_S = 120
 
 
-def worker_of(rows: int = 5) -> ActorWorker:
+def worker_of(rows: int = 5, gathers: bool = False) -> ActorWorker:
     """A rank's worker around a sharded module; of two ranks the second has nothing of the bias."""
     module = torch.nn.Linear(3, rows)
     module.offset = torch.nn.Parameter(torch.zeros(1))
-    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(module, mesh=mesh, reshard_after_forward=not gathers)
     worker = ActorWorker.__new__(ActorWorker)
     worker._rank, worker._world_size, worker._strategy_handlers = dist.get_rank(), dist.get_world_size(), None
     worker.config = SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2"))
@@ -86,6 +87,25 @@ def check_what_is_sent(worker: ActorWorker, rank: int) -> None:
             assert tensor.is_meta if rank else bool((tensor == version).all())
 
 
+def check_gathered_weights() -> None:
+    """A forward pass without a backward pass leaves the weights gathered, if FSDP2 is not to reshard after it."""
+    worker = worker_of(gathers=True)
+    kept = published(worker)
+    fill(worker, 1.0)
+    kept.keep()
+    fill(worker, 2.0)
+    with torch.no_grad(), kept.in_use():
+        worker.actor.engine.module(torch.zeros(1, 3))
+        assert not hasattr(worker.actor.engine.module.weight, "full_tensor"), "they are gathered"
+    assert holds(worker, 2.0)
+    with torch.no_grad():
+        worker.actor.engine.module(torch.zeros(1, 3))
+    kept.keep()
+    fill(worker, 3.0)
+    with kept.in_use():
+        assert holds(worker, 2.0)
+
+
 def scenario(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
@@ -111,6 +131,7 @@ def scenario(rank: int, world: int, folder: str) -> None:
     with kept.in_use():
         assert holds(again, 1.0)
     assert holds(again, 3.0)
+    check_gathered_weights()
     check_what_is_sent(worker_of(), rank)
     with pytest.raises(CheckpointError, match="another model"):
         published(worker_of(rows=8)).load(folder)
@@ -173,7 +194,7 @@ def test_what_verl_offloads_has_arrived_before_it_is_read_or_written_and_copies_
     worker = ActorWorker.__new__(ActorWorker)
     worker._rank, worker.config = 0, SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2"))
     shards = {name: SimpleNamespace(_local_tensor=torch.ones(5), _spec="spec") for name in "abc"}
-    module = SimpleNamespace(named_parameters=shards.items)
+    module = SimpleNamespace(named_parameters=shards.items, modules=list)
     worker.actor = SimpleNamespace(engine=SimpleNamespace(module=module))
     worker._strategy_handlers = (None, lambda *_: asked.append("load"))
     with Copies():

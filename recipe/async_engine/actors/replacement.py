@@ -5,10 +5,10 @@ Contract: the run never waits for a replacement. A thread ends the processes of 
 and starts another replica; `Replacements.take` returns the new replica when it is up. Each attempt counts against a
 budget, even if it fails, except an attempt that finds no free accelerators: that one is repeated at every `take`. When
 the budget is spent, a lost replica is not replaced, and the log says so. An attempt that exceeds its deadline is given
-up; if its replica comes up later, the replica is ended again. Functions that end a replica wait until Ray reports the
-replica's resources, or its actor names, as free, which happens some time after the processes have ended. Shown by
-tests/integration/test_replacement.py and, with real replicas, tests/e2e/test_replacement.py, test_lost_replica.py and
-test_nodes.py.
+up and another one begins; if the first one's replica comes up later, this replica is ended again. Functions that end a
+replica wait until Ray reports the replica's resources, or its actor names, as free, which happens some time after the
+processes have ended. Shown by tests/integration/test_replacement.py and, with real replicas,
+tests/e2e/test_replacement.py, test_lost_replica.py and test_nodes.py.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Replacements:
             if not attempt.result.done():
                 if time.monotonic() > attempt.deadline and attempt.result.cancel():
                     logger.error("%s could not be started: not up after %g s", what, self._timeout_s)
+                    again.append(attempt.again(False))
                 else:
                     self._attempts.append(attempt)
             elif (error := attempt.result.exception()) is None:

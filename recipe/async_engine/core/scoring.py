@@ -83,7 +83,6 @@ class ScoringQueue:
     def __init__(self, settings: ScoringSettings, live: int | None = None) -> None:
         """Create the queue; ``live`` is the version of the initial weights, or None if they are only placeholders."""
         self.live = live
-        self.paused = False
         self.joining = False
         """True while the ranks join the group of a weight sync; nothing may be scored during that time."""
         self._settings = settings
@@ -243,7 +242,7 @@ class ScoringQueue:
         holds = self.joining or (
             self._settings.holds_for_weights and self._loading is not None and self._staged is None
         )
-        if live is None or self.paused or holds:
+        if live is None or holds:
             return []
         ready = [request for request in self._waiting.values() if request.version <= live]
         return sorted(ready, key=lambda request: (request.start, request.id))

@@ -649,8 +649,6 @@ class RolloutScheduler:
                 records = [record for of_group in kept.values() for record in of_group if record is not None]
                 tokens = self.tokens + account
                 tokens.cut += sum(record.under_way_tokens for record in records)
-                complete = sum(run.cut_tokens for run in self._runs.values())
-                cached = complete + sum(record.cut_tokens for record in records)
                 return {
                     "ledger": self.ledger.snapshot(),
                     # Copy the position, because the data loader may change the object that it returned.
@@ -660,7 +658,6 @@ class RolloutScheduler:
                         "cut": tokens.cut,
                         "trained": tokens.trained,
                         "lost": tokens.lost,
-                        "cached": cached,
                     },
                 }
 

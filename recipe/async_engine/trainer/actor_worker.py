@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.plugin.platform import get_platform
@@ -52,6 +53,16 @@ SHARDED = ("fsdp2", "veomni")
 """Strategies whose parameters are DTensors."""
 
 
+def free_gathered(module: torch.nn.Module) -> None:
+    """Free parameters that FSDP2 has gathered, so that every parameter is a DTensor with this rank's shard.
+
+    With ``reshard_after_forward=false`` a forward pass without a backward pass leaves the gathered tensors in place.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 class ShardCopy:
     """A copy of one training rank's weight shards in host memory, which is reused for the next copy.
 
@@ -67,6 +78,7 @@ class ShardCopy:
     @torch.no_grad()
     def take(self, module: torch.nn.Module) -> tuple[dict[str, tuple[torch.Tensor, Any]], Any]:
         """Copy this rank's shards of the module's parameters, and return the copy in verl's format."""
+        free_gathered(module)
         parameters = dict(module.named_parameters())
         shards: list[torch.Tensor] = [
             getattr(parameter, "_local_tensor", parameter) for parameter in parameters.values()
@@ -166,6 +178,8 @@ class ActorWorker(DetachActorWorker):
         """Restore the copy with the name ``n``; raise `CheckpointError` if there is no such copy."""
         self._copy(n)
         settle()
+        if self.config.actor.strategy in SHARDED:
+            free_gathered(self.actor.engine.module)
         super().restore_model_from_cpu(n)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -125,6 +125,8 @@ class LendingStage:
             except (NoReplicaLeft, CannotRestart) as error:
                 logger.error("the trainer's accelerators are not lent any more: %s", error)
                 self._is_over = True
+                if self._hybrid.is_awake:
+                    self._hybrid.sleep()
                 return False
             self._is_awake = True
             self._use_places()
