@@ -211,7 +211,7 @@ class Alarms:
             raise self._error
 
     def finish(self) -> None:
-        """Decide, at the run's end, about alarms that had too few tests; raise `AlarmLimit` if one reaches its limit."""
+        """At the run's end, decide about alarms that had few tests; raise `AlarmLimit` if one reaches its limit."""
         for name, row in self._row.items():
             if 0 < row == self._times[name] < WATCHED[name].rings_at and name not in self._said:
                 self._ring(name, is_first=True)

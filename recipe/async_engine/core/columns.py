@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of columns of training batches, and of fields of trajectories and prompts: this package's and some of verl's."""
+"""Names of columns of training batches, and of fields of trajectories and prompts, of this package and of verl."""
 
 TOKEN_VERSIONS = "token_versions"
 """Batch column, int64 (rows, R): the policy version of each response token, -1 for tokens that no policy sampled."""

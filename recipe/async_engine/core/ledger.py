@@ -203,7 +203,7 @@ class SampleLedger:
         stale = [group for group in batch if self.version - group.start > self.settings.max_staleness]
         if stale:
             raise StalenessViolation(
-                f"groups past max_staleness {self.settings.max_staleness} at {self.version}: {stale}"
+                f"groups would train version {self.version} beyond max_staleness={self.settings.max_staleness}: {stale}"
             )
         self._gate.take([group.start for group in batch])
         self._leased = [group.id for group in batch]
