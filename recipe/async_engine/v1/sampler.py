@@ -93,7 +93,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         trainer._add_batch_to_generate = lambda: self.ask(data.train_batch_size)
 
     def ask(self, prompts: int) -> int:
-        """Request prompts; issue those that the staleness bound allows now and the others later; return how many now."""
+        """Issue as many prompts as the staleness bound allows now, the others later; return the number issued now."""
         self._owed += prompts
         self._sync_metadata_from_transfer_queue()
         return self._issue_owed(self._trainer.global_steps)
