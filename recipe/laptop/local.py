@@ -31,7 +31,7 @@ TASK_TIMEOUT_S = 300.0
 
 
 def fill_builtin_task(config: DictConfig) -> None:
-    """Create the built-in task if ``config`` asks for it, and enter its paths where those of model and data are null."""
+    """Create the built-in task if ``config`` asks for it, and enter its paths in ``config`` where they are null."""
     task = config.get("builtin_task")
     if task is None or (config.data.train_files and config.actor_rollout_ref.model.path):
         return
