@@ -64,7 +64,7 @@ def _make_task(folder: str, settings: TaskSettings) -> None:
     try:
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TASK_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise RunFailed(f"the built-in task was not created in {folder} within {TASK_TIMEOUT_S:g} s") from None
+        raise RunFailed(f"the built-in task was not created in {folder} within {TASK_TIMEOUT_S:g} s: retry") from None
     said = done.stderr.strip()
     if done.returncode == 2:  # `recipe.laptop.task` exits with status 2 for TaskDirectoryError.
         raise TaskDirectoryError(said)

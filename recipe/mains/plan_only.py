@@ -34,10 +34,10 @@ V1_JUDGES: tuple[Judge, ...] = (memory,)
 def findings(config: DictConfig, trainer: str) -> Findings:
     """Check a configuration and return the problems and warnings found.
 
-    ``trainer`` is the value of `trainer.v1.trainer_mode`, which a flag sets.
+    ``trainer`` is the value of `trainer.v1.trainer_mode`, which a flag (``+recipe=...``) sets.
 
     Raises:
-        ConfigError: the mode that a flag has chosen cannot use one of the settings.
+        ConfigError: the mode that the flag selects cannot use one of the settings.
     """
     mode = trainer.removeprefix(PREFIX)
     if not trainer.startswith(PREFIX):

@@ -48,7 +48,7 @@ class NoAgentLoops:
 
 
 class FlaggedTrainer(PPOTrainer):
-    """Runs a mode of this package in the form of a v1 trainer of verl."""
+    """A v1 trainer of verl that runs one of this package's modes instead of verl's training loop."""
 
     name: ClassVar[str]  # Value of ``trainer.v1.trainer_mode`` that selects this trainer.
     mode: ClassVar[str]

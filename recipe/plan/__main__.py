@@ -66,7 +66,7 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
         raise CannotPlan(f"{folder}/config.json is no JSON object")
     shape = shape_of(config)
     if shape is None:
-        raise CannotPlan(f"{folder}/config.json describes no model family that the planner knows")
+        raise CannotPlan(f"{folder}/config.json has an unknown model family or invalid sizes; give a recorded run")
     if options.device not in PROFILES:
         raise CannotPlan(f"--device {options.device!r} is not known: give one of {sorted(PROFILES)}")
     median, sigma, most = _lengths(options.lengths)
@@ -189,7 +189,7 @@ def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
         scenario = of_run(run, options.steps)
     found = advise(scenario, times, options.accelerators, options.goal, range(options.seeds), options.per_node)
     if not found:
-        raise CannotPlan(f"--goal {options.goal}: no candidate meets this goal")
+        raise CannotPlan(f"--goal {options.goal}: no candidate meets this goal; allow a larger staleness")
     return [replace(advice, also=assumed(scenario)) for advice in found] if estimate else found, estimate
 
 

@@ -40,7 +40,7 @@ def most_staleness(goal: str) -> float | None:
 
 @dataclass(frozen=True)
 class Advice:
-    """A candidate (`scenario`) and its simulated results over several seeds.
+    """A split of accelerators with a staleness bound (`scenario`), and its simulated results over several seeds.
 
     Attributes:
         tokens_per_s: median of the trained tokens per second; `lowest` and `highest` are the range.

@@ -62,7 +62,7 @@ class Clock:
                 self.after(0.0, lambda process=waiting[1]: self.start(process))  # type: ignore[misc]
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Let time pass until ``over`` returns true, or until nothing is due."""
+        """Run the scheduled actions in the order of their times until ``over`` returns True or none is left."""
         while self._due and not over():
             self.now, _, action = heapq.heappop(self._due)
             action()
@@ -93,6 +93,8 @@ READ_STEPS = 4
 
 class Engine:
     """A simulated rollout engine with continuous batching.
+
+    It plans all decode steps until the next event at once: until an answer ends or a request joins.
 
     Args:
         places: number of requests that the engine decodes at once.
@@ -199,7 +201,7 @@ class Engine:
         return found
 
     def _whole_steps(self) -> int:
-        """Return how many decode steps have ended since the last call of `_plan`."""
+        """Return how many of the planned decode steps have ended by now."""
         if self.closed or not self.running or self._step <= 0:
             return 0
         spent = self._clock.now - self._began - self._first + self._step + 1e-9
@@ -211,14 +213,14 @@ class Engine:
         return min(self._planned, int((math.sqrt(half * half + 2 * self._slope * spent) - half) / self._slope))
 
     def _begun_steps(self) -> int:
-        """Return how many decode steps have begun since the last call of `_plan`."""
+        """Return how many of the planned decode steps have begun by now."""
         return min(self._planned, self._whole_steps() + 1) if self.running and not self.closed else 0
 
     def _seconds(self, steps: int) -> float:
         return self._first + self._step * (steps - 1) + self._slope * steps * (steps - 1) / 2 if steps else 0.0
 
     def _stop_after(self, steps: int) -> None:
-        """Call `_plan` again after ``steps`` decode steps instead of more, so that a request can join."""
+        """Reduce the planned decode steps to ``steps``, so that a request can join after them."""
         if self.running and steps >= self._planned:
             return
         self._planned = steps
@@ -246,7 +248,7 @@ class Engine:
         return ended
 
     def _count(self, steps: int) -> None:
-        """Add the tokens of ``steps`` decode steps, which have ended since the last call of `_plan`."""
+        """Give each running request the tokens of the first ``steps`` planned decode steps, and drop the other steps."""
         self._steps += steps
         self._context += steps * len(self.running)
         if steps:
@@ -264,7 +266,7 @@ class Engine:
         self._context -= request.prompt + request.tokens
 
     def _plan(self) -> None:
-        """Admit queued requests as far as slots and prefill time allow, and plan the steps until the next event."""
+        """Let queued requests join as far as slots and prefill time allow, and plan the steps until the next event."""
         left = READ_STEPS * self._step_s(self._places, self._context) if self._waiting else 0.0
         while self._waiting and len(self.running) < self._places and left > 0:
             *_, request = heapq.heappop(self._waiting)

@@ -90,7 +90,7 @@ class Result:
     trained_groups: int
 
     def step_s(self, skip: int) -> float:
-        """Return the mean seconds per step, without the first ``skip`` steps."""
+        """Return the mean seconds per step after the first ``skip`` steps."""
         return (self.ended[-1] - self.ended[skip - 1]) / (len(self.ended) - skip)
 
     def tokens_per_s(self, skip: int) -> float:
@@ -164,8 +164,8 @@ class Simulation:
         self.clock.run(lambda: self._over)
         if not self._over:
             raise CannotPlan(
-                f"the simulated run stands still at {self.clock.now:g} s, with {self.ledger.counts()} and "
-                f"{self.scenario}: the times and settings in the event record cannot be those of a run"
+                f"the simulated run cannot continue after {self.clock.now:g} s, with {self.ledger.counts()} and "
+                f"{self.scenario}: the event record contradicts itself; give that of another run"
             )
         self._timeline.stop()
         return self._result()
@@ -178,7 +178,7 @@ class Simulation:
             self._issue()
         self.clock.start(self._train())
 
-    # The methods below simulate the trainer, in the order of `AsyncPPOTrainer`'s steps.
+    # The methods below simulate the trainer, in the order of the steps of `AsyncPPOTrainer`.
 
     def _train(self) -> Process:
         scenario, times = self.scenario, self.times
@@ -234,7 +234,7 @@ class Simulation:
         self._books["trained"] += sum(lengths)
         self._issue()
 
-    # The methods below simulate publishing a version, in the order of a real weight sync.
+    # The methods below simulate weight syncs, in the order of a real one.
 
     def _bring(self) -> Process:
         scenario, times = self.scenario, self.times
@@ -286,7 +286,6 @@ class Simulation:
         return found
 
     def _resume(self, requests: Iterable[Request]) -> None:
-        """Send interrupted requests to the engines again."""
         for request in requests:
             request.work = Work.AGAIN if request.tokens else request.work
             self._through_agents(request)

@@ -124,7 +124,7 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     prompt = _prompt(run)
     steps = fit_steps(run.events, ends, places, replicas, prompt)
     if steps is None:
-        raise CannotPlan(f"the event record in {folder} has no sampled tokens of engines")
+        raise CannotPlan(f"the event record in {folder} has no sampled token: let the run train some steps first")
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
     first = used[Class.PREFILL] / len(lengths)
     overhead = [end - start - first - step * (tokens - 1) for group in answers.values() for tokens, start, end in group]

@@ -66,7 +66,7 @@ CLONE_THREAD = 0x10000
 
 
 class SandboxUnavailable(RecipeError):
-    """This machine cannot isolate a program."""
+    """This machine cannot run a program in a sandbox, for the reason in the message."""
 
 
 class Ending(StrEnum):

@@ -7,7 +7,7 @@ with its traceback. A message names what is wrong (setting, group, state), its v
 
 
 class RecipeError(Exception):
-    """Base of every exception that this package raises on purpose."""
+    """Base class of every exception that this package raises on purpose."""
 
 
 class CannotGoOn(RecipeError):
@@ -29,11 +29,11 @@ class StalenessViolation(RecipeError):
 
 
 class GateError(RecipeError):
-    """A method of the staleness gate was called in a state in which it must not be called."""
+    """The staleness gate was asked for something that its state does not allow, such as a group over the limit."""
 
 
 class LedgerError(RecipeError):
-    """A method of the sample ledger was called in a state in which it must not be called."""
+    """The sample ledger was asked for something that its state does not allow, such as a prompt's second issue."""
 
 
 class LedgerIdentityError(LedgerError):

@@ -68,7 +68,7 @@ class GateSettings:
 
     @property
     def version_groups(self) -> int:
-        """Return B, the number of groups trained in one version."""
+        """Return B, the number of groups that are trained between two versions."""
         return self.batches_per_version * self.batch_groups
 
     @property
@@ -131,7 +131,7 @@ class StalenessGate:
         return self.live + 1 <= self.admission_limit
 
     def add(self) -> int:
-        """Admit one group and return its start version, which is the announced version."""
+        """Record that one more group starts, and return its start version, which is the announced version."""
         if not self.admits():
             raise GateError(f"{self.live} groups are live and at most {self.admission_limit} may be live")
         self._starts[self.announced] += 1

@@ -38,7 +38,6 @@ class PromptRef:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Return (epoch, index), which is unique in a run."""
         return self.epoch, self.index
 
 
@@ -105,7 +104,7 @@ class PromptSet:
 
 
 class OnNonFinite(StrEnum):
-    """Whether a group with a reward or log-prob that is not finite counts as failed, or as filtered."""
+    """Whether a group with a reward or log-prob that is NaN or infinite counts as failed or as filtered."""
 
     FAIL = "fail"
     DROP = "drop"
@@ -173,7 +172,6 @@ class StalenessStats(Counter[int]):
 
     @property
     def sum(self) -> int:
-        """Return the sum of the staleness of all counted groups."""
         return sum(staleness * groups for staleness, groups in self.items())
 
     @property

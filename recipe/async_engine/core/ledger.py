@@ -108,7 +108,6 @@ class SampleLedger:
         return self._trained_prompts.to_rows()
 
     def can_issue(self) -> bool:
-        """Return whether one more group may be issued now."""
         return not self.all_issued and self._gate.admits()
 
     @property
@@ -118,7 +117,7 @@ class SampleLedger:
 
     @property
     def all_issued(self) -> bool:
-        """Return whether the run needs no further group unless a live group is filtered or fails."""
+        """Return whether enough groups are issued for the rest of the run, if no live group is filtered or fails."""
         if self.issue_limit is not None and self._issued >= self.issue_limit:
             return True
         return self.target_groups is not None and self._trained + len(self._live) >= self.target_groups
@@ -194,12 +193,12 @@ class SampleLedger:
         return None if batch is None else checked(self.policy, batch, self._ready())
 
     def take(self) -> list[Group]:
-        """Lease the next batch to the trainer until `mark_trained` or `return_batch` is called."""
+        """Give the next batch to the trainer, until `mark_trained` or `return_batch` is called; return its groups."""
         if self._leased:
             raise LedgerError(f"the trainer still holds groups {self._leased}")
         batch = self.next_batch()
         if batch is None:
-            raise LedgerError(f"no batch may be taken now at version {self.version}: {self.counts()}")
+            raise LedgerError(f"no batch of version {self.version} can be taken now; the groups are {self.counts()}")
         stale = [group for group in batch if self.version - group.start > self.settings.max_staleness]
         if stale:
             raise StalenessViolation(
@@ -262,18 +261,15 @@ class SampleLedger:
         )
 
     def check_identity(self) -> None:
-        """Raise `LedgerIdentityError` if counts of the ledger contradict each other or the gate; read every live group.
-
-        Each training step runs only `_check_books`, which is cheaper.
-        """
+        """Raise `LedgerIdentityError` if counts of the ledger contradict each other, the live groups or the gate."""
         recount = Counter((group.state, group.start) for group in self._live.all())
         counted = {(state, start): n for state in GroupState for start, n in self._live.starts(state).items()}
         if counted != recount:
-            raise LedgerIdentityError(f"live groups by state and start version: {dict(recount)}, index: {counted}")
+            raise LedgerIdentityError(f"the ledger counts live groups as {counted}, but they are {dict(recount)}")
         self._check_books()
 
     def _check_books(self) -> None:
-        """Raise `LedgerIdentityError` if counts contradict each other; do not read the live groups one by one."""
+        """Run those checks of `check_identity` that are cheap enough for every step, as they do not read each group."""
         counts = self.counts()
         by_start = {state: self._live.starts(state) for state in GroupState}
         open_starts = Counter(by_start[GroupState.RUNNING]) + Counter(by_start[GroupState.READY])
@@ -292,7 +288,7 @@ class SampleLedger:
         }
         broken = [identity for identity, holds in agree.items() if not holds]
         if broken:
-            raise LedgerIdentityError(f"broken identities: {broken}; {counts}; gate: {self._gate.starts()}")
+            raise LedgerIdentityError(f"not true: {broken}; the ledger has {counts}, the gate {self._gate.starts()}")
 
     def snapshot(self) -> dict[str, Any]:
         """Return the ledger's state as JSON-compatible values, for a checkpoint of the present weights.

@@ -191,7 +191,7 @@ class LendingPolicy:
         return min(most, max(1, math.ceil(lost / (SWITCH_SHARE * step)))) if step > 0 else 1
 
     def _in_groups(self, places: float) -> float:
-        """Return the groups per second that ``places`` places generate, or the groups in that many place-seconds."""
+        """Convert places to groups per second, or place-seconds to groups, by the mean place-seconds of a group."""
         assert self.group_place_s.value is not None
         return places / max(self.group_place_s.value, 1e-9)
 

@@ -46,7 +46,6 @@ class LiveGroups:
             self._ready_of_batch[group.batch] += group.state is GroupState.READY
 
     def remove(self, group_id: int) -> None:
-        """Remove a group that is no longer live."""
         self._leave(self._groups.pop(group_id))
 
     def all(self) -> list[Group]:
@@ -56,7 +55,7 @@ class LiveGroups:
         return self._counts[state]
 
     def starts(self, state: GroupState) -> dict[int, int]:
-        """Return the number of groups in this state for each start version."""
+        """Return the number of groups in this state, by start version."""
         return {start: len(ids) for start, ids in self._by_start[state].items()}
 
     def in_state(self, state: GroupState) -> list[Group]:

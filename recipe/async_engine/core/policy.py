@@ -29,7 +29,7 @@ SETTING = "async_training.admission_policy"
 
 
 class PolicyError(RecipeError):
-    """An admission policy raised an exception, or chose something that it was not offered."""
+    """An admission policy raised an exception, or chose a prompt or a batch that it may not choose."""
 
 
 class Batch(Sequence[Group]):
@@ -228,7 +228,9 @@ def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
 
 
 def checked(policy: AdmissionPolicy, chosen: Any, ready: ReadyGroups) -> list[Group]:
-    """Return the ledger's objects of the groups in ``chosen``; raise PolicyError if ``chosen`` is no valid batch."""
+    """Return the chosen groups as the ledger has them; raise PolicyError unless they are different, ready, and as many
+    as a batch has.
+    """
     try:
         groups = [ready.find(group.id) for group in chosen]
     except (TypeError, AttributeError) as error:

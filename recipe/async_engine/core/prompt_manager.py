@@ -113,7 +113,7 @@ class PromptManager:
 
     @property
     def running(self) -> int:
-        """Return the number of trajectories that have a slot."""
+        """Return the number of trajectories that have a generation slot."""
         return self._trajectories_in[TrajectoryState.RUNNING]
 
     @property
@@ -251,12 +251,12 @@ class PromptManager:
         """Mark a group as ready for training, because all of its trajectories are sampled and rewarded."""
         unfinished = [state for state in self._states[group_id] if state is not TrajectoryState.SAMPLED]
         if unfinished:
-            raise LedgerError(f"group {group_id} is not complete: {[state.value for state in unfinished]}")
+            raise LedgerError(f"group {group_id} has trajectories that are {[state.value for state in unfinished]}")
         self._leave(group_id)
         return self.ledger.mark_ready(group_id, oldest_version)
 
     def forget(self, group_id: int) -> None:
-        """Drop a group and free its slots. The caller filters the group or marks it as failed in the ledger."""
+        """Remove a group and free its slots, because the caller filters it or marks it as failed in the ledger."""
         self._leave(group_id)
 
     def counts(self) -> PromptCounts:
@@ -344,7 +344,7 @@ class Slots:
         self._at_engines_s = self._at_tools_s = 0.0
 
     def ended(self, at_engines_s: float, at_tools_s: float) -> int:
-        """Record how many seconds an ended trajectory waited for engines and for tools; return the new `count`."""
+        """Record how many seconds an ended trajectory waited for engines and for tools; return the number of slots."""
         kept = 1 - 1 / (MEMORY * self._least)
         self._at_engines_s = kept * self._at_engines_s + at_engines_s
         self._at_tools_s = kept * self._at_tools_s + at_tools_s

@@ -28,7 +28,7 @@ STATIC = 0
 
 
 class Anchor(StrEnum):
-    """Which version computes the proximal log-probs."""
+    """Which policy version computes the proximal log-probs: the one that sampled the tokens, or the newest."""
 
     GENERATION = "generation"
     LATEST = "latest"
@@ -117,7 +117,7 @@ class ScoringQueue:
         return True
 
     def withdraw(self, request_id: int) -> bool:
-        """Drop a request that is no longer needed; return False if it is already being scored or has been scored."""
+        """Remove a waiting request; return False if it does not wait, because it is being scored or was scored."""
         return self._waiting.pop(request_id, None) is not None
 
     # Methods about weights.
@@ -127,7 +127,7 @@ class ScoringQueue:
         if self._loading is not None:
             raise ValueError(f"version {self._loading} is already being loaded")
         if self.newest is not None and version < self.newest:
-            raise ValueError(f"version {version} is older than version {self.newest}")
+            raise ValueError(f"version {version} is older than version {self.newest}, which this server has already")
         self._loading = version
 
     @property

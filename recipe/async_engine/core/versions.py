@@ -67,11 +67,10 @@ class RequestVersions:
         self._begun[request_id] = [(version, 0)]
 
     def forget(self, request_id: str) -> None:
-        """Drop a request that has ended."""
         self._begun.pop(request_id, None)
 
     def submitted(self, request_id: str) -> int | None:
-        """Return the version at the request's submission, or None if the request or its version is unknown."""
+        """Return the engine's version when the request was submitted; None if the request or the version is unknown."""
         return self._begun[request_id][0][0] if request_id in self._begun else None
 
     def swap(self, sampled: Mapping[str, int], version: int) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's v1 agent loops, extended to have log-prob servers compute the old log-probs of each answer.
+"""verl's v1 agent loops, extended to have log-prob servers *score* each answer, that is, compute its old log-probs.
 
-Contract: a finished answer is scored as a whole, with the version that sampled its last token, while its reward is
-computed and other answers are generated. A prompt is complete once all of its answers have been scored. If no server
-scores an answer in time, NaN is stored for it, and the trainer computes the log-probs. Without log-prob servers, these
-agent loops are verl's. Shown by tests/e2e/test_v1_trainers.py.
+Contract: a finished answer is scored by the version that sampled its last token, while its reward is computed and other
+answers are generated. A prompt is complete once all of its answers have been scored. If no server scores an answer in
+time, NaN is stored for it, and the trainer computes the log-probs. Without log-prob servers, these agent loops behave
+like verl's. Shown by tests/e2e/test_v1_trainers.py.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def _shape(config: Mapping[str, Any], qkv_bias: bool, head_norms: bool) -> Model
     if not (
         0 < layers <= MOST_LAYERS and heads > 0 and int(config["hidden_size"]) > 0 and int(config["vocab_size"]) > 0
     ):
-        raise ValueError("the config.json has sizes that no model can have")
+        raise ValueError(f"config.json must have 1 to {MOST_LAYERS} layers, and other sizes above 0")
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     skipped = set(config.get("mlp_only_layers") or ())
     step = int(config.get("decoder_sparse_step") or 1)

@@ -123,7 +123,7 @@ def fsdp_rank(shape: ModelShape, layout: FSDP, update: Work | None, forward: Wor
     trained = 0 if not layout.trains else parameters if layout.trained is None else layout.trained
     outside = parameters - shape.layer_parameters - shape.expert_parameters
     share, trained_share = -(-parameters // layout.shards), -(-trained // layout.shards)
-    # The current layer and the next one are gathered; parameters outside of layers stay gathered.
+    # FSDP2 has the current layer and the next one gathered on each rank, and all parameters outside of layers.
     gathered = (outside + 2 * shape.largest_layer if layout.reshards else parameters) * layout.compute_bytes
     return Rank(
         weights=share * layout.model_bytes,
@@ -189,7 +189,7 @@ def layer_activations(shape: ModelShape) -> int:
 
 
 def _layer_peak(shape: ModelShape) -> int:
-    """Return the peak bytes per token of one layer in a forward pass without backward."""
+    """Return the peak bytes per token that one layer needs in a forward pass without backward."""
     mlp = shape.experts_per_token * shape.expert_mlp if shape.expert_layers else shape.mlp
     return 8 * shape.hidden + max(6 * mlp, 4 * (shape.q_width + shape.kv_width))
 
