@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapts the configuration of a script for stock verl to the mode that a flag (``+recipe=...``) selects (docs/flags.md)."""
+"""Adapts the configuration of a script for stock verl to the mode that a flag (``+recipe=...``) selects."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class BeforeRun(Callback):
         from recipe.async_engine.record.run_record import exit_status
         from recipe.async_engine.record.schema import summary_in
 
-        # There is no summary if the run's trainer was on a node that does not share the folder.
+        # There is no summary if the trainer was on a node that does not share the run's folder.
         summary, _ = summary_in(Path(config.trainer.default_local_dir))
         if summary is None or summary.get("began", 0.0) < self._began:
             return

@@ -163,7 +163,7 @@ class Engine:
         return list(self.running.values())
 
     def reopen(self, again: bool = False) -> None:
-        """End a pause; with ``again``, first prefill the requests that have kept their slots once more."""
+        """End a pause. With ``again``, the requests that have kept their slots are prefilled again."""
         self.closed = False
         self.activity.open()
         for name in self._parked:
@@ -248,7 +248,7 @@ class Engine:
         return ended
 
     def _count(self, steps: int) -> None:
-        """Give each running request the tokens of the first ``steps`` planned decode steps, and drop the other steps."""
+        """Give each running request the tokens of ``steps`` planned decode steps, and drop the steps after these."""
         self._steps += steps
         self._context += steps * len(self.running)
         if steps:

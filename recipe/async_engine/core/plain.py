@@ -174,7 +174,7 @@ def _first(error: BaseException) -> BaseException:
 def _told_alone(error: BaseException) -> str:
     try:
         message = readable(str(error))
-    except BaseException as inner:  # even SystemExit: only the text is wanted here
+    except BaseException as inner:  # a user's class may raise anything
         message = f"<its message cannot be shown: {type(inner).__name__}>"
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[:LONGEST_MESSAGE]}... ({len(message):,} characters)"

@@ -86,7 +86,7 @@ def parts_of(context: RuleContext, models: Models, device: int | None) -> list[P
 
 
 def verdicts(parts: list[Part], device: int) -> Iterator[Verdict]:
-    """Yield the parts that exceed or nearly fill a device of ``device`` bytes."""
+    """Yield a verdict for each part of a run that exceeds or nearly fills a device of ``device`` bytes."""
     for part in parts:
         certain = max(part.moments, key=lambda moment: moment.certain)
         if certain.certain > device:
@@ -168,7 +168,7 @@ class _Run:
         return tokens, layers, f"{MODEL}.use_fused_kernels", "trainer.n_gpus_per_node", BUCKET
 
     def _snapshot(self) -> tuple[Item, ...]:
-        """Return the copy of the weights on the host from which they are sent while training continues, if any."""
+        """Return the host copy of the weights that is sent while training continues; () if training waits instead."""
         weights = self.settings.weights
         if weights.publish != "beside":
             return ()
