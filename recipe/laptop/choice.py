@@ -35,10 +35,7 @@ def choose_platform(
 ) -> PlatformChoice:
     """Return the platform that a run must use, or that verl chooses it.
 
-    Args:
-        machine: result of `inspect_machine`, which says whether there is an accelerator.
-        ray_address: value of `ray_kwargs.ray_init.address`.
-        device: value of `trainer.device`.
+    machine: result of `inspect_machine`. ray_address: value of `ray_kwargs.ray_init.address`. device: `trainer.device`.
     """
     asked = environ.get("VERL_PLATFORM", "").strip().lower() or ("cpu" if device == "cpu" else "")
     on_cpu = not (machine.accelerator or cluster_to_join(environ, machine, ray_address))

@@ -55,9 +55,7 @@ def fill_builtin_task(config: DictConfig) -> None:
 def _make_task(folder: str, settings: TaskSettings) -> None:
     """Create the built-in task in a separate process, so that this one need not import torch, which takes long.
 
-    Raises:
-        TaskDirectoryError: the folder cannot be used.
-        RunFailed: the process took too long, or failed in another way.
+    Raise TaskDirectoryError if the folder cannot be used, and RunFailed for any other failure.
     """
     options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(settings).items()]
     command = [sys.executable, "-m", "recipe.laptop.task", f"--out={folder}", *options]

@@ -27,8 +27,7 @@ def refused(setting: str, value: object, allowed: str, advice: str) -> ConfigErr
 def check_main(config: DictConfig, main: str) -> None:
     """Raise ConfigError if the main program, the module named ``main``, would ignore the flag.
 
-    A user's own main program is assumed to use the flag. If it does not, `recipe.mains.trainer.NoAgentLoops` ends the
-    run.
+    A user's own main program is assumed to use it. If it does not, `recipe.mains.trainer.NoAgentLoops` ends the run.
     """
     ours = main.startswith("recipe.") and any(main == f"recipe.{mode}.main" for mode in MODES)
     if config.get(CHOSEN) and main != MAIN and (ours or main.split(".")[0] == "verl"):
@@ -39,8 +38,7 @@ def check_main(config: DictConfig, main: str) -> None:
 def settle(config: DictConfig) -> list[str]:
     """Enter the trainer that the flag selects in ``config``; return a message for each setting that this overrides.
 
-    Raises:
-        ConfigError: the configuration already names another trainer of this package.
+    Raise ConfigError if the configuration already names another trainer of this package.
     """
     chosen, trainer = config.get(CHOSEN), config.trainer
     if not chosen:
@@ -57,8 +55,7 @@ def settle(config: DictConfig) -> list[str]:
 def take_arguments(config: DictConfig, mode: str) -> None:
     """Translate settings of a script for stock verl, in ``config``, into the settings that the mode reads.
 
-    Raises:
-        ConfigError: the mode cannot use one of the settings.
+    Raise ConfigError if the mode cannot use one of the settings.
     """
     manager = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
     if manager != MANAGER:

@@ -32,13 +32,7 @@ V1_JUDGES: tuple[Judge, ...] = (memory,)
 
 
 def findings(config: DictConfig, trainer: str) -> Findings:
-    """Check a configuration and return the problems and warnings found.
-
-    ``trainer`` is the value of `trainer.v1.trainer_mode`, which a flag (``+recipe=...``) sets.
-
-    Raises:
-        ConfigError: the mode that the flag selects cannot use one of the settings.
-    """
+    """Return the problems and warnings of a configuration; ``trainer`` is the value of `trainer.v1.trainer_mode`."""
     mode = trainer.removeprefix(PREFIX)
     if not trainer.startswith(PREFIX):
         has_task = config.get("builtin_task") is not None

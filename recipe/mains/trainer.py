@@ -34,11 +34,7 @@ class NoAgentLoops:
 
     @classmethod
     def create(cls, **settings: Any) -> NoAgentLoops:
-        """Return an object without agent loops.
-
-        Raises:
-            ConfigError: the caller runs one of verl's own trainers, so the flag has no effect.
-        """
+        """Return an object without agent loops; raise ConfigError if the caller's trainer ignores the flag."""
         if settings.get("llm_client") is not None:
             advice = (
                 "+recipe has chosen a mode, and this main runs one of verl's own trainers: set trainer.use_v1=true."

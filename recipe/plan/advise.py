@@ -137,9 +137,7 @@ def _divisors(count: int, most: int) -> list[int]:
 
 
 def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: int) -> bool:
-    """Return whether trainer and rollout fit on ``nodes`` nodes, if their ``counts`` accelerators are in groups of
-    ``parts`` and a group is on one node; the larger groups are placed first.
-    """
+    """Return whether ``counts`` accelerators, each ``parts`` of them on one node, fit on ``nodes`` nodes."""
     (small, small_count), (large, large_count) = sorted(zip(parts, counts, strict=True))
     full, rest = divmod(large_count // large, per_node // large)
     empty = nodes - full - (rest > 0)

@@ -26,12 +26,7 @@ from recipe.report.account import KINDS, Kind
 
 @dataclass(frozen=True)
 class Switch:
-    """Seconds that a loan of the trainer's accelerators costs.
-
-    Attributes:
-        wake_s: seconds from the decision to lend until hybrid replicas generate; the weights are loaded in this time.
-        sleep_s: seconds from the decision to end the loan until the trainer has its memory back.
-    """
+    """Seconds of a loan: `wake_s` until hybrid replicas generate, `sleep_s` until the trainer has its memory back."""
 
     wake_s: float
     sleep_s: float
@@ -40,10 +35,8 @@ class Switch:
 class LendingSimulation(Simulation):
     """A simulated run with hybrid replicas, which generate on the trainer's accelerators while the trainer waits.
 
-    Attributes:
-        switches: number of times that the accelerators were lent.
-        lent_s: seconds in which hybrid replicas were awake.
-        read_again: number of tokens that were prefilled again because the end of a loan had interrupted their requests.
+    switches: number of loans. lent_s: seconds in which hybrid replicas were awake. read_again: number of tokens that
+    were prefilled again because the end of a loan had interrupted their requests.
     """
 
     def __init__(

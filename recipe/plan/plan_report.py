@@ -30,13 +30,7 @@ WIDTH = 34
 
 
 def report(title: str, found: Findings, of_verl: bool) -> str:
-    """Return the whole plan as text.
-
-    Args:
-        title: name of the mode or trainer.
-        found: the result of the configuration's checks, with the settings of the run.
-        of_verl: whether one of verl's own trainers runs, which forms batches in its own way.
-    """
+    """Return the whole plan as text; ``of_verl``: one of verl's own trainers runs, and forms batches in its own way."""
     context = found.context
     sections = {
         "processes": _processes(context),

@@ -226,13 +226,9 @@ def steps_trained(run: Run) -> int:
 def estimated(
     rollout: DeviceTimes, trainer: Callable[[int], DeviceTimes], groups: Sequence[Sequence[int]], prompt: int
 ) -> Times:
-    """Return times computed from device profiles.
+    """Return times computed from device profiles, for groups with these answer lengths and ``prompt`` prompt tokens.
 
-    Args:
-        rollout: times of the accelerators of a rollout replica.
-        trainer: returns the times of the trainer's accelerators, given the number of trainer ranks.
-        groups: number of tokens of each answer of each group.
-        prompt: number of tokens of a prompt.
+    ``rollout`` computes the times of a rollout replica; ``trainer`` returns those of the trainer for a number of ranks.
     """
     return Times(
         groups=tuple(tuple(group) for group in groups),

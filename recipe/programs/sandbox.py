@@ -220,12 +220,10 @@ def _is_readable(file: FileIO, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> Iterator[None]:
-    """Context manager that completes bubblewrap's start, and on exit kills all processes in the sandbox.
+    """Complete the start of bubblewrap; on exit, kill all processes in the sandbox.
 
-    Args:
-        process: the bubblewrap process.
-        info: pipe through which bubblewrap reports the pid of the sandbox's first process.
-        mapped: pipe through which bubblewrap is told that the user ids are mapped, if this process is root.
+    info: pipe through which bubblewrap reports the pid of the sandbox's first process. mapped: pipe through which
+    bubblewrap is told that the user ids are mapped, if this process is root.
     """
     first = None
     try:

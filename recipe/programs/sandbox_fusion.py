@@ -33,11 +33,7 @@ def compute_score(*, url: str, **arguments: Any) -> dict[str, float]:
 
 
 def run(url: str, source: str, stdin: str, limits: Limits, call: tuple[str, Sequence[Any]] | None = None) -> Outcome:
-    """Run a program on the Sandbox Fusion service, with the arguments and result of `sandbox.run`.
-
-    Raises:
-        SandboxUnavailable: the service did not answer, or reported a failure of its own.
-    """
+    """Run a program on the service, like `sandbox.run`; raise SandboxUnavailable if the service does not run it."""
     if call is not None:
         source = inspect.getsource(sandboxed.execute) + CALL.format(repr(json.dumps([source, call])))
     seconds = max(1, math.ceil(limits.wall_s))

@@ -176,10 +176,7 @@ class Alarms:
             self._tell(f"alarm {name}: {self._said[name]}")
 
     def group_ended(self, error: BaseException | None) -> AlarmLimit | None:
-        """Record that a prompt group is complete (None) or failed with ``error``.
-
-        Return the error with which the run must end now, or None if the run may continue.
-        """
+        """Record that a prompt group is complete or failed; return the error that must end the run now, if any."""
         self._last.append(error is not None)
         if error is not None:
             self._failed += 1
@@ -259,12 +256,10 @@ class UnchangedWeights:
         self._checksum: str | None = None
 
     def updated(self, gradient_norms: Iterable[float], next_learning_rate: float) -> None:
-        """Record the policy updates of one step.
+        """Record the policy updates of one step, given the gradient norm of each update.
 
-        Args:
-            gradient_norms: gradient norm of each update.
-            next_learning_rate: learning rate after the step, as verl reports it; it applies to the next step. The rate
-                of the first step is unknown, so the first step never counts as a change of the weights.
+        ``next_learning_rate`` is the one after the step, as verl reports it. The first step never counts as a change of
+        the weights, because its own learning rate is not known.
         """
         moves = self._learning_rate is not None and self._learning_rate > 0
         if moves and any(math.isfinite(norm) and norm > 0 for norm in gradient_norms):

@@ -187,10 +187,7 @@ class StalenessGate:
         self.check()
 
     def give_back(self, starts: Sequence[int]) -> None:
-        """Make the groups of the batch that was taken last live again, because the batch was not trained.
-
-        The invariant still holds, because the live groups and the slots both grow by b.
-        """
+        """Make the groups of the last taken batch live again, because it was not trained; the invariant still holds."""
         self._starts.update(starts)
         self.live += len(starts)
         self.batches_taken -= 1

@@ -43,10 +43,7 @@ class PromptRef:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that has been read from the training data, and whose generation has not started yet.
-
-    row: a batch of one prompt as verl's data loader collates it; the value of a column is ``row[name][0]``.
-    """
+    """A prompt that has been read but not issued; ``row`` is a batch of one, as verl collates it: ``row[name][0]``."""
 
     epoch: int
     index: int
@@ -190,9 +187,7 @@ class FilterCount:
 
     Groups are counted in the order in which they were issued, as in synchronous training, so the count does not depend
     on which answers finish first. It starts again from 0 after ``batch_groups`` groups were kept. Failed groups are not
-    counted.
-
-    limit: number of filtered groups at which `exceeded` becomes True; 0 means never.
+    counted. `exceeded` becomes True at ``limit`` filtered groups; a limit of 0 means never.
     """
 
     def __init__(self, batch_groups: int, limit: int) -> None:

@@ -156,10 +156,7 @@ class SampleLedger:
         return group
 
     def mark_ready(self, group_id: int, oldest_version: int) -> Group:
-        """Mark a running group as ready, because all of its answers are complete and rewarded.
-
-        ``oldest_version`` is the version that sampled its oldest token.
-        """
+        """Mark a complete, rewarded group as ready; ``oldest_version`` is the version that sampled its oldest token."""
         group = self._live_group(group_id, "ready", GroupState.RUNNING)
         if not group.start <= oldest_version <= self.announced:
             raise LedgerError(
@@ -316,9 +313,7 @@ class SampleLedger:
 
         ``rules`` are the constructor's keyword arguments; their limits count from the beginning of the run, not from
         the resume. Running groups keep their start versions, because generation continues from their saved tokens.
-
-        Raises:
-            SnapshotError: the groups in the snapshot break the staleness bound in ``settings``.
+        Raise SnapshotError if the groups in the snapshot break the staleness bound in ``settings``.
         """
         ledger = cls(settings, **rules)
         groups = [Group.from_row(row) for row in snapshot["live"]]
@@ -347,9 +342,7 @@ class SampleLedger:
         return ledger
 
     def _choice(self) -> Batch | None:
-        """Return the admission policy's batch, or the oldest groups if the gate refuses that batch; None if none can
-        be taken.
-        """
+        """Return the policy's batch, or the oldest groups if the gate refuses that batch; None if none can be taken."""
         if self._live.count(GroupState.READY) < self.settings.batch_groups:
             return None
         ready = self._ready()

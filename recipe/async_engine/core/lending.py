@@ -203,10 +203,9 @@ class LendingPolicy:
         return missing - min(begun, missing / 2)
 
     def _gain_s(self, alone: float, lent: float, missing: float) -> float:
-        """Return the seconds that a switch saves, or loses if negative.
+        """Return the seconds that a switch saves; the result is negative if it costs more than it saves.
 
-        ``alone`` and ``lent`` are the groups per second that standalone and hybrid replicas generate, ``missing`` the
-        groups still to be generated for the next batch.
+        alone, lent: groups per second of standalone and of hybrid replicas. missing: groups still to be generated.
         """
         wake, sleep = self.wake_s.value or 0.0, self.sleep_s.value or 0.0
         # If all groups are generated already, their rewards are half done on average.

@@ -155,9 +155,7 @@ class WholeBatches(OldestReady):
 
 
 class Turns(OldestReady):
-    """Like `OldestReady`, but fills each free slot with a trajectory of any group; used if training and generation take
-    turns.
-    """
+    """Like `OldestReady`, but fills each free slot with a trajectory of any group; the default if generation takes turns."""
 
     whole_groups = False
 
@@ -228,9 +226,7 @@ def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
 
 
 def checked(policy: AdmissionPolicy, chosen: Any, ready: ReadyGroups) -> list[Group]:
-    """Return the chosen groups as the ledger has them; raise PolicyError unless they are different, ready, and as many
-    as a batch has.
-    """
+    """Return the chosen groups as the ledger has them; raise PolicyError unless they are a full, ready batch."""
     try:
         groups = [ready.find(group.id) for group in chosen]
     except (TypeError, AttributeError) as error:

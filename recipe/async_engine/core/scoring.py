@@ -77,10 +77,7 @@ class Promotion:
 
 
 class ScoringQueue:
-    """The waiting requests and the weights of one log-prob server.
-
-    The server does what `next` returns, and then calls `scored` or `promoted`.
-    """
+    """The waiting requests and the weights of one log-prob server, which does what `next` returns."""
 
     def __init__(self, settings: ScoringSettings, live: int | None = None) -> None:
         """Create an empty queue; ``live`` is the version of the initial weights, or None for placeholder weights."""
@@ -141,10 +138,7 @@ class ScoringQueue:
 
     @property
     def may_join(self) -> bool:
-        """Return whether a collective operation of the weight sync may run now.
-
-        It may not if ``holds_for_weights`` is set and a batch is being scored.
-        """
+        """Return whether a weight sync may communicate now; with ``holds_for_weights``, not while a batch is scored."""
         return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:

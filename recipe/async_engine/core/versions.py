@@ -99,10 +99,7 @@ class RequestVersions:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The policy versions of a response's tokens.
-
-    `exact` is False if a token may have been sampled by a newer version than its label says.
-    """
+    """The policy versions of a response's tokens; unless `exact`, a token may be of a newer version than recorded."""
 
     runs: Runs
     exact: bool

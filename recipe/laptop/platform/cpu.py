@@ -90,8 +90,7 @@ class PlatformCPU(PlatformBase):
 def install() -> None:
     """Register the CPU platform and apply its workarounds. Call this before verl looks for a device.
 
-    Raises:
-        WrongInstallation: the installed release of verl is not one for which the workarounds were written.
+    Raise WrongInstallation if the workarounds were not written for the installed release of verl.
     """
     require_version("verl", verl.__version__, VERL_SUPPORTED, "The CPU platform")
     if PlatformRegistry.get(PLATFORM_NAME) is not PlatformCPU:

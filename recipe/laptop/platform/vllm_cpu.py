@@ -39,8 +39,7 @@ _EXPERTS = ("w13_weight", "w2_weight")
 def keep_loadable_weights() -> None:
     """Make vLLM keep ``layer.weight`` in addition to the packed copy. Call this before a model is loaded.
 
-    Raises:
-        WrongInstallation: the installed release of vLLM is not one for which the change was written.
+    Raise WrongInstallation if the change was not written for the installed release of vLLM.
     """
     require_version("vllm", vllm.__version__, VLLM_SUPPORTED, "Reloading weights on a CPU")
     original = vllm_layers.dispatch_cpu_unquantized_gemm

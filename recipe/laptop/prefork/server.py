@@ -186,10 +186,7 @@ def _reread_environment() -> None:
 
 
 def run_as_interpreter(arguments: list[str]) -> None:
-    """Run in this process what ``python ARGUMENTS`` would run: a script, a ``-m`` module or ``-c`` code.
-
-    Other options are ignored.
-    """
+    """Run what ``python ARGUMENTS`` would run: a script, ``-m`` module or ``-c`` code. Other options are ignored."""
     position = 0
     while position < len(arguments) and arguments[position].startswith("-"):
         option = arguments[position]
@@ -285,7 +282,7 @@ def _drawn_in_a_fork() -> bytes:
 def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
     """Import ``modules``, then fork on request until standard input is closed.
 
-    ``executable`` starts a launcher; forks use it too for the processes that they start, such as vLLM's engine.
+    ``executable`` starts a launcher; forks use it for the processes that they start, such as vLLM's engine.
     """
     with _actor_classes_named_by_the_system():
         for name in modules:

@@ -51,13 +51,9 @@ def compute_score(
     permute: bool = False,
     **kwargs: Any,
 ) -> dict[str, float]:
-    """Score one answer, given its text without special tokens.
+    """Score one answer, given its text without special tokens; ``acc`` is 1.0 for a right answer, and 0.0 for a wrong one.
 
-    With ``permute``, the score of a training row (``extra_info["split"]`` is "train") is replaced by that of an earlier
-    answer.
-
-    Returns:
-        ``score``: the reward. ``acc``: 1.0 for a right answer and 0.0 for a wrong one, never permuted.
+    With ``permute``, ``score`` is that of an earlier answer for training rows (``extra_info["split"]`` is "train").
     """
     accuracy = float(solution_str == ground_truth)
     score = accuracy

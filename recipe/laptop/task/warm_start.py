@@ -60,9 +60,9 @@ def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> P
 def make_warm_model(
     settings: TaskSettings, tokenizer: PreTrainedTokenizerFast, excluded_keys: frozenset[str], steps: int = STEPS
 ) -> PreTrainedModel:
-    """Return a model trained for ``steps`` supervised steps; torch's random state and thread count are restored.
+    """Return a model trained for ``steps`` steps on demonstrations that use none of ``excluded_keys``.
 
-    excluded_keys: digit strings that no demonstration may use.
+    Afterwards torch has the random state and the number of threads that it had before.
     """
     import torch
 

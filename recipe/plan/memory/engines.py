@@ -40,10 +40,7 @@ def longest(config: Mapping[str, Any]) -> int:
 
 
 def micro_batch_tokens(config: Mapping[str, Any], sizing: Sizing, shares: int) -> int:
-    """Return the number of tokens that a rank has of a micro-batch, if ``shares`` ranks split each sequence.
-
-    ``sizing`` has the names of the settings of the micro-batch's size.
-    """
+    """Return the number of tokens that a rank has of a micro-batch, if ``shares`` ranks split each sequence."""
     if lookup(config, sizing.dynamic):
         return int(lookup(config, sizing.tokens) or DEFAULT_TOKENS)
     return int(lookup(config, sizing.rows) or 1) * longest(config) // shares

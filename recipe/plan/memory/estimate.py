@@ -70,13 +70,7 @@ class Verdict:
 
 
 def parts_of(context: RuleContext, models: Models, device: int | None) -> list[Part]:
-    """Return the memory of each part of a run that uses accelerators.
-
-    Args:
-        context: the run's configuration.
-        models: the shapes of the run's models.
-        device: bytes of memory of an accelerator, of which rollout engines take a share; None if not known.
-    """
+    """Return the memory of each part of a run; ``device``: bytes of memory of an accelerator, or None if not known."""
     run = _Run(context, models, device)
     placement = context.settings.async_training.placement
     if placement == SHARED:
