@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def rest_s(self) -> float:
-        """Return the seconds until the current step ends, and with it the requests can be interrupted."""
+        """Return the seconds until the current decode step ends; requests can be interrupted only then."""
         if self.closed or not self.running:
             return 0.0
         return max(0.0, self._began + self._seconds(self._begun_steps()) - self._clock.now)

@@ -60,7 +60,6 @@ def fit_steps(
     """Fit the model to a run by least squares; return None if the event record has no usable interval.
 
     Args:
-        events: the events of the run.
         answers: (number of tokens, time of its end) of each answer.
         places: number of sequence slots of one engine.
         replicas: number of engines, which are assumed to share the answers evenly.

@@ -43,7 +43,6 @@ class Scenario:
         shared: whether training and generation take turns on the same accelerators.
         at_swap: what happens to unfinished answers at a weight sync: "drain", "interrupt" or "keep" (in the engine).
         beside: whether training continues while a version is sent to the replicas.
-        steps: number of training steps to simulate.
         replica_size: number of accelerators of a rollout replica.
         reward_processes: number of processes that compute rewards; 0 means unlimited.
     """
@@ -72,9 +71,7 @@ class Result:
 
     Attributes:
         ended: time at which each step ended, in virtual seconds.
-        tokens: number of trained tokens of each step.
         staleness: mean staleness of the trained groups, in versions.
-        staleness_max: largest staleness of a trained group, in versions.
         token_ages: number of trained tokens by age in versions.
         account: accelerator time by class.
         decisions_s: CPU seconds (real ones) that the state machines took for their decisions.

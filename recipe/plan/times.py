@@ -55,7 +55,6 @@ class Times:
         update_s: returns the seconds of an update, given the tokens of each answer and the number of trainer ranks.
         log_probs_s: returns the seconds of a batch's log-probs, with the same arguments.
         rewards: seconds to compute each of some rewards, without waiting for a free reward process.
-        prompt: number of tokens of a prompt.
         begin_s: latency before the first token of an answer.
         agents_s: time of an answer in the agent loops, which are modelled as handling one answer at a time.
         end_s: latency after the last token of an answer.

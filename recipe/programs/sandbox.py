@@ -90,7 +90,6 @@ class Limits:
         file_bytes: total size of the files that the program writes (their number is not limited); with 0 it can create
             no file.
         threads: number of concurrent threads, not counting the main thread.
-        open_files: number of files open at the same time.
     """
 
     wall_s: float = 10.0

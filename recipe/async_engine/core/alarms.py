@@ -208,7 +208,10 @@ class Alarms:
             raise self._error
 
     def finish(self) -> None:
-        """At the run's end, decide about alarms that had few tests; raise `AlarmLimit` if one reaches its limit."""
+        """At the end of the run, let alarms ring whose condition held at every test, if there were too few tests before.
+
+        Raise `AlarmLimit` if an alarm ends the run.
+        """
         for name, row in self._row.items():
             if 0 < row == self._times[name] < WATCHED[name].rings_at and name not in self._said:
                 self._ring(name, is_first=True)

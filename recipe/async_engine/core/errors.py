@@ -25,7 +25,7 @@ class SettingError(RecipeError, ValueError):
 
 
 class StalenessViolation(RecipeError):
-    """A prompt group can no longer be trained within the staleness bound, which would be a defect of this package."""
+    """A prompt group can no longer be trained within the staleness bound."""
 
 
 class GateError(RecipeError):

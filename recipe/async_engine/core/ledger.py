@@ -112,7 +112,7 @@ class SampleLedger:
 
     @property
     def most_live(self) -> int:
-        """Return how many groups may be live (running, ready or taken) now without breaking the staleness bound."""
+        """Return how many groups may be running or ready now without breaking the staleness bound."""
         return self._gate.admission_limit
 
     @property

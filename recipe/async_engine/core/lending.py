@@ -71,7 +71,7 @@ class Demand:
 
     batch_groups: groups of a batch. ready: groups that are ready. sampled: groups that are generated and wait for
     rewards. spent: place-seconds that the other running groups have used so far. may_take: whether a batch may be taken
-    now. most_live: number of groups that the staleness gate allows to be running, ready or taken.
+    now. most_live: number of groups that the staleness gate allows to be running or ready.
     """
 
     batch_groups: int

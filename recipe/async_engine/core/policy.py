@@ -155,7 +155,7 @@ class WholeBatches(OldestReady):
 
 
 class Turns(OldestReady):
-    """Like `OldestReady`, but fills each free slot with a trajectory of any group; the default if generation takes turns."""
+    """Like `OldestReady`, but fills each free slot with a trajectory of any group; used for generation in turns."""
 
     whole_groups = False
 

@@ -270,7 +270,6 @@ class PromptManager:
         )
 
     def anything_waits(self) -> bool:
-        """Return whether any trajectory waits for a slot."""
         return self.first_waiting() is not None
 
     def first_waiting(self) -> int | None:

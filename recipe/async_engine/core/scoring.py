@@ -102,8 +102,6 @@ class ScoringQueue:
         staged = None if self._is_refused else self._staged
         return max((version for version in (self.live, staged, self._loading) if version is not None), default=None)
 
-    # Methods about requests.
-
     def submit(self, request: ScoringRequest) -> bool:
         """Queue a request; return False if this server cannot score it, because it does not get the version needed."""
         if request.id in self._waiting:
@@ -116,8 +114,6 @@ class ScoringQueue:
     def withdraw(self, request_id: int) -> bool:
         """Remove a waiting request; return False if it does not wait, because it is being scored or was scored."""
         return self._waiting.pop(request_id, None) is not None
-
-    # Methods about weights.
 
     def begin_load(self, version: int) -> None:
         """Record that weights of ``version`` are to be loaded; weights that are still staged become live first."""
@@ -179,8 +175,6 @@ class ScoringQueue:
             return self.newest is not None and version <= self.newest
         staged = None if self._is_refused else self._staged
         return version in (staged, self._loading) or (self.live is not None and version <= self.live)
-
-    # Methods that decide what the server does next.
 
     def next(self, now: float) -> ScoringBatch | Promotion | None:
         """Return what the server must do now, or None to wait until `wake_at` or until another method was called."""

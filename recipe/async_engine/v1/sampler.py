@@ -42,7 +42,6 @@ class BoundedReplayBuffer(ReplayBufferAsync):
     """A replay buffer that issues prompts and takes batches only when the staleness gate allows it.
 
     Args:
-        trainer_config: section of ``trainer.v1`` for this trainer.
         max_off_policy_threshold: number of versions that a trajectory may span, which is the staleness bound plus 1.
         sampler_kwargs: ``poll_interval`` is the number of seconds between two checks for complete groups (default 0.1).
         refill_fn: the trainer's method that issues prompts.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock verl's v1 trainers `separate_async` and `colocate_async` with this package's extensions.
 
-Contract: training is verl's own. Rollout servers answer no request before the first complete version of the weights,
-nor while weights are loaded in place. With log-prob servers (``model_engine_server``), the old log-probs of a batch are
+Contract: training is verl's own. Rollout servers that start with dummy weights answer no request before the first
+complete version, nor while weights are loaded in place. With log-prob servers (``model_engine_server``), the old log-probs of a batch are
 available when it is sampled, computed by the version that sampled each answer's last token. If they are missing for an
 answer, the trainer computes the log-probs of the whole batch. `recipe.async_engine.v1.sampler` keeps the staleness
 bound. The configuration groups ``recipe=separate_async`` and ``recipe=colocate_async`` select these trainers
@@ -157,8 +157,6 @@ class BoundedTrainer(PPOTrainer):
 
 
 class SeparateAsync(BoundedTrainer, PPOTrainerSeparateAsync):
-    """verl's trainer `separate_async` with this package's extensions."""
-
     name = "recipe_separate_async"
     of_verl = "separate_async"
 
@@ -176,8 +174,6 @@ class SeparateAsync(BoundedTrainer, PPOTrainerSeparateAsync):
 
 
 class ColocateAsync(BoundedTrainer, PPOTrainerColocateAsync):
-    """verl's trainer `colocate_async` with this package's extensions."""
-
     name = "recipe_colocate_async"
     of_verl = "colocate_async"
 

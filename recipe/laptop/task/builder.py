@@ -64,7 +64,7 @@ def ensure_task(
 
 
 def is_complete(out: Path, settings: TaskSettings) -> bool:
-    """Return whether ``out`` has a manifest with these settings and this format, and has the files that it lists."""
+    """Return whether ``out`` has a manifest with these settings and the present format, and the files that it lists."""
     try:
         manifest = json.loads((out / MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):

@@ -51,7 +51,7 @@ def compute_score(
     permute: bool = False,
     **kwargs: Any,
 ) -> dict[str, float]:
-    """Score one answer, given its text without special tokens; ``acc`` is 1.0 for a right answer, and 0.0 for a wrong one.
+    """Score one answer, given its text without special tokens: ``score`` is the reward, ``acc`` is 1.0 if it is right.
 
     With ``permute``, ``score`` is that of an earlier answer for training rows (``extra_info["split"]`` is "train").
     """

@@ -47,7 +47,6 @@ def micro_batch_tokens(config: Mapping[str, Any], sizing: Sizing, shares: int) -
 
 
 def actor_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
-    """Return the memory of a rank that trains the policy."""
     shares = sequence_shares(config, ACTOR)
     entropy = lookup(config, f"{ACTOR}.entropy_coeff") or lookup(config, f"{ACTOR}.calculate_entropy")
     update = Work(
@@ -70,7 +69,6 @@ def reference_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
 
 
 def critic_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
-    """Return the memory of a rank that trains the critic."""
     work = Work(
         micro_batch_tokens(config, updating(CRITIC), sequence_shares(config, CRITIC)), 0, _recomputes(config, CRITIC)
     )
@@ -196,7 +194,6 @@ class Engine:
     """The memory of one accelerator of a rollout replica.
 
     Attributes:
-        weights: bytes of the weights on this accelerator.
         share: share of the device for weights, KV cache and activations (`gpu_memory_utilization`).
         token_bytes: bytes of one token's keys and values on this accelerator.
     """

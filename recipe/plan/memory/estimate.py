@@ -207,7 +207,6 @@ class _Run:
         return (f"KV cache: at most {tokens} tokens, {requests} requests of {request} tokens",)
 
     def servers(self) -> Part:
-        """Return the memory of log-prob servers."""
         servers = self.settings.servers
         rank = server_rank(self.config, servers, self.models.policy)
         staged = Item("next weights", rank.weights)

@@ -41,8 +41,7 @@ class Rank:
         weights, gradients, optimizer: bytes of the rank's weights, gradients and optimizer state during an update.
         update: further memory at the peak of an update.
         forward: further memory at the peak of a forward pass without backward.
-        weights_rest: whether the weights are offloaded to the host while the rank is idle.
-        optimizer_rest: whether the optimizer state is offloaded to the host while the rank is idle.
+        weights_rest, optimizer_rest: whether weights, or optimizer state, are on the host while the rank is idle.
         keeps_gradients: whether the gradient buffer stays on the device while the rank is idle.
         on_host: whether weights, gradients and optimizer state are always in host memory.
     """
@@ -99,7 +98,7 @@ class FSDP:
         model_bytes: bytes of a stored parameter (`model_dtype`).
         compute_bytes: bytes of a gathered parameter (`mixed_precision.param_dtype`).
         trained: number of trained parameters; None for all.
-        trains: whether the model is trained, not only used for forward passes.
+        trains: whether the model is trained.
         keeps_unsharded: whether gradients stay unsharded until the last micro-batch
             (`use_no_sync_for_gradient_accumulation`).
         reshards: whether a layer's gathered weights are freed after its forward pass.
