@@ -3,13 +3,11 @@
 
 Contract: each alarm in `WATCHED` tests one condition at every update, step, version or validation. The alarm rings when
 the condition has held `Watched.rings_at` times in a row, or at every test of a run with fewer tests. The run ends with
-`AlarmLimit` when the condition has held in a row as often as the user's limit for this alarm allows; without a limit,
-the alarm never ends the run. The alarm `FAILED_GROUPS` tests a share instead: it rings when at least the share
-`RINGS_AT` of the most recently ended prompt groups have failed, and ends the run when this share exceeds the limit. In
-a run with too few groups for that, all groups are tested at its end. A run in which an alarm rang ends as
-`Ended.WITH_ALARMS`.
-
-Shown by tests/core/test_alarms.py, test_unchanged.py, tests/e2e/test_alarms.py and test_lora.py.
+`AlarmLimit` when the number of times in a row reaches the user's limit for this alarm, if there is one. The alarm
+`FAILED_GROUPS` tests a share instead: it rings when at least the share `RINGS_AT` of the most recently ended prompt
+groups have failed, and ends the run when this share exceeds the limit. If the run has too few groups for that, the
+share of all groups is tested at its end. A run in which an alarm rang ends as `Ended.WITH_ALARMS`. Shown by
+tests/core/test_alarms.py, test_unchanged.py, tests/e2e/test_alarms.py and test_lora.py.
 """
 
 from __future__ import annotations
@@ -208,7 +206,7 @@ class Alarms:
             raise self._error
 
     def finish(self) -> None:
-        """At the end of the run, let alarms ring whose condition held at every test, if there were too few tests before.
+        """At the run's end, let an alarm ring if its condition held at every test, and there were too few tests before.
 
         Raise `AlarmLimit` if an alarm ends the run.
         """

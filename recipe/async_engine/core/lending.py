@@ -16,9 +16,7 @@ group's rewards, and *place-seconds* of a group, the total time that its traject
 missing for a batch, `s` and `h` are the groups per second that standalone and hybrid places generate, `w` and `z` the
 seconds to wake and to sleep, and `r` those for rewards, then the batch is ready after n / s + r without a switch, and
 after w + (n - s w) / (s + h) + r + z with one. The switch also generates groups of later batches, whose time is added
-to what it saves.
-
-Tests: tests/core/test_lending.py, tests/plan/test_lending_simulation.py.
+to what it saves. Tests: tests/core/test_lending.py, tests/plan/test_lending_simulation.py.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 """Stock verl's v1 trainers `separate_async` and `colocate_async` with this package's extensions.
 
 Contract: training is verl's own. Rollout servers that start with dummy weights answer no request before the first
-complete version, nor while weights are loaded in place. With log-prob servers (``model_engine_server``), the old log-probs of a batch are
-available when it is sampled, computed by the version that sampled each answer's last token. If they are missing for an
-answer, the trainer computes the log-probs of the whole batch. `recipe.async_engine.v1.sampler` keeps the staleness
-bound. The configuration groups ``recipe=separate_async`` and ``recipe=colocate_async`` select these trainers
+complete version, nor while weights are loaded in place. With log-prob servers (``model_engine_server``), the old
+log-probs of a batch are available when it is sampled, computed by the version that sampled each answer's last token. If
+they are missing for an answer, the trainer computes the log-probs of the whole batch. `recipe.async_engine.v1.sampler`
+keeps the staleness bound. The flags ``+recipe=separate_async`` and ``+recipe=colocate_async`` select these trainers
 (docs/flags.md). Shown by tests/e2e/test_v1_trainers.py.
 """
 
