@@ -46,7 +46,7 @@ class NoAgentLoops:
 class FlaggedTrainer(PPOTrainer):
     """A v1 trainer of verl that runs one of this package's modes instead of verl's training loop."""
 
-    name: ClassVar[str]  # Value of ``trainer.v1.trainer_mode`` that selects this trainer.
+    name: ClassVar[str]  # This value of ``trainer.v1.trainer_mode`` selects the trainer.
     mode: ClassVar[str]
 
     def __init__(self, config: DictConfig) -> None:

@@ -137,7 +137,7 @@ def _divisors(count: int, most: int) -> list[int]:
 
 
 def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: int) -> bool:
-    """Return whether ``counts`` accelerators, each ``parts`` of them on one node, fit on ``nodes`` nodes."""
+    """Return whether trainer and rollout, with ``counts`` accelerators in groups of ``parts``, fit on the nodes."""
     (small, small_count), (large, large_count) = sorted(zip(parts, counts, strict=True))
     full, rest = divmod(large_count // large, per_node // large)
     empty = nodes - full - (rest > 0)

@@ -27,7 +27,7 @@ from pydantic import Field
 
 from recipe.plan.memory.shape import ModelShape
 
-# Bytes that AdamW moves per fp32 parameter: it reads weight, gradient and two moments, and writes all but the gradient.
+# Per fp32 parameter, AdamW reads weight, gradient and two moments (16 bytes), and writes all but the gradient (12).
 OPTIMIZER_BYTES = 28
 
 

@@ -119,7 +119,7 @@ class Engine:
         self._waiting: list[tuple[int, int, Request]] = []
         self._ends: list[tuple[int, str]] = []
         self._new: list[Request] = []
-        # Requests that arrived while the engine was closed, and that `activity` does not count as entered yet.
+        # These requests arrived while the engine was closed; `activity` does not count them as entered yet.
         self._parked: dict[str, None] = {}
         self._steps = self._context = self._planned = self._number = self._arrived = 0
         self._began = self._first = self._step = self._slope = 0.0

@@ -124,6 +124,6 @@ def _least_squares(
     parts = np.zeros(table.shape[1])
     parts[columns] = np.linalg.lstsq(table[:, columns] * weight[:, None], took * weight, rcond=None)[0]
     error = float((((table @ parts - took) * weight) ** 2).mean())
-    # Bayesian information criterion (Schwarz 1978): a coefficient has to explain more than chance would.
+    # By the Bayesian information criterion (Schwarz 1978), a coefficient has to explain more than chance would.
     criterion = len(took) * math.log(error + _SMALLEST) + len(columns) * math.log(len(took))
     return criterion, [float(part) for part in parts]

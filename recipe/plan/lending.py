@@ -58,7 +58,7 @@ class LendingSimulation(Simulation):
         self._queue: list[tuple[int, int, int, Request]] = []
         self._numbers = count()
         self._entered: dict[str, float] = {}
-        # For each group: the total seconds that its requests have spent in engines, and its unfinished trajectories.
+        # These have the total seconds of each group's requests in engines, and its number of unfinished trajectories.
         self._spent: dict[int, float] = {}
         self._unsampled: dict[int, int] = {}
         self._sampled_at: dict[int, float] = {}

@@ -53,7 +53,7 @@ ADVICE = (
     "Fusion service run them: reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion"
 )
 
-# System calls with which a program could evade its limits. They create processes, each of which would get limits of its
+# A program could evade its limits with these system calls. They create processes, each of which would get limits of its
 # own, or user namespaces; allocate memory that does not count for a process (System V IPC, network sockets, memory
 # files, io_uring); use the machine's shared asynchronous I/O (io_setup); or access the sandbox's first process, which
 # has no limits (ptrace, process_vm_writev). `clone` is allowed only for creating threads.

@@ -125,8 +125,8 @@ class StalenessGate:
     def admits(self) -> bool:
         """Return whether one more group may start now, with the announced version's weights.
 
-        No other start version needs a check: a group that starts at a counts only towards slots(a), and
-        `admission_limit` is at most slots(a).
+        No other start version needs a check, because the new group counts only towards slots(announced), and
+        `admission_limit` is at most slots(announced).
         """
         return self.live + 1 <= self.admission_limit
 

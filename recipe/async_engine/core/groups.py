@@ -195,8 +195,8 @@ class FilterCount:
         self._limit = limit
         self._kept = 0
         self._filtered = 0
-        # Whether each group was kept, in issue order from the oldest group that has not ended; None until it ends. This
-        # is an OrderedDict, because a plain dict scans past all deleted entries each time its first entry is read.
+        # The values say whether a group was kept (None until it ends), in issue order from the oldest unended group. A
+        # plain dict would scan past all deleted entries each time its first entry is read.
         self._outcomes: OrderedDict[int, bool | None] = OrderedDict()
 
     @property

@@ -192,7 +192,7 @@ class SampleLedger:
     def take(self) -> list[Group]:
         """Give the next batch to the trainer, until `mark_trained` or `return_batch` is called; return its groups."""
         if self._leased:
-            raise LedgerError(f"the trainer still holds groups {self._leased}")
+            raise LedgerError(f"the trainer still holds groups {self._leased}: mark them as trained or return them")
         batch = self.next_batch()
         if batch is None:
             raise LedgerError(f"no batch of version {self.version} can be taken now; the groups are {self.counts()}")

@@ -17,7 +17,7 @@ class LiveGroups:
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
-        # Ids of groups by state and start version; there are no empty sets.
+        # This has the ids of groups by state and start version, and no empty sets.
         self._by_start: dict[GroupState, dict[int, set[int]]] = {state: {} for state in GroupState}
         self._counts: Counter[GroupState] = Counter()
         self._by_batch: defaultdict[int, set[int]] = defaultdict(set)

@@ -108,7 +108,7 @@ class PromptManager:
         self._states: dict[int, list[TrajectoryState]] = {}
         self._groups_in: Counter[TrajectoryState] = Counter()
         self._trajectories_in: Counter[TrajectoryState] = Counter()
-        # Heap of (priority, group id, index); entries of trajectories that no longer wait are skipped.
+        # This heap of (priority, group id, index) may have trajectories that no longer wait, which are skipped.
         self._waiting: list[tuple[float, int, int]] = []
 
     @property

@@ -28,7 +28,7 @@ ALIGNMENT_WORK = 32
 
 
 def run_lengths(versions: Iterable[int]) -> Runs:
-    """Return the run-length code (version, number of tokens), ... of the tokens' versions."""
+    """Return the run-length code of the versions of consecutive tokens: (version, number of tokens), ..."""
     return [(version, len(list(run))) for version, run in groupby(versions)]
 
 
@@ -59,7 +59,7 @@ class RequestVersions:
     """
 
     def __init__(self) -> None:
-        # For each request: (version, number of tokens sampled before that version), in the order of the versions.
+        # Each request has pairs (version, number of tokens sampled before this version), in the order of the versions.
         self._begun: dict[str, list[tuple[int | None, int]]] = {}
 
     def submit(self, request_id: str, version: int | None) -> None:

@@ -114,7 +114,7 @@ class Server:
             connection.close()
 
     def _become(self, connection: socket.socket) -> None:
-        """In a fork: run what the launcher asks for, and exit the process."""
+        """Run in this fork what the launcher asks for, and exit the process."""
         status = 1
         try:
             # Leave the server's process group, because Ray kills the process group of a dead worker.

@@ -15,7 +15,7 @@ import random
 import threading
 from typing import Any
 
-# Fraction of right answers after the warm start, which is the mean of the first scores in the permuter's reservoir.
+# After the warm start, this fraction of answers is right. The first scores in the permuter's reservoir have this mean.
 _INITIAL_ACCURACY = 0.35
 
 

@@ -184,8 +184,8 @@ def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
 
 
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
-# Bytes that a sleeping vLLM engine keeps on each device (context, graphs, NCCL), by whether the engine has several
-# devices. Users have reported 0.8 GiB with one device and 2.4 GiB with tensor parallelism (NVIDIA-NeMo/RL#223).
+# A sleeping vLLM engine keeps memory on each device (context, graphs, NCCL), and more if it has several devices: users
+# have reported 0.8 GiB with one device and 2.4 GiB with tensor parallelism (NVIDIA-NeMo/RL#223).
 ASLEEP = {False: GIB, True: 5 * GIB // 2}
 
 

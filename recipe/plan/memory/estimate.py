@@ -187,7 +187,7 @@ class _Run:
         return Part("rollout replica", devices, (moment,), settings, host, notes=self._cache())
 
     def _engine(self, hybrid: bool = False) -> tuple[Item, ...]:
-        """Return the memory of a rollout engine; only its weights if the memory of a device is not known."""
+        """Return the memory of a rollout engine, or of its weights only if the memory of a device is not known."""
         engine = rollout_engine(self.config, self.models.policy, hybrid)
         if self.device is None:
             return (Item("rollout engine: weights", engine.weights),)

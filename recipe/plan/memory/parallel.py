@@ -57,7 +57,7 @@ def _ulysses(context: RuleContext, section: str, shape: ModelShape) -> Iterator[
 
 
 def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check Megatron's parallel sizes (core/transformer/transformer_config.py:920, core/tensor_parallel/layers.py)."""
+    """Check Megatron's sizes (megatron/core/transformer/transformer_config.py:920, core/tensor_parallel/layers.py)."""
     of_experts = f"{section}.expert_tensor_parallel_size"
     # If no tensor-parallel size is set for experts, Megatron uses that of the other layers for them.
     inherited = {} if context.count(of_experts) else _experts(shape)

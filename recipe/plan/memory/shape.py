@@ -11,7 +11,7 @@ from typing import Any
 
 from recipe.async_engine.config.rules.context import RuleContext
 
-# For each model family: whether it has biases on q, k and v, and whether it has norms on each head's q and k.
+# The values say whether a family has biases on q, k and v, and whether it has norms on each head's q and k.
 FAMILIES: Mapping[str, tuple[bool, bool]] = {
     "llama": (False, False),
     "mistral": (False, False),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from recipe.plan.memory.items import GIB, Item, listed
 from recipe.plan.memory.shape import ModelShape
 
-# Memory that each process takes for CUDA's context, NCCL's buffers and libraries.
+# Each process takes this memory for CUDA's context, NCCL's buffers and libraries.
 CONTEXT = Item("context, NCCL, libraries", GIB, certain=False)
 FP32 = 4
 
