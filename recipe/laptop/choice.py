@@ -33,7 +33,7 @@ CPU_ENVIRONMENT: dict[str, str] = {
 def choose_platform(
     environ: Mapping[str, str], machine: Machine, ray_address: str | None = None, device: str | None = None
 ) -> PlatformChoice:
-    """Return the platform that a run must use; without a name, verl chooses it.
+    """Return the platform of a run: the CPU, the one that VERL_PLATFORM names, or none if verl chooses.
 
     machine: result of `inspect_machine`. ray_address: value of `ray_kwargs.ray_init.address`. device: `trainer.device`.
     """

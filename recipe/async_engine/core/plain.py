@@ -126,9 +126,9 @@ def told(error: BaseException) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Return class, message, file and line of the root cause of an error in loading a user's file; "" without a cause.
+    """Return the root cause of an error in loading a user's file, with file and line, as text; "" if there is no cause.
 
-    Advice follows if verl has caused the error by loading a file with dataclasses without a module name.
+    Advice is added if the error is due to verl, which loads the file without a module name that dataclasses may need.
     """
     first = _first(error)
     if first is error:

@@ -220,7 +220,7 @@ class ScoringQueue:
 
     @property
     def _is_wanted(self) -> bool:
-        """Return whether a request needs the staged weights, or the next weights need their memory."""
+        """Return whether a request needs the staged weights, or the next weights need the memory that these take."""
         live = self.live
         assert live is not None
         return self._loading is not None or any(request.version > live for request in self._waiting.values())

@@ -51,7 +51,7 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             super()._agent_loop_postprocess(output, validate, **kwargs),
         )
         if columns:
-            # verl has just stored the answers under these keys, and marks the prompt as complete after this method ends.
+            # verl has just stored the answers under these keys, and marks the prompt as complete after this method.
             await tq.async_kv_batch_put(
                 keys=[f"{kwargs['uid']}_{kwargs['session_id']}_{number}" for number in range(len(outputs))],
                 fields=list_of_dict_to_tensordict(columns),
