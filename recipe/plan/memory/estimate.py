@@ -112,7 +112,7 @@ class _Run:
         return Part("trainer rank", devices, moments, settings, host, self._snapshot())
 
     def _training(self) -> Iterator[Moment]:
-        """Yield the memory of a trainer rank in each phase, in which one of its models computes and the others are idle."""
+        """Yield the memory of a trainer rank in each phase; in a phase one model computes and the others are idle."""
         for name, rank in self._ranks().items():
             rest = self._beside(name)
             if name != REFERENCE:
