@@ -181,7 +181,6 @@ class Engine:
         self.activity.close(why)
 
     def tokens_of(self, request: Request) -> int:
-        """Return the number of tokens that a request has sampled until now."""
         at_engine = request.name in self.running
         return request.tokens + (self._steps + self._whole_steps() - request.entered if at_engine else 0)
 

@@ -80,7 +80,6 @@ class Times:
     swap_s: float = 0.0
 
     def lengths(self, draw: random.Random) -> tuple[int, ...]:
-        """Return the answer lengths of a randomly chosen group."""
         return draw.choice(self.groups)
 
     def reward_s(self, draw: random.Random) -> float:

@@ -173,12 +173,10 @@ class StalenessStats(Counter[int]):
 
     @property
     def max(self) -> int:
-        """Return the largest staleness, 0 if no group was counted."""
         return max(self, default=0)
 
     @property
     def mean(self) -> float:
-        """Return the mean staleness, 0.0 if no group was counted."""
         return self.sum / self.total() if self else 0.0
 
 

@@ -59,7 +59,6 @@ class LiveGroups:
         return {start: len(ids) for start, ids in self._by_start[state].items()}
 
     def in_state(self, state: GroupState) -> list[Group]:
-        """Return the groups in this state, in issue order."""
         return [self._groups[group_id] for group_id in sorted(set().union(*self._by_start[state].values()))]
 
     def oldest(self, state: GroupState, count: int) -> list[Group]:
@@ -90,7 +89,6 @@ class LiveGroups:
         return len(self._by_batch.get(batch, ()))
 
     def ready_of_batch(self, batch: int) -> int:
-        """Return the number of ready groups whose batch number is ``batch``."""
         return self._ready_of_batch[batch]
 
     def _leave(self, group: Group) -> None:

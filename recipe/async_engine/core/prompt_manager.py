@@ -113,7 +113,6 @@ class PromptManager:
 
     @property
     def running(self) -> int:
-        """Return the number of trajectories that have a generation slot."""
         return self._trajectories_in[TrajectoryState.RUNNING]
 
     @property

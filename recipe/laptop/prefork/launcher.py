@@ -21,7 +21,6 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def open_files(without: int) -> list[int]:
-    """Return the open file descriptors of this process, except for ``without``."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)

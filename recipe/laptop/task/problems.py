@@ -35,7 +35,6 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """Return the right answer, the only one that is rewarded."""
         return apply_operation(self.operation, self.key)
 
 

@@ -121,7 +121,6 @@ class _Run:
                 yield Moment("log-probs" if name == POLICY else f"log-probs of the {name}", (*rank.scoring, *rest))
 
     def _ranks(self) -> dict[str, Rank]:
-        """Return the memory of each model on a trainer rank, by the model's name."""
         ranks = {POLICY: actor_rank(self.config, self.models.policy)}
         if self.context.has_critic and self.models.critic is not None:
             ranks["critic"] = critic_rank(self.config, self.models.critic)
@@ -135,7 +134,6 @@ class _Run:
         return tuple(_of(name, item) for name, rank in others for item in rank.at_rest)
 
     def _on_host(self) -> tuple[Item, ...]:
-        """Return the host memory of all models of a trainer rank."""
         policy, *others = self._ranks().items()
         return (*policy[1].host, *(_of(name, item) for name, rank in others for item in rank.host))
 

@@ -62,7 +62,6 @@ class ModelShape:
 
     @property
     def experts_of_layer(self) -> int:
-        """Return the number of parameters of all experts of one layer."""
         return self.experts * 3 * self.hidden * self.expert_mlp
 
     @property
