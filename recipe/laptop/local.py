@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a main does for runs without an accelerator: choose the platform, create the built-in task, fork workers.
+"""What a main program does in addition for a run without an accelerator: choose the platform, create the built-in task,
+and start a fork server for worker processes.
 
-Contract: nothing here affects a run on accelerators, unless its configuration asks for the built-in task.
+Contract: this module does not affect a run on accelerators, unless its configuration asks for the built-in task.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TASK_TIMEOUT_S = 300.0
 
 
 def fill_builtin_task(config: DictConfig) -> None:
-    """Create the built-in task if the configuration has one, and set the paths of model and data that are null."""
+    """Create the built-in task if ``config`` asks for it, and enter its paths in ``config`` where they are null."""
     task = config.get("builtin_task")
     if task is None or (config.data.train_files and config.actor_rollout_ref.model.path):
         return
@@ -52,18 +53,16 @@ def fill_builtin_task(config: DictConfig) -> None:
 
 
 def _make_task(folder: str, settings: TaskSettings) -> None:
-    """Create the task in a separate process, because creating it needs torch, which is slow to import.
+    """Create the built-in task in a separate process, so that this one need not import torch, which takes long.
 
-    Raises:
-        TaskDirectoryError: the folder cannot be used.
-        RunFailed: the process took too long, or failed in another way.
+    Raise TaskDirectoryError if the folder cannot be used, and RunFailed for any other failure.
     """
     options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(settings).items()]
     command = [sys.executable, "-m", "recipe.laptop.task", f"--out={folder}", *options]
     try:
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TASK_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise RunFailed(f"the built-in task was not created in {folder} within {TASK_TIMEOUT_S:g} s") from None
+        raise RunFailed(f"the built-in task was not created in {folder} within {TASK_TIMEOUT_S:g} s: retry") from None
     said = done.stderr.strip()
     if done.returncode == 2:  # `recipe.laptop.task` exits with status 2 for TaskDirectoryError.
         raise TaskDirectoryError(said)
@@ -72,7 +71,7 @@ def _make_task(folder: str, settings: TaskSettings) -> None:
 
 
 def forks(config: DictConfig, choice: PlatformChoice) -> Prefork | None:
-    """Return a server that forks Ray workers with torch, vLLM and verl imported; None if not wanted or not possible."""
+    """Start and return a fork server for Ray workers; None if the run does not want one or cannot use one."""
     asked = choice.is_cpu and config.async_training.prefork_workers
     if not asked or sys.platform != "linux":
         return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry points: the main program of each mode, and the modes as trainers that a flag selects in stock verl's main.
+"""What the main programs share: those of this package's modes, and stock verl's with a flag that selects a mode.
 
 A mode is `fully_async`, `one_step_off` or `partial_rollout`; a flag is an argument ``+recipe=...`` of
-``verl.trainer.main_ppo``. This package combines `recipe.async_engine` with the packages that it must not import:
-support for laptops, planning and reports.
+``verl.trainer.main_ppo``. This package combines `recipe.async_engine` with packages that `recipe.async_engine` must not
+import: support for laptops, planning and reports.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapts the configuration of a script for stock verl to the mode that a flag has chosen (docs/flags.md)."""
+"""Adapts the configuration of a script for stock verl to the mode that a flag (``+recipe=...``) selects."""
 
 from __future__ import annotations
 
@@ -15,27 +15,19 @@ from recipe.async_engine.outside import MODES
 
 PREFIX = "recipe_"
 CHOSEN = "chosen_by_flag"
-"""Setting in which the configuration group of a flag stores the name of the trainer that it has chosen."""
+"""Setting in which a flag's configuration group stores the name of the trainer that the flag selects."""
 MAIN = "verl.trainer.main_ppo"
 
 
 def refused(setting: str, value: object, allowed: str, advice: str) -> ConfigError:
-    """Return an error for a setting that a mode cannot use, with its value, what is allowed, and advice."""
+    """Return an error for a value of a setting that a mode cannot use; the message says what is allowed instead."""
     return ConfigError([Problem(setting, render(value), allowed, advice)])
 
 
 def check_main(config: DictConfig, main: str) -> None:
-    """Refuse a flag if the main program would ignore it.
+    """Raise ConfigError if the main program, the module named ``main``, would ignore the flag.
 
-    A user's own main is assumed to run verl's v1 task runner. If it does not, `recipe.mains.trainer.NoAgentLoops` ends
-    the run.
-
-    Args:
-        config: configuration of the main program.
-        main: name of the main program's module.
-
-    Raises:
-        ConfigError: the main program would ignore the flag.
+    A user's own main program is assumed to use it. If it does not, `recipe.mains.trainer.NoAgentLoops` ends the run.
     """
     ours = main.startswith("recipe.") and any(main == f"recipe.{mode}.main" for mode in MODES)
     if config.get(CHOSEN) and main != MAIN and (ours or main.split(".")[0] == "verl"):
@@ -44,10 +36,9 @@ def check_main(config: DictConfig, main: str) -> None:
 
 
 def settle(config: DictConfig) -> list[str]:
-    """Set the trainer that the flag has chosen in ``config``; return a message for each setting that this overrides.
+    """Enter the trainer that the flag selects in ``config``; return a message for each setting that this overrides.
 
-    Raises:
-        ConfigError: the configuration names another trainer of this package.
+    Raise ConfigError if the configuration already names another trainer of this package.
     """
     chosen, trainer = config.get(CHOSEN), config.trainer
     if not chosen:
@@ -62,10 +53,9 @@ def settle(config: DictConfig) -> list[str]:
 
 
 def take_arguments(config: DictConfig, mode: str) -> None:
-    """Change the settings of stock verl in ``config`` to those that the mode reads.
+    """Translate settings of a script for stock verl, in ``config``, into the settings that the mode reads.
 
-    Raises:
-        ConfigError: the mode cannot use one of the settings.
+    Raise ConfigError if the mode cannot use one of the settings.
     """
     manager = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
     if manager != MANAGER:
@@ -74,7 +64,7 @@ def take_arguments(config: DictConfig, mode: str) -> None:
     with open_dict(config):
         config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
         config.transfer_queue.enable = False
-        # A synchronous DAPO script sets how many prompts are generated at a time; the modes issue them one by one.
+        # A synchronous DAPO script sets how many prompts are generated at a time; the modes start them one by one.
         config.data.gen_batch_size = None
         if config.async_training.placement != SHARED:
             _take_resources(config)
@@ -83,9 +73,9 @@ def take_arguments(config: DictConfig, mode: str) -> None:
 
 
 def _take_resources(config: DictConfig) -> None:
-    """Set ``rollout.nnodes`` and ``rollout.n_gpus_per_node``, the resources for generation, if they are null.
+    """Set the resources for generation, ``rollout.nnodes`` and ``rollout.n_gpus_per_node``, if they are null.
 
-    They get the values in ``actor_rollout_ref.rollout``, which verl's v1 trainers read, or else the defaults 1 and 8.
+    The values are those in ``actor_rollout_ref.rollout``, where verl's v1 trainers have them, or else 1 and 8.
     """
     asked, theirs = config.rollout, config.actor_rollout_ref.rollout
     named_by_v1 = is_count(theirs.get("nnodes"))
@@ -100,7 +90,7 @@ def _take_resources(config: DictConfig) -> None:
 
 
 def _count_in_mini_batches(config: DictConfig) -> None:
-    """Set the number of mini-batches per step from `data.train_batch_size`, which the mode itself does not use."""
+    """Replace `data.train_batch_size` by the equal number of mini-batches per step, which the mode reads instead."""
     size, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if size % mini:
         allowed = f"a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}"

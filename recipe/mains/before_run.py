@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hydra callback that shows the plan, or checks the configuration of a flag, before a main program's task begins.
+"""A Hydra callback that prints a run's plan (``plan_only=true``), or checks a flag (``+recipe=...``), before the run.
 
-The configuration groups of this package name `BeforeRun` as a callback, so it runs in every main that uses them: in
-this package's own, and in stock verl's with a flag. Contract: with ``plan_only=true`` the plan is printed and the
-process ends, with status 0 if the configuration can run and 1 if it cannot; no folder is created and no other process
-started. Otherwise, with a flag, either the chosen mode runs, even if the script names another trainer, or the process
-ends before stock verl starts Ray. Other runs are not affected. Shown by tests/integration/test_plan_only.py.
+Hydra calls `BeforeRun` in every main program that uses a configuration group of this package: this package's own, and
+stock verl's with a flag. Contract: with ``plan_only=true`` the plan is printed and the process ends, with status 0 if
+the configuration can run and 1 if it cannot; no folder is created and no other process started. Otherwise, with a flag,
+either the selected mode runs, even if the script names another trainer, or the process ends before stock verl starts
+Ray. Other runs are not affected. Shown by tests/integration/test_plan_only.py.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from omegaconf import DictConfig, open_dict, read_write
 
 
 class BeforeRun(Callback):
-    """The Hydra callback that shows the plan or checks the configuration."""
+    """The Hydra callback that prints the plan of a run, or checks its configuration, before it starts."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the configuration before Hydra creates a folder for the run; changes to it reach the run's task."""
+        """Check the configuration of a single run, before Hydra creates a folder; changes to ``config`` take effect."""
         self._began = time.time()
         _look(config, may_settle=True)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the configuration of each run of a multirun, which cannot be changed any more at this point."""
+        """Check the configuration of each run of a multirun; changes to ``config`` would have no effect here."""
         if config.hydra.mode == RunMode.MULTIRUN:
             _look(config, may_settle=False)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """After a run with a flag, end the process with the exit status for alarms if the run has raised alarms."""
+        """After a run with a flag in which an alarm rang, end the process with the exit status for alarms."""
         trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
         if not trainer.startswith("recipe_") or kwargs["job_return"].status is not JobStatus.COMPLETED:
             return
         from recipe.async_engine.record.run_record import exit_status
         from recipe.async_engine.record.schema import summary_in
 
-        # There is no summary if the run's trainer was on a node that does not share the folder.
+        # There is no summary if the trainer was on a node that does not share the run's folder.
         summary, _ = summary_in(Path(config.trainer.default_local_dir))
         if summary is None or summary.get("began", 0.0) < self._began:
             return
@@ -52,15 +52,15 @@ class BeforeRun(Callback):
             sys.exit(status)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """With ``plan_only``, show one plan for a multirun, from the settings that its runs have in common."""
+        """With ``plan_only``, print one plan for a multirun, from the settings that its runs have in common."""
         if config.get("plan_only"):
             _look(config, may_settle=True)
 
 
 def _look(config: DictConfig, may_settle: bool) -> None:
-    """Show the plan or check the configuration of a flag; end the process after a plan or an error.
+    """Print the plan, or check the configuration if there is a flag; end the process after a plan or an error.
 
-    With ``may_settle``, the trainer that the flag has chosen is set in ``config``.
+    With ``may_settle``, the trainer that the flag selects is entered in ``config``.
     """
     trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
     plans = bool(config.get("plan_only"))
@@ -79,7 +79,7 @@ def _look(config: DictConfig, may_settle: bool) -> None:
         sys.stderr.writelines(f"{said}\n" for said in without)
         own = copy.deepcopy(own)
         with read_write(own), open_dict(own):
-            own.pop("hydra", None)  # The task gets the configuration without this section too.
+            own.pop("hydra", None)  # Hydra removes this section too before it calls the main function.
         trainer = str(own.trainer.get("v1", {}).get("trainer_mode", ""))
         status = show(own, trainer) if plans else 0
         if not plans and (found := findings(own, trainer).problems):
@@ -93,7 +93,7 @@ def _look(config: DictConfig, may_settle: bool) -> None:
 
 
 def _main() -> str:
-    """Return the name of this process's main module, also if a file of verl was started by its path."""
+    """Return the name of this process's main module, even if a file of verl was started by its path."""
     module = sys.modules["__main__"]
     if (spec := getattr(module, "__spec__", None)) is not None:
         return str(spec.name)

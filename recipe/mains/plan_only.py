@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what a run would do, without starting it (``plan_only=true``).
+"""Prints the plan of a run without starting it (``plan_only=true``): processes, placement, batches and memory.
 
 Contract: no process is started, and nothing is written except for the cache of the library `datasets`. The plan is for
 the platform that the configuration names (`trainer.device`), not for the present machine, so that a laptop can plan for
@@ -24,20 +24,15 @@ from recipe.plan.plan_report import report
 from recipe.programs import check as programs
 
 JUDGES: tuple[Judge, ...] = (memory, programs)
-"""Checks of a configuration in addition to those of `recipe.async_engine`: memory and reward programs."""
-V1_JUDGES: tuple[Judge, ...] = (memory,)
-"""The additional checks for verl's own v1 trainers; reward programs are left out, because verl computes rewards there.
+"""Checks of a configuration in addition to those of `recipe.async_engine`: whether the run fits into memory, and
+whether the reward for programming tasks can run.
 """
+V1_JUDGES: tuple[Judge, ...] = (memory,)
+"""The additional checks for verl's own v1 trainers, which compute rewards in verl's way."""
 
 
 def findings(config: DictConfig, trainer: str) -> Findings:
-    """Check a configuration and return the problems and warnings found.
-
-    ``trainer`` is the value of `trainer.v1.trainer_mode`, which a flag sets.
-
-    Raises:
-        ConfigError: the mode that a flag has chosen cannot use one of the settings.
-    """
+    """Return the problems and warnings of a configuration; ``trainer`` is the value of `trainer.v1.trainer_mode`."""
     mode = trainer.removeprefix(PREFIX)
     if not trainer.startswith(PREFIX):
         has_task = config.get("builtin_task") is not None
@@ -65,7 +60,7 @@ def show(config: DictConfig, trainer: str) -> int:
 
 
 def _mode(config: DictConfig) -> str:
-    """Return the mode of one of this package's mains, derived from its settings."""
+    """Return the mode of a run without a flag, which follows from its settings."""
     training = config.async_training
     if training.get("placement") == SHARED:
         return "partial_rollout"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registers this package's modes, and verl's own trainers with this package's extensions, as v1 trainers of verl.
 
-The configuration group ``recipe`` sets the environment variable `VARIABLE` for the processes of its run. Contract:
-`install` only sets an import hook, and imports none of verl's trainers itself. The hook runs when
-`verl.trainer.ppo.v1` is imported, which verl's task runner does. Shown by tests/integration/test_flags.py and
+A flag (``+recipe=...``) sets the environment variable `VARIABLE`, with which this package's plugin for verl calls
+`install` in the run's processes. Contract: `install` imports none of verl's trainers; it sets a hook that registers the
+trainers once verl's task runner imports `verl.trainer.ppo.v1`. Shown by tests/integration/test_flags.py and
 tests/e2e/test_flags.py.
 """
 
@@ -19,7 +19,7 @@ V1 = "verl.trainer.ppo.v1"
 
 
 def install() -> None:
-    """Set a hook that registers the trainers when `verl.trainer.ppo.v1` is imported."""
+    """Set an import hook that registers the trainers when `verl.trainer.ppo.v1` is imported."""
     register_post_import_hook(_register, V1)
 
 

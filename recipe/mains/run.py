@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main function of every mode, which adds laptop support, more checks and the time report to the engine's main."""
+"""The main function of every mode: that of `recipe.async_engine` with laptop support, more checks and the report."""
 
 from omegaconf import DictConfig
 

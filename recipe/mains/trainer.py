@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modes as v1 trainers of stock verl, for runs in which a flag has chosen a mode.
+"""This package's modes in the form of verl's v1 trainers, for runs of stock verl's main with a flag (``+recipe=...``).
 
-Contract: verl's `TaskRunnerV1` uses a `FlaggedTrainer` like one of its own trainers. In the task runner's process
-`FlaggedTrainer.fit` then runs this package's trainer, writes its files (``metrics.jsonl``, ``summary.json``) and raises
-its errors. A configuration that cannot run has usually been refused in the main process already (`before_run`); with a
-user's own main it is refused here, after Ray and the task runner have started. Ctrl-C ends the run at once, as in verl.
-
-Shown by tests/e2e/test_flags.py.
+Contract: verl's `TaskRunnerV1` uses a `FlaggedTrainer` like one of its own trainers. In the task runner's process,
+`FlaggedTrainer.fit` runs this package's trainer, writes its files (``metrics.jsonl``, ``summary.json``) and raises its
+errors. A configuration that cannot run has usually been refused in the main process already (`before_run`); with a
+user's own main program, it is refused here, after Ray has started. Ctrl-C ends the run at once, as in verl. Shown by
+tests/e2e/test_flags.py.
 """
 
 from __future__ import annotations
@@ -31,15 +30,11 @@ from recipe.mains.plan_only import JUDGES
 
 
 class NoAgentLoops:
-    """Replaces the agent-loop manager that verl's task runner creates, because the modes have their own."""
+    """Replaces the agent-loop manager that verl's task runner creates, because the modes have their own manager."""
 
     @classmethod
     def create(cls, **settings: Any) -> NoAgentLoops:
-        """Return an object without agent loops.
-
-        Raises:
-            ConfigError: one of verl's own trainers asks for agent loops, which means that the flag has no effect.
-        """
+        """Return an object without agent loops; raise ConfigError if the caller's trainer ignores the flag."""
         if settings.get("llm_client") is not None:
             advice = (
                 "+recipe has chosen a mode, and this main runs one of verl's own trainers: set trainer.use_v1=true."
@@ -49,9 +44,9 @@ class NoAgentLoops:
 
 
 class FlaggedTrainer(PPOTrainer):
-    """Runs a mode of this package in the form of a v1 trainer of verl."""
+    """A v1 trainer of verl that runs one of this package's modes instead of verl's training loop."""
 
-    name: ClassVar[str]  # Value of ``trainer.v1.trainer_mode`` that selects this trainer.
+    name: ClassVar[str]  # This value of ``trainer.v1.trainer_mode`` selects the trainer.
     mode: ClassVar[str]
 
     def __init__(self, config: DictConfig) -> None:
@@ -72,7 +67,7 @@ class FlaggedTrainer(PPOTrainer):
         """Do nothing, because `fit` starts the run's processes."""
 
     def _nothing(self) -> None:
-        """Do nothing, because verl's training loop, which would need this method, does not run."""
+        """Do nothing; only verl's training loop, which does not run, would need this method."""
 
     get_llm_client = get_teacher_client = get_reward_handles = on_sample_end = on_step_end = _nothing
 

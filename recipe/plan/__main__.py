@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.plan RUN --accelerators 64`` prints how to split accelerators between trainer and rollout
-(docs/plan.md).
-"""
+"""``python -m recipe.plan RUN --accelerators N`` prints the best split between trainer and rollout (docs/plan.md)."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ WIDEST = 10.0
 
 
 def of_run(run: Run, steps: int) -> Scenario:
-    """Return the scenario of a recorded run, to be simulated for ``steps`` steps."""
+    """Return the settings of a recorded run as a scenario, to be simulated for ``steps`` steps."""
     if run.devices.hybrid:
         raise CannotPlan("a run with placement=elastic cannot be predicted yet: see benchmarks/plan_lending.py")
     said = run.settings
@@ -57,7 +55,7 @@ def of_run(run: Run, steps: int) -> Scenario:
 
 
 def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times]:
-    """Return a scenario and times from a model's config.json, and the options for answer lengths and device."""
+    """Return a scenario and its times, given a folder with a model's config.json and the command-line options."""
     if options.lengths is None:
         raise CannotPlan(f"{folder} has a model's config.json and no events of a run: give --lengths MEDIAN,SIGMA,MOST")
     try:
@@ -68,7 +66,7 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
         raise CannotPlan(f"{folder}/config.json is no JSON object")
     shape = shape_of(config)
     if shape is None:
-        raise CannotPlan(f"{folder}/config.json describes no model family that the planner knows")
+        raise CannotPlan(f"{folder}/config.json has an unknown model family or invalid sizes; give a recorded run")
     if options.device not in PROFILES:
         raise CannotPlan(f"--device {options.device!r} is not known: give one of {sorted(PROFILES)}")
     median, sigma, most = _lengths(options.lengths)
@@ -85,7 +83,7 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
 
 
 def assumed(scenario: Scenario) -> str:
-    """Return overrides for the settings that an estimate assumes; a recorded run has these settings already."""
+    """Return Hydra overrides with the settings that an estimate without a recorded run has assumed."""
     rollout = "actor_rollout_ref.rollout"
     return (
         f" actor_rollout_ref.actor.ppo_mini_batch_size={scenario.batch_groups} {rollout}.n={scenario.answers} "
@@ -105,7 +103,6 @@ def _lengths(text: str) -> tuple[float, float, float]:
 
 
 def table(found: Sequence[Advice]) -> str:
-    """Return a table of the best `SHOWN` candidates as text."""
     rows = [("trainer", "rollout", "bound", "k", "tokens/s", "over seeds", "staleness", "why not")]
     for advice in found[:SHOWN]:
         row = advice.row(found[0])
@@ -117,7 +114,7 @@ def table(found: Sequence[Advice]) -> str:
 
 
 def picture(found: Sequence[Advice], file: Path) -> None:
-    """Write an HTML page: throughput against the trainer's accelerators, one line per staleness bound."""
+    """Write an HTML page with a plot of throughput over the trainer's accelerators, one line per staleness bound."""
     from bokeh.embed import file_html
     from bokeh.palettes import Category10
     from bokeh.plotting import figure
@@ -137,7 +134,7 @@ def picture(found: Sequence[Advice], file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the plan and return the exit status: 0, or 2 with the reason on standard error if there is no plan."""
+    """Print the best candidates; return exit status 0, or 2 if there is no plan, with the reason on standard error."""
     parser = argparse.ArgumentParser(prog="python -m recipe.plan", description="Says how to split accelerators.")
     parser.add_argument("run", type=Path, help="a run's folder with its record, or one with a model's config.json")
     parser.add_argument("--accelerators", type=int, required=True)
@@ -172,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
-    """Return the candidates, best first, and whether they are only estimated from a device profile."""
+    """Return the candidates, best first, and whether their times come from a device profile instead of a run."""
     most_staleness(options.goal)
     for name, least in (("seeds", 1), ("steps", 6), ("batch", 1), ("replica_size", 1), ("per_node", 1)):
         if getattr(options, name) < least:
@@ -192,7 +189,7 @@ def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
         scenario = of_run(run, options.steps)
     found = advise(scenario, times, options.accelerators, options.goal, range(options.seeds), options.per_node)
     if not found:
-        raise CannotPlan(f"--goal {options.goal}: no candidate meets this goal")
+        raise CannotPlan(f"--goal {options.goal}: no candidate meets this goal; allow a larger staleness")
     return [replace(advice, also=assumed(scenario)) for advice in found] if estimate else found, estimate
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the split of accelerators and the staleness bound that suit a run best, by simulating the candidates.
+"""Finds the best split of accelerators between trainer and rollout, and the best staleness bound, by simulation.
 
-Contract: each candidate is simulated with every seed, with the same answer lengths and times. Candidates are ordered
-by the goal's figure, as the median over the seeds. The reason why a candidate is worse is the class of accelerator time
-(such as waiting for a batch) whose share exceeds that of the best candidate by most. Shown by
+Contract: each candidate is simulated once with each seed. Candidates are ordered by what the goal asks for (throughput,
+or throughput per accelerator), as the median over the seeds. As the reason why a candidate is worse than the best one,
+the table names the class of accelerator time (such as waiting for a batch) whose share has grown most. Shown by
 tests/plan/test_advise.py.
 """
 
@@ -24,13 +24,13 @@ SKIP = 4
 BOUNDS = (0, 1, 2, 4)
 PER_NODE = 8
 MOST = 16_384
-"""Greatest number of accelerators to plan for; simulating a candidate of that size takes minutes."""
+"""Largest number of accelerators to plan for; simulating a candidate of that size takes minutes."""
 
 
 def most_staleness(goal: str) -> float | None:
-    """Return the N of the goal ``staleness<=N``; None for the goals ``throughput`` and ``cost``."""
+    """Return N if the goal is ``staleness<=N``, and None if it is ``throughput`` or ``cost``."""
     if goal in ("throughput", "cost"):
-        return None  # The goal `cost` maximizes tokens per accelerator-second.
+        return None
     name, _, number = goal.partition("<=")
     with suppress(ValueError):
         if name == "staleness":
@@ -40,15 +40,13 @@ def most_staleness(goal: str) -> float | None:
 
 @dataclass(frozen=True)
 class Advice:
-    """A candidate and its simulated results: medians and ranges over the seeds.
+    """A split of accelerators with a staleness bound (`scenario`), and its simulated results over several seeds.
 
     Attributes:
-        accelerators: number of accelerators in total.
         tokens_per_s: median of the trained tokens per second; `lowest` and `highest` are the range.
         staleness: median of the mean staleness of groups, in versions.
-        shares: share of accelerator time by class, with the first seed.
-        per_node: number of accelerators of a node.
-        also: further overrides, appended to `overrides`.
+        shares: share of accelerator time by class, such as waiting for a batch, with the first seed.
+        also: further Hydra overrides, appended to `overrides`.
     """
 
     scenario: Scenario
@@ -63,7 +61,7 @@ class Advice:
 
     @property
     def overrides(self) -> str:
-        """The Hydra overrides of this candidate, to be pasted into a command line."""
+        """Return the candidate's settings as Hydra overrides, for a command line."""
         scenario = self.scenario
         rollout = scenario.replicas * scenario.replica_size
         trainer_part, rollout_part = parts_of_nodes(scenario.trainer_ranks, rollout, self.per_node)
@@ -76,7 +74,7 @@ class Advice:
         )
 
     def row(self, best: Advice) -> dict[str, Any]:
-        """Return the candidate as a row of the table, compared with the candidate ``best``."""
+        """Return the candidate's row of the table, in which it is compared with the candidate ``best``."""
         return {
             "trainer_accelerators": self.scenario.trainer_ranks,
             "rollout_accelerators": self.scenario.replicas * self.scenario.replica_size,
@@ -90,7 +88,7 @@ class Advice:
         }
 
     def why_worse(self, best: Advice) -> str:
-        """Return the class of accelerator time whose share exceeds that of ``best`` by most, and the excess."""
+        """Return, as text, the class of lost accelerator time that exceeds that of ``best`` by most, and the excess."""
         lost = {name: share - best.shares.get(name, 0.0) for name, share in self.shares.items()}
         waits = {name: more for name, more in lost.items() if KINDS[Class(name)] not in (Kind.USEFUL, Kind.START_UP)}
         name = max(waits, key=lambda name: waits[name], default="")
@@ -98,10 +96,10 @@ class Advice:
 
 
 def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
-    """Return the scenarios to compare: splits of the accelerators between trainer and rollout, in steps of an eighth.
+    """Return the scenarios to compare: each split of the accelerators between trainer and rollout, in steps of an
+    eighth, with each staleness bound in `BOUNDS`, and with ``base.batches_per_version`` batches per version or 1.
 
-    There is one for each staleness bound and number of batches per version. The trajectories of a batch are a multiple
-    of the number of trainer ranks, as the configuration rules require.
+    The number of trainer ranks divides the trajectories of a batch, as the configuration rules require.
     """
     size, rows = base.replica_size, base.batch_groups * base.answers
     if not 1 + size <= accelerators <= MOST:
@@ -125,9 +123,9 @@ def _ranks(rows: int, wanted: int, most: int) -> int:
 
 
 def parts_of_nodes(trainer: int, rollout: int, per_node: int) -> tuple[int, int]:
-    """Return the accelerators that trainer and rollout use on each of their nodes, as many as fit together.
+    """Return how many accelerators trainer and rollout use on each of their nodes, so that they need few nodes.
 
-    As few nodes as possible are used; each has ``per_node`` accelerators.
+    trainer, rollout: their numbers of accelerators in total. per_node: number of accelerators of a node.
     """
     nodes = -(-(trainer + rollout) // per_node)
     pairs = [(a, b) for a in _divisors(trainer, per_node) for b in _divisors(rollout, per_node)]
@@ -139,7 +137,7 @@ def _divisors(count: int, most: int) -> list[int]:
 
 
 def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: int) -> bool:
-    """Return whether ``counts`` accelerators in groups of ``parts`` fit on the nodes, larger groups placed first."""
+    """Return whether trainer and rollout, with ``counts`` accelerators in groups of ``parts``, fit on the nodes."""
     (small, small_count), (large, large_count) = sorted(zip(parts, counts, strict=True))
     full, rest = divmod(large_count // large, per_node // large)
     empty = nodes - full - (rest > 0)
@@ -151,7 +149,7 @@ def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: 
 def advise(
     base: Scenario, times: Times, accelerators: int, goal: str, seeds: Iterable[int], per_node: int = PER_NODE
 ) -> list[Advice]:
-    """Simulate all candidates, and return those within the goal, best first."""
+    """Simulate all candidates, and return those that meet the goal, best first."""
     seeds, limit = list(seeds), most_staleness(goal)
     found = [
         _judge(scenario, [Simulation(scenario, times, seed).run() for seed in seeds], per_node)
@@ -166,7 +164,6 @@ def advise(
 
 
 def _judge(scenario: Scenario, results: list[Result], per_node: int) -> Advice:
-    """Return the summary of a candidate's ``results``, one for each seed."""
     rates = [result.tokens_per_s(SKIP) for result in results]
     totals = results[0].account.total
     whole = sum(totals.values())

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates how long generation, training and transfers take on an accelerator, by a roofline model.
 
-Contract: every time is a positive number of seconds that never decreases with more work. The time of a decode step is
-the maximum of its arithmetic and its memory traffic (the weights once, and the keys and values of every token in
-context). The times of prefill, log-probs and updates follow from their FLOPs, and those of transfers from their bytes.
-A device profile has efficiencies, the fractions of the device's peaks that are reached in practice. Shown by
-tests/plan/test_device.py.
+Contract: more work never takes less time. The time of a decode step is the larger of the times for its arithmetic and
+for its memory traffic (the weights once, and the keys and values of every token in context). The times of prefill,
+log-probs and updates follow from their FLOPs, and those of transfers from their bytes. A device profile has the
+device's peak rates and the fractions of them that are reached in practice. Shown by tests/plan/test_device.py.
 
 Sources of `H100`:
 
@@ -28,8 +27,7 @@ from pydantic import Field
 
 from recipe.plan.memory.shape import ModelShape
 
-# Bytes that AdamW moves per parameter in fp32: it reads weight, gradient and two moments, and writes back all of these
-# but the gradient.
+# Per fp32 parameter, AdamW reads weight, gradient and two moments (16 bytes), and writes all but the gradient (12).
 OPTIMIZER_BYTES = 28
 
 
@@ -86,13 +84,13 @@ PROFILES = {"h100": H100}
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Return the number of parameters in one token's matrix products: layers, its experts and the output head."""
+    """Return the number of parameters that one token is multiplied with: layers, its experts and the output head."""
     experts = shape.expert_parameters * shape.experts_per_token // shape.experts if shape.experts else 0
     return shape.layer_parameters + experts + shape.embedding
 
 
 def read_parameters(shape: ModelShape, tokens: int) -> float:
-    """Return the expected number of parameters read by a forward pass over ``tokens``, if routing is uniform."""
+    """Return the mean number of parameters that a forward pass over ``tokens`` tokens reads, if routing is uniform."""
     read = float(shape.layer_parameters + shape.embedding)
     if shape.experts:
         read += shape.expert_parameters * (1.0 - (1.0 - shape.experts_per_token / shape.experts) ** tokens)
@@ -101,14 +99,14 @@ def read_parameters(shape: ModelShape, tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """Seconds of one model's work on the devices of a replica, or of the trainer.
+    """Computes how long one model's operations take on the devices of a rollout replica or of the trainer.
 
     Attributes:
         devices: number of devices that divide the work evenly; the efficiencies include their communication.
         weight_bytes: bytes of a parameter.
         cache_bytes: bytes of one number in the KV cache.
-        token_scale: number of real tokens that one token of the run represents. A small test run has answers of a few
-            tokens instead of thousands; each of its decode steps then takes the time of `token_scale` steps.
+        token_scale: number of tokens for which one token of the run stands; above 1 in a small test run whose answers
+            have a few tokens instead of thousands.
         time_scale: factor by which all seconds are multiplied.
     """
 
@@ -127,7 +125,7 @@ class DeviceTimes:
 
     @property
     def token_cache_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
+        """Return the bytes of one token's keys and values in all layers."""
         return 2 * self.shape.layers * self.shape.kv_width * self.cache_bytes
 
     @property
@@ -135,10 +133,9 @@ class DeviceTimes:
         return self.shape.parameters * self.weight_bytes
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
-        """Return the seconds of a step that gives each of ``batch`` sequences a token.
+        """Return the seconds of a decode step of ``batch`` sequences with a total of ``context_tokens`` tokens so far.
 
-        ``context_tokens`` is the total number of tokens of these sequences before the step. With a `token_scale` of N,
-        the step counts as N steps with a context N times as long.
+        With a `token_scale` of N, the step stands for N steps with a context N times as long.
         """
         if not batch:
             return 0.0
@@ -150,7 +147,7 @@ class DeviceTimes:
         return self.time_scale * self.token_scale * step
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        """Return the seconds of prefilling ``tokens`` of a sequence with ``context_tokens`` already in the cache."""
+        """Return the seconds of prefilling ``tokens`` tokens of a sequence after ``context_tokens`` cached ones."""
         if not tokens:
             return 0.0
         tokens, context = tokens * self.token_scale, context_tokens * self.token_scale
@@ -164,7 +161,7 @@ class DeviceTimes:
         return self.time_scale * flops / (self.device.flops * self.device.prefill_efficiency * self.devices)
 
     def update_s(self, lengths: Iterable[int], optimizer_steps: int = 1) -> float:
-        """Return the seconds of an update on sequences: forward, backward (twice the FLOPs of forward) and AdamW."""
+        """Return the seconds of forward, backward (with twice the FLOPs) and AdamW for sequences with these lengths."""
         flops = 3 * sum(self._sequence_flops(length) for length in lengths)
         arithmetic = flops / (self.device.flops * self.device.training_efficiency)
         optimizer = optimizer_steps * OPTIMIZER_BYTES * self.shape.parameters / self.device.memory_bandwidth
@@ -177,12 +174,15 @@ class DeviceTimes:
         return self.time_scale * (moved / rate + self.device.link_latency_s)
 
     def load_s(self) -> float:
-        """Return the seconds of a swap: the replica reads and writes the new weights once in device memory."""
+        """Return the seconds of replacing a replica's weights by a copy within device memory (one read, one write)."""
         rate = self.device.memory_bandwidth * self.device.decode_efficiency * self.devices
         return self.time_scale * 2 * self.model_bytes / rate
 
     def _forward_flops(self, tokens: int, pairs: int) -> float:
-        """Return the FLOPs: 2 per parameter and token, plus 4 x layers x query width per attended pair of tokens."""
+        """Return the FLOPs of a forward pass over ``tokens`` tokens that attend to ``pairs`` tokens in total.
+
+        These are 2 per parameter and token, plus 4 x layers x query width per pair of a token and one it attends to.
+        """
         return 2.0 * active_parameters(self.shape) * tokens + 4.0 * self.shape.layers * self.shape.q_width * pairs
 
     def _sequence_flops(self, length: int) -> float:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A virtual clock, and a simulated rollout engine: continuous batching in whole decode steps.
+"""A virtual clock, and a simulated rollout engine with continuous batching.
 
 Contract of the clock: time never goes backwards. Actions that are due at the same time run in the order in which they
-were scheduled, so that the simulation is deterministic. A process is a generator that yields seconds to wait, or a
-condition to wait for; `Clock.changed` tests the conditions.
+were scheduled, so the simulation is deterministic. A process is a generator that yields a number of seconds, or a
+condition, to wait for; `Clock.changed` tests the conditions.
 
-Contract of the engine: it has ``places``, sequence slots as in vLLM's `max_num_seqs`. A request joins at the next step
-boundary if a slot is free; otherwise it queues, the oldest group first. Each step samples one token for every running
-request, and a request's first step also prefills its context. In one step at least one request is prefilled, and
-further ones until prefill takes as long as `READ_STEPS` decode steps; the others join later. The steps between two
-events are computed in one go, so the cost of simulating does not grow with the tokens. The time of a step grows
-linearly with the context. A paused engine finishes its current step, so its requests get that token. The engine reports
-the use of its slots to `EngineActivity`, as real engines do. Shown by tests/plan/test_simulation.py.
+Contract of the engine: it has ``places`` sequence slots, as in vLLM's `max_num_seqs`. A request joins at the beginning
+of a decode step if a slot is free; otherwise it queues, and the oldest group goes first. Each step samples one token
+for every running request. The step at which a request joins also prefills its context, so that only as many requests
+join as can be prefilled in the time of `READ_STEPS` decode steps, but at least one. The time of a step grows linearly
+with the context. A paused engine finishes its current step first. The engine reports the use of its slots to
+`EngineActivity`, as real engines do. All steps between two events are computed at once, so the cost of simulating does
+not depend on the number of tokens. Shown by tests/plan/test_simulation.py.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Clock:
         return self.now
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedule ``action`` to run ``seconds`` from now."""
+        """Schedule ``action`` to run ``seconds`` after the present time."""
         heapq.heappush(self._due, (self.now + max(0.0, seconds), next(self._numbers), action))
 
     def start(self, process: Process) -> None:
-        """Run ``process`` until its next wait, and schedule its continuation."""
+        """Run ``process`` until it waits, and schedule its continuation for the end of the wait."""
         for wanted in process:
             if not callable(wanted):
                 self.after(wanted, lambda: self.start(process))
@@ -55,14 +55,14 @@ class Clock:
                 return
 
     def changed(self) -> None:
-        """Resume the waiting processes whose conditions hold now."""
+        """Resume the processes that wait for a condition that holds now."""
         for waiting in [waiting for waiting in self._waiting if waiting[0]()]:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
                 self.after(0.0, lambda process=waiting[1]: self.start(process))  # type: ignore[misc]
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Let time pass until ``over`` returns true, or until nothing is due."""
+        """Run the scheduled actions in the order of their times until ``over`` returns True or none is left."""
         while self._due and not over():
             self.now, _, action = heapq.heappop(self._due)
             action()
@@ -70,10 +70,10 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request for an answer of ``length`` tokens, ``tokens`` of which are sampled.
+    """A request for an answer of ``length`` tokens.
 
-    ``versions`` has pairs (version, number of tokens that it sampled), and ``entered`` is the engine's step count when
-    the request joined.
+    tokens: number of sampled tokens when the request entered or left an engine. entered: number of steps that the
+    engine had made when the request joined. versions: (policy version, number of tokens that it sampled), in order.
     """
 
     name: str
@@ -88,17 +88,19 @@ class Request:
 
 
 READ_STEPS = 4
-"""Greatest time for prefill in one step, in decode steps of a full engine, as with chunked prefill; an assumption."""
+"""Longest time for prefill in one step, as a multiple of a decode step of a full engine; an assumption."""
 
 
 class Engine:
-    """A simulated rollout engine; the docstring of the module has its contract.
+    """A simulated rollout engine with continuous batching.
+
+    It plans all decode steps until the next event at once: until an answer ends or a request joins.
 
     Args:
-        places: number of sequence slots, the requests that it decodes at once.
-        step_s: returns the seconds of a decode step, given the number of requests and their tokens of context.
+        places: number of requests that the engine decodes at once.
+        step_s: returns the seconds of a decode step, given the number of requests and their total tokens of context.
         read_s: returns the seconds that prefilling a number of tokens adds to a step.
-        ended: called with each request that has sampled its last token.
+        ended: called with each request whose last token has been sampled.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Engine:
         self._waiting: list[tuple[int, int, Request]] = []
         self._ends: list[tuple[int, str]] = []
         self._new: list[Request] = []
-        # Requests that arrived while the engine was closed; `activity` does not count them as entered yet.
+        # These requests arrived while the engine was closed; `activity` does not count them as entered yet.
         self._parked: dict[str, None] = {}
         self._steps = self._context = self._planned = self._number = self._arrived = 0
         self._began = self._first = self._step = self._slope = 0.0
@@ -129,7 +131,7 @@ class Engine:
 
     @property
     def rest_s(self) -> float:
-        """Seconds until the current step ends; a pause lasts at least as long."""
+        """Return the seconds until the current decode step ends; requests can be interrupted only then."""
         if self.closed or not self.running:
             return 0.0
         return max(0.0, self._began + self._seconds(self._begun_steps()) - self._clock.now)
@@ -147,12 +149,12 @@ class Engine:
             self._stop_after(self._whole_steps() + 1 if self.running else 0)
 
     def cut(self) -> list[Request]:
-        """Pause the engine, and remove and return every request that has not ended."""
+        """Pause the engine; remove and return all of its requests, with the tokens that they have."""
         self.hold()
         return self._give_back()
 
     def hold(self) -> list[Request]:
-        """Pause the engine, and return its running requests, which keep their slots."""
+        """Pause the engine; return its running requests, which keep their slots."""
         self._count(self._begun_steps())
         ended = self._take_ended()
         self.close(Class.WAIT_WEIGHTS)
@@ -161,7 +163,7 @@ class Engine:
         return list(self.running.values())
 
     def reopen(self, again: bool = False) -> None:
-        """Resume serving; with ``again``, the requests that kept their slots are prefilled again first."""
+        """End a pause. With ``again``, the requests that have kept their slots are prefilled again."""
         self.closed = False
         self.activity.open()
         for name in self._parked:
@@ -173,13 +175,12 @@ class Engine:
         self._plan()
 
     def close(self, why: Class) -> None:
-        """Serve nothing until `reopen`; ``why`` is the reason that the engine reports."""
+        """Begin a pause, which lasts until `reopen`; the engine reports ``why`` as the reason."""
         self.closed = True
         self._number += 1
         self.activity.close(why)
 
     def tokens_of(self, request: Request) -> int:
-        """Return the number of tokens that a request has sampled until now."""
         at_engine = request.name in self.running
         return request.tokens + (self._steps + self._whole_steps() - request.entered if at_engine else 0)
 
@@ -199,7 +200,7 @@ class Engine:
         return found
 
     def _whole_steps(self) -> int:
-        """Return how many steps of the current run of decode steps are complete."""
+        """Return how many of the planned decode steps have ended by now."""
         if self.closed or not self.running or self._step <= 0:
             return 0
         spent = self._clock.now - self._began - self._first + self._step + 1e-9
@@ -211,14 +212,14 @@ class Engine:
         return min(self._planned, int((math.sqrt(half * half + 2 * self._slope * spent) - half) / self._slope))
 
     def _begun_steps(self) -> int:
-        """Return how many steps of the current run of decode steps have begun."""
+        """Return how many of the planned decode steps have begun by now."""
         return min(self._planned, self._whole_steps() + 1) if self.running and not self.closed else 0
 
     def _seconds(self, steps: int) -> float:
         return self._first + self._step * (steps - 1) + self._slope * steps * (steps - 1) / 2 if steps else 0.0
 
     def _stop_after(self, steps: int) -> None:
-        """End the current run of decode steps after ``steps`` steps."""
+        """Reduce the planned decode steps to ``steps``, so that a request can join after them."""
         if self.running and steps >= self._planned:
             return
         self._planned = steps
@@ -246,7 +247,7 @@ class Engine:
         return ended
 
     def _count(self, steps: int) -> None:
-        """Count ``steps`` steps of the current run of decode steps as complete, and end the run."""
+        """Give each running request the tokens of ``steps`` planned decode steps, and drop the steps after these."""
         self._steps += steps
         self._context += steps * len(self.running)
         if steps:
@@ -264,7 +265,7 @@ class Engine:
         self._context -= request.prompt + request.tokens
 
     def _plan(self) -> None:
-        """Admit the queued requests that get slots and fit into one step's prefill, and begin the next run of steps."""
+        """Let queued requests join as far as slots and prefill time allow, and plan the steps until the next event."""
         left = READ_STEPS * self._step_s(self._places, self._context) if self._waiting else 0.0
         while self._waiting and len(self.running) < self._places and left > 0:
             *_, request = heapq.heappop(self._waiting)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits a linear model of the time of an engine's step to a run's event record.
+"""Fits a linear model of the duration of a rollout engine's decode steps to the event record of a run.
 
-Contract: the time of a step is the sum of ``base_s``, a term per running request, a term per token of context of these
-requests, and a term per prefilled token of requests that join at the step. If the lengths of prompts are not known, the
-last term is per joining request. No term is negative, and a term that explains no more than chance would is 0.
+Contract: the duration of a step is a constant, plus a term per running request, a term per token of context of these
+requests, and a term per token that is prefilled for requests that join at the step (or per joining request, if the
+lengths of prompts are not known). No term is negative, and a term that explains no more than chance would is 0.
 
-The event record has intervals with the share of sequence slots (``places``, `max_num_seqs`) in each class and the
-sampled tokens; both together give the number of steps in an interval. The context follows from the answers: an answer
-had its last token at its end, and one token less a step earlier. Intervals with validation or retries are left out,
-since the record does not distinguish first tokens in them. Shown by tests/plan/test_engine_steps.py.
+The event record consists of intervals with the number of sampled tokens and the share of sequence slots (``places``)
+that were, for example, decoding. From these follow the number of steps of an interval, and from the lengths and ends of
+the answers their context at each time. Intervals with validation or retries are left out, because the record does not
+say which of their tokens were first tokens. Shown by tests/plan/test_engine_steps.py.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ _USED = (*_FIRST, Class.DECODING)
 _KNOWN = (*_USED, Class.IDLE_PLACES)
 
 VARIES = 0.25
-"""Smallest standard deviation of a quantity, as a share of its mean, at which its cost is fitted."""
+"""Smallest standard deviation of a quantity, as a share of its mean, with which its coefficient is fitted."""
 _SMALLEST = 1e-300  # An error of 0 would have no logarithm.
 
 
 @dataclass(frozen=True)
 class EngineSteps:
-    """The coefficients of a step's time, in seconds."""
+    """The linear model of a decode step's duration in seconds.
+
+    base_s: constant. request_s: per running request. token_s: per token of context. read_token_s: per prefilled token.
+    join_s: per request that joins.
+    """
 
     base_s: float
     request_s: float
@@ -53,11 +57,10 @@ class EngineSteps:
 def fit_steps(
     events: Iterable[Event], answers: Sequence[tuple[int, float]], places: float, replicas: int, prompt: float = 0.0
 ) -> EngineSteps | None:
-    """Fit by least squares over all intervals of all engines; return None if no interval can be used.
+    """Fit the model to a run by least squares; return None if the event record has no usable interval.
 
     Args:
-        events: the events of the run.
-        answers: for each answer, its number of tokens and the time of its end.
+        answers: (number of tokens, time of its end) of each answer.
         places: number of sequence slots of one engine.
         replicas: number of engines, which are assumed to share the answers evenly.
         prompt: mean number of tokens of a prompt; 0 if not known.
@@ -72,7 +75,7 @@ def fit_steps(
         batch = places * sum(part.share for part in parts if part.what in _USED)
         if tokens and batch > 0 and all(part.what in _KNOWN for part in parts):
             new, again = (sum(part.tokens or 0 for part in parts if part.what == what) for what in _FIRST)
-            # A request that finds a free slot waits for the next step, half a step on average.
+            # A request that finds a free slot waits for the next step, on average for half a step.
             finds = new + again if any(part.what == Class.IDLE_PLACES for part in parts) else 0
             steps = (tokens + finds / 2) / batch
             rows.append((batch, (new + again) / steps, again / steps, (end - start) / steps, steps))
@@ -94,7 +97,10 @@ def fit_steps(
 
 
 def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], step_s: float) -> Iterator[float]:
-    """Yield, for each time in ``moments``, the tokens of all unfinished answers, if a token takes ``step_s``."""
+    """Yield, for each time in ``moments``, the tokens that unfinished answers had, if each token took ``step_s``.
+
+    answers: (number of tokens, time of its end) of each answer.
+    """
     tokens, ended = (np.array(column, float) for column in zip(*answers, strict=True))
     for moment in moments:
         had = tokens - (ended - moment) / step_s
@@ -102,7 +108,7 @@ def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], st
 
 
 def _varies(values: np.ndarray, weight: np.ndarray) -> bool:
-    """Return whether a quantity varies enough to fit its cost."""
+    """Return whether a quantity varies enough for its coefficient to be fitted."""
     mean = np.average(values, weights=weight)
     return bool(mean > 0 and math.sqrt(np.average((values - mean) ** 2, weights=weight)) > VARIES * mean)
 
@@ -110,10 +116,14 @@ def _varies(values: np.ndarray, weight: np.ndarray) -> bool:
 def _least_squares(
     table: np.ndarray, took: np.ndarray, weight: np.ndarray, columns: list[int]
 ) -> tuple[float, list[float]]:
-    """Fit the coefficients of ``columns``, the others being 0; return the fit's criterion and all coefficients."""
+    """Fit durations to the chosen columns of a table; return the quality (smaller is better) and all coefficients.
+
+    table: one row per interval, with one column per coefficient. took: seconds of a step in each interval. weight:
+    weight of each interval. columns: the columns to fit; the coefficients of all others are 0.
+    """
     parts = np.zeros(table.shape[1])
     parts[columns] = np.linalg.lstsq(table[:, columns] * weight[:, None], took * weight, rcond=None)[0]
     error = float((((table @ parts - took) * weight) ** 2).mean())
-    # Bayesian information criterion (Schwarz 1978): a coefficient has to explain more than chance would.
+    # By the Bayesian information criterion (Schwarz 1978), a coefficient has to explain more than chance would.
     criterion = len(took) * math.log(error + _SMALLEST) + len(columns) * math.log(len(took))
     return criterion, [float(part) for part in parts]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates runs in which the trainer's accelerators generate while the trainer waits (``placement=elastic``).
 
-Contract: some replicas are standalone and have accelerators of their own; the others are hybrid, stand on the
-trainer's accelerators and sleep while it trains. The lending policy of the engine (`recipe.async_engine.core.lending`)
-decides when they wake and sleep, and the ledger and its gate decide everything else, as in `Simulation`. A request
-goes to the awake engine with the fewest requests; while none has a place for it, it waits, and the oldest group goes
-first. An interrupted request keeps its tokens and their versions. Hybrid replicas wake with the announced weights.
-Without standalone replicas this is ``placement=shared``. Shown by tests/plan/test_lending_simulation.py.
+Contract: standalone replicas have accelerators of their own; hybrid replicas run on the trainer's accelerators, and
+sleep while it trains. The policy of real runs (`recipe.async_engine.core.lending`) decides when they wake and sleep,
+and the sample ledger and the staleness gate decide the rest, as in `Simulation`. A request goes to the awake engine
+with the fewest requests. If all of them are full, it waits, and requests of the oldest group go first. An interrupted
+request keeps its tokens and their versions. Hybrid replicas wake with the newest weights that the standalone ones
+generate with. Without standalone replicas, this is ``placement=shared``. Shown by
+tests/plan/test_lending_simulation.py.
 """
 
 from __future__ import annotations
@@ -25,24 +26,17 @@ from recipe.report.account import KINDS, Kind
 
 @dataclass(frozen=True)
 class Switch:
-    """Seconds that a switch of the trainer's accelerators takes.
-
-    Attributes:
-        wake_s: from the decision to lend until hybrid replicas answer: memory is given back and weights are loaded.
-        sleep_s: from the decision to call back until the trainer has its memory again.
-    """
+    """Seconds of a loan: `wake_s` until hybrid replicas generate, `sleep_s` until the trainer has its memory back."""
 
     wake_s: float
     sleep_s: float
 
 
 class LendingSimulation(Simulation):
-    """A simulated run with hybrid replicas, which keeps the module's contract.
+    """A simulated run with hybrid replicas, which generate on the trainer's accelerators while the trainer waits.
 
-    Attributes:
-        switches: how often the accelerators were lent.
-        lent_s: seconds in which hybrid replicas were awake.
-        read_again: tokens that engines read again because a call-back had interrupted their requests.
+    switches: number of loans. lent_s: seconds in which hybrid replicas were awake. read_again: number of tokens that
+    were prefilled again because the end of a loan had interrupted their requests.
     """
 
     def __init__(
@@ -53,7 +47,7 @@ class LendingSimulation(Simulation):
         policy: LendingPolicy | None = None,
         seed: int | None = 0,
     ) -> None:
-        """``scenario.replicas`` are the standalone ones; hybrid replicas fill the trainer's accelerators."""
+        """Create a run with ``scenario.replicas`` standalone replicas, and hybrid ones on all trainer accelerators."""
         self.standalone = scenario.replicas
         self.hybrid = scenario.trainer_ranks // scenario.replica_size
         super().__init__(replace(scenario, replicas=self.standalone + self.hybrid), times, seed)
@@ -64,7 +58,7 @@ class LendingSimulation(Simulation):
         self._queue: list[tuple[int, int, int, Request]] = []
         self._numbers = count()
         self._entered: dict[str, float] = {}
-        # Place-seconds of each group, and how many of its trajectories still need a place.
+        # These have the total seconds of each group's requests in engines, and its number of unfinished trajectories.
         self._spent: dict[int, float] = {}
         self._unsampled: dict[int, int] = {}
         self._sampled_at: dict[int, float] = {}
@@ -72,13 +66,12 @@ class LendingSimulation(Simulation):
             self.engines[number].close(Class.WAIT_OTHER_SIDE)
 
     def useful_share(self, result: Result) -> float:
-        """Return the part of all accelerators' time in which they trained or generated."""
+        """Return the share of the accelerators' time in which they trained or generated."""
         devices = self.scenario.trainer_ranks + self.standalone * self.scenario.replica_size
         useful = sum(seconds for name, seconds in result.account.total.items() if KINDS[Class(name)] is Kind.USEFUL)
         return useful / (devices * self.clock.now)
 
     def begin(self) -> None:
-        """Schedule the beginning of the run; nothing happens before ``clock`` runs."""
         self._use_slots()
         super().begin()
 
@@ -113,7 +106,7 @@ class LendingSimulation(Simulation):
         self.policy.sleep_s.add(self.clock.now - decided)
 
     def _call_back(self) -> float:
-        """Interrupt the hybrid replicas, and return the seconds until their steps under way end."""
+        """Interrupt the hybrid replicas; return the seconds until they have finished their current decode steps."""
         hybrid = self.engines[self.standalone :]
         rest = max(engine.rest_s for engine in hybrid)
         cut: list[Request] = []
@@ -127,7 +120,7 @@ class LendingSimulation(Simulation):
         return rest
 
     def _view(self) -> tuple[Places, Demand]:
-        """Return what the policy is told."""
+        """Return the state of the run on which the lending policy decides."""
         scenario, counts = self.scenario, self.ledger.counts()
         waiting = len(self._queue) + self.manager.pending
         if self.ledger.can_issue():
@@ -144,7 +137,7 @@ class LendingSimulation(Simulation):
         return places, demand
 
     def _use_slots(self) -> None:
-        """Give trajectories the slots of the replicas that are awake."""
+        """Set the number of generation slots to that of the replicas that are awake."""
         self.manager.slots = (len(self.engines) - len(self._asleep)) * self.scenario.slots
 
     def _serving(self) -> list[Engine]:
@@ -161,7 +154,7 @@ class LendingSimulation(Simulation):
         self._give_places()
 
     def _give_places(self) -> None:
-        """Send the oldest waiting requests to the engines that have the fewest."""
+        """Send waiting requests, those of the oldest group first, to the engines with the fewest requests."""
         loads = [(engine.load, number) for number, engine in enumerate(self.engines) if not engine.closed]
         heapq.heapify(loads)
         while self._queue and loads and loads[0][0] < self.scenario.slots:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats a run's plan as text: processes, placement, batches, memory of the devices and of the hosts."""
+"""Formats the plan of a run as text: its processes, accelerators, batches, and memory of devices and hosts."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -30,13 +30,7 @@ WIDTH = 34
 
 
 def report(title: str, found: Findings, of_verl: bool) -> str:
-    """Return the whole plan as text.
-
-    Args:
-        title: name of the planned run.
-        found: the findings about the configuration.
-        of_verl: whether one of verl's own trainers runs, which forms batches in its own way.
-    """
+    """Return the whole plan as text; ``of_verl``: one of verl's own trainers runs, and forms batches in its own way."""
     context = found.context
     sections = {
         "processes": _processes(context),
@@ -88,7 +82,6 @@ def _scorers(context: RuleContext) -> str:
 
 
 def _accelerators(context: RuleContext) -> Iterator[str]:
-    """Yield rows with the number of accelerators of trainer, rollout, log-prob servers and reward model."""
     settings, servers = context.settings, context.settings.servers
     ranks, reward = trainer_ranks(context.config), reward_accelerators(context)
     shared, total = settings.async_training.placement == SHARED, ranks
@@ -133,7 +126,7 @@ def _batches(found: Findings) -> Iterator[str]:
     yield _row("versions of an answer", bound, "it may take to generate; training waits for one that takes more")
     at_once = replicas * places_per_replica(config, training)
     if bound and not training.whole_batches:
-        # The engines' sequence slots process the samples of `bound` versions one after the other.
+        # In the time of `bound` versions, each sequence slot generates this many answers one after the other.
         times, longest = bound * version * answers / at_once, context.get("data.max_response_length")
         mean = f"{longest} tokens where the mean is {math.ceil(int(longest or 0) / times)}"
         yield _row("longest answer in these", f"{times:.1f}", f"times the mean one's, with all places taken: {mean}")

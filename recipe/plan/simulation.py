@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates a run on a virtual clock, with the real ledger, gate and prompt manager, and models of everything else.
+"""Simulates an asynchronous RL run on a virtual clock.
 
-Contract: the real state machines (`recipe.async_engine.core`) decide what may start, what generates next and what is
-trained, so the staleness bound holds as in a real run. Engines, trainer and rewards are modelled. The simulation emits
-the same events as a real run, and its time account (the accelerator time in each class, such as decoding or waiting) is
-computed from these events. The same scenario and seed give the same result. Filtered groups, failures, validation and
-tools are not simulated. Shown by tests/plan/test_simulation.py.
+Contract: the real state machines (`recipe.async_engine.core`: ledger, staleness gate and prompt manager) decide what
+may start, what generates next and what is trained, so the staleness bound holds as in a real run. Engines, trainer and
+rewards are modelled by durations. The simulation records the same events as a real run, from which the same time
+account is computed: the accelerator time in each class, such as decoding or waiting. The same scenario and seed give
+the same result. Filtered groups, failures, validation and tools are not simulated. Shown by
+tests/plan/test_simulation.py.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ Decided = TypeVar("Decided")
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to be simulated, with the names of `RunPlan`.
+    """The settings of a run to be simulated.
 
     Attributes:
-        slots: number of trajectories that one replica has at the same time.
-        places: number of sequence slots of a replica, the trajectories that it decodes at once.
+        slots: number of trajectories that one replica has at the same time, decoding or queued.
+        places: number of trajectories that one replica decodes at the same time.
         shared: whether training and generation take turns on the same accelerators.
-        at_swap: "drain", "interrupt" or "keep".
+        at_swap: what happens to unfinished answers at a weight sync: "drain", "interrupt" or "keep" (in the engine).
         beside: whether training continues while a version is sent to the replicas.
-        reward_processes: number of processes that compute rewards; 0: unlimited.
+        replica_size: number of accelerators of a rollout replica.
+        reward_processes: number of processes that compute rewards; 0 means unlimited.
     """
 
     batch_groups: int
@@ -65,16 +67,14 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Result:
-    """The figures that a run would report.
+    """The figures of a simulated run.
 
     Attributes:
-        ended: end of each step, in virtual seconds.
-        tokens: number of trained tokens of each step.
-        staleness: mean staleness of groups in versions, each by its oldest token.
-        staleness_max: largest staleness of a group, in versions.
+        ended: time at which each step ended, in virtual seconds.
+        staleness: mean staleness of the trained groups, in versions.
         token_ages: number of trained tokens by age in versions.
-        account: time account of every accelerator.
-        decisions_s: CPU seconds that the state machines took for their decisions.
+        account: accelerator time by class.
+        decisions_s: CPU seconds (real ones) that the state machines took for their decisions.
     """
 
     ended: list[float]
@@ -87,7 +87,7 @@ class Result:
     trained_groups: int
 
     def step_s(self, skip: int) -> float:
-        """Return the mean seconds per step, without the first ``skip`` steps."""
+        """Return the mean seconds per step after the first ``skip`` steps."""
         return (self.ended[-1] - self.ended[skip - 1]) / (len(self.ended) - skip)
 
     def tokens_per_s(self, skip: int) -> float:
@@ -96,7 +96,11 @@ class Result:
 
 @dataclass
 class _Group:
-    """A prompt group in progress: the number of missing answers, and the others' tokens by version."""
+    """A prompt group in progress.
+
+    left: number of answers without a reward. lengths: final number of tokens of each answer. versions: number of tokens
+    of the rewarded answers by policy version. answers: numbers of tokens of the rewarded answers.
+    """
 
     left: int
     lengths: list[int]
@@ -106,19 +110,19 @@ class _Group:
 
 
 class Simulation:
-    """A simulated run; the docstring of the module has its contract.
+    """One simulated run.
 
     Args:
         times: durations of steps, updates, transfers and rewards, and the answer lengths.
-        seed: seed of random choices. If None, groups have the answer lengths of the recorded groups in recorded order,
-            as in a run with the same data and seed; all other choices use seed 0.
+        seed: seed of random choices. If None, the groups get the answer lengths of the recorded groups in recorded
+            order, instead of random ones, and all other choices use seed 0.
     """
 
     def __init__(self, scenario: Scenario, times: Times, seed: int | None = 0) -> None:
         self.scenario, self.times = scenario, times
         self._replays = seed is None
         self.clock = Clock()
-        # A separate generator for lengths gives a group the same lengths regardless of other random choices.
+        # Lengths have a random generator of their own, so that other random choices do not change them.
         self._random, self._lengths = random.Random(seed or 0), random.Random(seed or 0)
         gate = GateSettings(
             scenario.batch_groups, scenario.batches_per_version, scenario.max_staleness, scenario.pipeline_depth
@@ -152,26 +156,26 @@ class Simulation:
         self._books = {"sampled": 0, "trained": 0}
 
     def run(self) -> Result:
-        """Simulate the run to its end; raise `CannotPlan` if it deadlocks without a complete batch."""
+        """Simulate the run to its end; raise `CannotPlan` if it deadlocks before."""
         self.begin()
         self.clock.run(lambda: self._over)
         if not self._over:
             raise CannotPlan(
-                f"the simulated run stands still at {self.clock.now:g} s, with {self.ledger.counts()} and "
-                f"{self.scenario}: the times and settings in the event record cannot be those of a run"
+                f"the simulated run cannot continue after {self.clock.now:g} s, with {self.ledger.counts()} and "
+                f"{self.scenario}: the event record contradicts itself; give that of another run"
             )
         self._timeline.stop()
         return self._result()
 
     def begin(self) -> None:
-        """Schedule the first actions of the run, which happen once ``clock`` runs."""
+        """Schedule the first actions of the run for the beginning of virtual time."""
         self._timeline.restart()
         if not self.scenario.shared:
             self.manager.open_turn()
             self._issue()
         self.clock.start(self._train())
 
-    # The methods below simulate the trainer, in the order of `AsyncPPOTrainer`'s steps.
+    # The methods below simulate the trainer, in the order of the steps of `AsyncPPOTrainer`.
 
     def _train(self) -> Process:
         scenario, times = self.scenario, self.times
@@ -204,7 +208,7 @@ class Simulation:
         self._over = True
 
     def _wait_for_batch(self) -> Process:
-        """Wait until the trainer may take a batch; if both sides take turns, a generation turn begins here."""
+        """Wait until the trainer may take a batch; if training and generation take turns, begin a generation turn."""
         if self.scenario.shared:
             self._open_engines()
             self.manager.open_turn()
@@ -214,7 +218,7 @@ class Simulation:
         yield self.ledger.may_take
 
     def _serving(self) -> list[Engine]:
-        """Return the engines that a weight sync finds serving requests."""
+        """Return the engines that serve requests while weights are sent."""
         return [] if self.scenario.shared else self.engines
 
     def _trained(self, lengths: list[int]) -> None:
@@ -227,7 +231,7 @@ class Simulation:
         self._books["trained"] += sum(lengths)
         self._issue()
 
-    # The methods below simulate publishing a version, in the order of a real weight sync.
+    # The methods below simulate weight syncs, in the order of a real one.
 
     def _bring(self) -> Process:
         scenario, times = self.scenario, self.times
@@ -247,7 +251,7 @@ class Simulation:
             else:
                 cut += self._interrupt(engine)
         yield rest
-        # Interrupted requests return to the servers at once, and wait there.
+        # Interrupted requests are sent to the engines again at once, and wait there for the new weights.
         self._resume(cut)
         yield max(0.0, times.swap_s - rest)
         self._timed(self.ledger.announce)
@@ -262,25 +266,23 @@ class Simulation:
         return self.manager.anything_waits() or self.ledger.can_issue()
 
     def _label(self, engine: Engine, request: Request) -> None:
-        """Attribute the request's newest tokens to the version that has generated until now."""
+        """Attribute the tokens that a request got since the last call to the announced version."""
         known = sum(tokens for _, tokens in request.versions)
         if (more := engine.tokens_of(request) - known) > 0:
             request.versions.append((self.ledger.announced, more))
 
     def _leave(self, engine: Engine, request: Request) -> None:
-        """Note that a request has left its engine, because it is complete or interrupted."""
+        """Record that a request has left its engine, because it is complete or interrupted."""
         self._label(engine, request)
         self._at.pop(request.name, None)
 
     def _interrupt(self, engine: Engine) -> list[Request]:
-        """Interrupt all requests of an engine, and return them."""
         found = engine.cut()
         for request in found:
             self._leave(engine, request)
         return found
 
     def _resume(self, requests: Iterable[Request]) -> None:
-        """Send interrupted requests to the engines again."""
         for request in requests:
             request.work = Work.AGAIN if request.tokens else request.work
             self._through_agents(request)
@@ -291,7 +293,7 @@ class Simulation:
                 engine.reopen(again=True)
 
     def _end_turn(self) -> float:
-        """End the generation turn, and return the seconds until the engines' current steps end."""
+        """End the generation turn; return the seconds until all engines have finished their current decode steps."""
         rest = max(engine.rest_s for engine in self.engines)
         for engine in self.engines:
             for request in self._interrupt(engine):
@@ -317,7 +319,7 @@ class Simulation:
         group = self.manager.issue(PromptRef(number, 0, str(number)))
         groups = self.times.groups
         lengths = groups[(number - 1) % len(groups)] if self._replays else self.times.lengths(self._lengths)
-        # If the recorded groups have fewer answers than the scenario's, their lengths are repeated.
+        # If the recorded groups have fewer answers than those of the scenario, their lengths are repeated.
         of_answers = [lengths[n % len(lengths)] for n in range(self.scenario.answers)]
         self._groups[group.id] = _Group(self.scenario.answers, of_answers)
         return True
@@ -330,11 +332,11 @@ class Simulation:
         self._through_agents(request)
 
     def _go_on(self) -> None:
-        """Resume the requests that the end of the last turn interrupted, oldest group first."""
+        """Resume the requests that the end of the previous turn interrupted, those of the oldest group first."""
         self._resume([self._held.pop(key) for key in sorted(self._held)])
 
     def _through_agents(self, request: Request) -> None:
-        """Send a request to an engine after the agent loops have processed it, one request at a time."""
+        """Send a request to an engine once the agent loops, which process one request at a time, have processed it."""
         self._agents_free = max(self._agents_free, self.clock.now) + self.times.agents_s
         wait = self._agents_free - self.clock.now + self.times.begin_s
         self.clock.after(wait, lambda: self._send(request))
@@ -349,7 +351,7 @@ class Simulation:
         heapq.heappush(self._loads, (self.engines[number].load, number))
 
     def _least_loaded(self) -> int:
-        """Return the number of the engine with the fewest requests, correcting outdated heap entries on the way."""
+        """Return the number of the engine with the fewest requests; outdated heap entries are corrected on the way."""
         while True:
             load, number = heapq.heappop(self._loads)
             if load == self.engines[number].load:
@@ -395,7 +397,7 @@ class Simulation:
     # The methods below record events and figures for the result.
 
     def _timed(self, decide: Callable[[], Decided]) -> Decided:
-        """Call a decision of the state machines, and add its CPU time to `decisions_s`."""
+        """Return the result of ``decide``, and add its CPU time to `decisions_s`."""
         began = time.process_time()
         try:
             return decide()
@@ -406,7 +408,7 @@ class Simulation:
         waits = self._scoring > 0 and not self.ledger.may_take()
         why = self.manager.why(prompts_left=True, waits_for_rewards=waits)
         if why != self._lane.what:
-            # Free slots were idle for the old reason until now, so the engines' spans are taken before it changes.
+            # Until now free slots were idle for the old reason, so collect the engines' spans before it changes.
             self._ask_engines()
             self._lane.turn_to(why)
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Durations of a run's steps, updates and transfers, and lengths of its answers, from a run or a device profile.
+"""The durations and answer lengths that a simulation needs, from a recorded run or from a device profile.
 
-Contract: `fitted` takes the durations from the events of one run, and the lengths of prompts from its metrics; a
-duration that these do not determine is assumed to be as in that run. `estimated` takes a model's shape, a device
-profile and lengths, without any measurement. An engine's ``places`` are its sequence slots (`max_num_seqs`). Shown by
-tests/plan/test_times.py.
+Contract: `fitted` takes them from the events and metrics of a run. `estimated` computes durations from a model's shape
+and a device profile, without any measurement, and is given the lengths. An engine's ``places`` are its sequence slots
+(`max_num_seqs`). Shown by tests/plan/test_times.py.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from recipe.report.run import Run, about, load
 Seconds = Callable[[Sequence[int], float], float]
 
 FILLED_S = 1.0
-"""Seconds in which empty engines are full again if answers queue for slots."""
+"""Seconds after which empty engines are assumed to be full again, if answers wait for slots."""
 ENOUGH, EXPLAINED = 5, 0.9
-"""Least number of steps, and least correlation of tokens and seconds, for which a line is fitted."""
+"""Smallest number of steps, and smallest correlation of tokens and seconds, with which a line is fitted."""
 _UNDER_WAY = (
     Class.PREFILL,
     Class.RE_PREFILL,
@@ -42,7 +41,7 @@ _UNDER_WAY = (
     Class.WAIT_TAIL,
     Class.WAIT_AGENTS,
 )
-"""The classes of an engine's sequence slots, used or unused, while answers are in progress."""
+"""The classes of time of an engine's sequence slots, used or unused, while answers are in progress."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +50,18 @@ class Times:
 
     Attributes:
         groups: number of tokens of each answer of each group, in the order in which groups began.
-        step_s: returns the seconds of a decode step, given the number of requests and their tokens of context.
+        step_s: returns the seconds of a decode step, given the number of requests and their total tokens of context.
         read_s: returns the seconds of prefilling a number of tokens.
         update_s: returns the seconds of an update, given the tokens of each answer and the number of trainer ranks.
         log_probs_s: returns the seconds of a batch's log-probs, with the same arguments.
-        rewards: sample of the seconds to compute a reward, without waiting for a free reward process.
-        prompt: number of tokens of a prompt.
+        rewards: seconds to compute each of some rewards, without waiting for a free reward process.
         begin_s: latency before the first token of an answer.
         agents_s: time of an answer in the agent loops, which are modelled as handling one answer at a time.
         end_s: latency after the last token of an answer.
         driver_s: time of a training step other than log-probs and update.
-        snapshot_s: time of the trainer that a weight sync takes.
-        stage_s: time to send a version to the engines.
-        swap_s: time to swap the weights.
+        snapshot_s: time for which a weight sync keeps the trainer from training.
+        stage_s: time to send a version's weights to the engines.
+        swap_s: time to replace the weights in the engines.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -82,7 +80,6 @@ class Times:
     swap_s: float = 0.0
 
     def lengths(self, draw: random.Random) -> tuple[int, ...]:
-        """Return the answer lengths of a randomly chosen group."""
         return draw.choice(self.groups)
 
     def reward_s(self, draw: random.Random) -> float:
@@ -90,19 +87,19 @@ class Times:
 
 
 class CannotPlan(BadFile):
-    """A plan cannot be made, for the reason in the message: a wrong option, or data that the record lacks."""
+    """No plan can be made, because an option is wrong or the run's event record lacks data; the message says which."""
 
 
 OLDER = ("reward_workers", "concurrent_samples_per_replica", "max_num_seqs", "staging")
-"""Settings that older event records lack and that planning does not require."""
+"""Settings that planning does not require, and that event records of older versions of this package lack."""
 
 
 def fitted(folder: Path) -> tuple[Times, Run]:
-    """Return the times of the run in ``folder``, and the run.
+    """Return the times of the recorded run in ``folder``, and the run itself.
 
     Raises:
-        CannotPlan: the record lacks answers, trained groups, updates, weight syncs or settings of the run.
-        BadFile: the record cannot be read.
+        CannotPlan: the event record lacks answers, trained groups, updates, weight syncs or settings of the run.
+        BadFile: the event record cannot be read.
     """
     run = load(folder)
     if absent := unsaid(run.settings, but=OLDER):
@@ -125,11 +122,11 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     prompt = _prompt(run)
     steps = fit_steps(run.events, ends, places, replicas, prompt)
     if steps is None:
-        raise CannotPlan(f"the event record in {folder} has no sampled tokens of engines")
+        raise CannotPlan(f"the event record in {folder} has no sampled token: let the run train some steps first")
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
     first = used[Class.PREFILL] / len(lengths)
     overhead = [end - start - first - step * (tokens - 1) for group in answers.values() for tokens, start, end in group]
-    # The quickest answer gives the latency; others waited in agent loops, in an engine's queue, or for a sync.
+    # The answer with the smallest overhead gives the latency; others waited in agent loops, in a queue or for a sync.
     latency = max(0.0, min(overhead))
     agents = _agents_s(run, used, len(lengths), places, replicas)
     if not pc.sum(about(run.groups, "trained")["tokens"]).as_py():
@@ -159,12 +156,12 @@ def fitted(folder: Path) -> tuple[Times, Run]:
 
 
 def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float, replicas: int) -> float:
-    """Return the seconds of an answer in the agent loops, from the slot-seconds that engines were idle because of them.
+    """Return the seconds that the agent loops need per answer, from the time for which they left engine slots idle.
 
-    If more answers run than there are sequence slots, only the filling of empty engines counts: at the beginning and
-    after each swap that removed requests, answers arrive one after the other, so the n-th slot is idle n times as long
-    as the first. Later, slots are idle for other reasons. The result is at most the time during which any answers were
-    in progress, divided by the number of answers.
+    If more answers run than there are sequence slots, slots are idle because of the agent loops only while empty
+    engines fill: at the beginning, and after each weight swap that removed requests. Answers then arrive one after the
+    other, so the n-th slot is idle n times as long as the first. The result is at most the time during which any
+    answers were in progress, divided by the number of answers.
     """
     most = sum(used[what] for what in _UNDER_WAY) / (places * replicas * answers)
     if run.settings["max_concurrent_trajectories"] <= places * replicas:
@@ -183,7 +180,11 @@ def scorers(run: Run) -> int:
 
 
 def _rewards(scored: Iterable[tuple[float, float]], processes: int) -> tuple[float, ...]:
-    """Return the seconds of computing each reward, without queueing, if processes take answers in order."""
+    """Return the seconds to compute each reward without the time in the queue.
+
+    scored: (start, end) of each answer's reward, queueing included. processes: number of processes that compute
+    rewards, which are assumed to take answers in order; 0 means unlimited.
+    """
     free, took = [0.0] * processes, []
     for start, end in sorted(scored):
         begun = max(start, heapq.heapreplace(free, end)) if free else start
@@ -192,7 +193,7 @@ def _rewards(scored: Iterable[tuple[float, float]], processes: int) -> tuple[flo
 
 
 def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -> Iterator[Piece]:
-    """Yield the parts of ``pieces`` that lie within ``seconds`` after one of the times ``moments``."""
+    """Yield the parts of the time spans ``pieces`` that are at most ``seconds`` later than one of ``moments``."""
     spans: list[tuple[float, float]] = []
     for moment in sorted(moments):
         begin = max(moment, spans[-1][1]) if spans else moment
@@ -208,13 +209,14 @@ def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -
 
 
 def group_size(run: Run) -> int:
-    """Return the number of answers of a group: the largest of any recorded group."""
+    """Return the largest number of answers of a recorded group."""
     rows = run.trajectories.group_by("group").aggregate([("trajectory", "count_distinct")])
     return int(pc.max(rows["trajectory_count_distinct"]).as_py())
 
 
 def steps_trained(run: Run) -> int:
-    """Return the number of trained steps in the record, at least 1; the token ages of a step share one timestamp."""
+    """Return the number of trained steps in the event record, at least 1."""
+    # All rows with the token ages of one step have the same start time.
     last = pc.max(about(run.groups, "trained")["end"]).as_py() or 0.0
     return max(1, sum(start <= last for start in run.tokens["start"].unique().to_pylist()))
 
@@ -222,7 +224,10 @@ def steps_trained(run: Run) -> int:
 def estimated(
     rollout: DeviceTimes, trainer: Callable[[int], DeviceTimes], groups: Sequence[Sequence[int]], prompt: int
 ) -> Times:
-    """Return times by a device profile; ``trainer`` returns the trainer's device times for a number of ranks."""
+    """Return times computed from device profiles, for groups with these answer lengths and ``prompt`` prompt tokens.
+
+    ``rollout`` computes the times of a rollout replica; ``trainer`` returns those of the trainer for a number of ranks.
+    """
     return Times(
         groups=tuple(tuple(group) for group in groups),
         step_s=rollout.decode_step_s,
@@ -236,11 +241,13 @@ def estimated(
 
 
 def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
-    """Return a function for the seconds of a trainer phase, given the answer lengths of a batch and the ranks.
+    """Return a function that computes the seconds of a trainer phase from a batch's answer lengths and the ranks.
 
-    The model has a time per token of prompts and answers, inversely proportional to the ranks, and a time per answer
-    that does not depend on the ranks. If the length of prompts is not known (0), the time that the answers' tokens do
-    not explain is attributed to the prompts.
+    what: name of the phase. prompt: mean number of tokens of a prompt; 0 if not known.
+
+    The function is the sum of a time per token of prompts and answers, inversely proportional to the ranks, and a time
+    per answer that does not depend on the ranks. If the length of prompts is not known, all time that does not depend
+    on the answers' tokens counts as time of prompt tokens.
     """
     steps = steps_trained(run)
     groups = about(run.groups, "trained")
@@ -248,7 +255,7 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
     prompts = answers * prompt
     line = _line(run, what)
     if line is None:
-        # From batches of similar size, the times of prompt and answer tokens cannot be told apart.
+        # All batches have a similar size, so assume that a prompt token takes as long as an answer token.
         per_token = sum(_phases(run, what)) / (pc.sum(groups["tokens"]).as_py() + steps * prompts)
         base = per_token * prompts
     else:
@@ -261,14 +268,17 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
 
 
 def _prompt(run: Run) -> float:
-    """Return the mean number of tokens of the run's prompts; 0 if its metrics do not have that."""
+    """Return the mean number of tokens of the run's prompts; 0 if its metrics lack it."""
     means = [line.get("prompt_length/mean") for line in run.metrics]
     known = [mean for mean in means if mean is not None and 0 <= mean < LIMIT]
     return statistics.fmean(known) if known else 0.0
 
 
 def _line(run: Run, what: str) -> tuple[float, float] | None:
-    """Fit a phase's seconds per batch and per answer token over the steps; return None if the steps are too similar."""
+    """Return the seconds of a trainer phase per batch and per answer token, fitted to the steps of the run.
+
+    Return None if the steps are too few or too similar for a fit.
+    """
     tokens: defaultdict[float, int] = defaultdict(int)
     for row in run.tokens.to_pylist():
         tokens[row["start"]] += row["tokens"]
@@ -295,12 +305,12 @@ def _answers(run: Run) -> dict[int, list[tuple[int, float, float]]]:
 
 
 def _phases(run: Run, what: str) -> list[float]:
-    """Return the seconds of each phase of the trainer that is named ``what``."""
+    """Return the seconds of each occurrence of the trainer phase ``what``."""
     return [event.end - event.start for event in run.events if event.lane == TRAINER and event.what == what]
 
 
 def _place_seconds(pieces: Iterable[Piece], places: float) -> dict[Class, float]:
-    """Return the slot-seconds of the engines by class."""
+    """Return the slot-seconds of the engines by class of time, if each engine has ``places`` sequence slots."""
     used: defaultdict[Class, float] = defaultdict(float)
     for piece in pieces:
         if piece.device.startswith(ROLLOUT):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before a run that the reward function for programming tasks can run with its settings.
+"""Checks before a run that the reward function for programming tasks (`reward`) can run with its settings.
 
-Contract: the check runs an empty program in a sandbox on this machine. For a run on a cluster nothing is checked, and
-the reward workers report faults. Shown by tests/integration/test_config_files.py.
+Contract: the check runs an empty program in a sandbox on this machine. If the run joins a Ray cluster, nothing is
+checked here, and reward workers report problems during the run. Shown by tests/integration/test_config_files.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FUNCTION = "reward.custom_reward_function"
 
 
 def problems(context: RuleContext) -> Iterator[Problem]:
-    """Yield the problems of the reward's settings, or of a machine that cannot isolate programs."""
+    """Yield a problem if the reward's settings are invalid, or if this machine cannot run programs in a sandbox."""
     path = str(context.get(f"{FUNCTION}.path") or "")
     if not _is_ours(path) or context.get("ray_kwargs.ray_init.address"):
         return
@@ -33,7 +33,7 @@ def problems(context: RuleContext) -> Iterator[Problem]:
 
 
 def warnings(context: RuleContext) -> Iterator[str]:
-    """Yield no warnings: the reward either can run or has a problem."""
+    """Yield nothing; the interface of a check requires this function."""
     yield from ()
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of a programming task: a verl reward function that runs the program in an answer on test cases.
+"""The reward for programming tasks: a verl reward function that runs the program in an answer on test cases.
 
     reward.custom_reward_function.path=pkg://recipe.programs.reward
 
 ``ground_truth`` is JSON in the format of the APPS and verl data sets: ``{"inputs": [...], "outputs": [...]}``, with
 ``fn_name`` for tests that call a function. Without ``fn_name``, an input is the program's standard input and an output
-its expected standard output, compared by words. With ``fn_name``, an input is a list of arguments and an output the
+its expected standard output, compared word by word. With ``fn_name``, an input is a list of arguments and an output the
 expected result, compared by value. The expected outputs never enter the sandbox. Each test case runs in its own sandbox
-(`sandbox`, with its limits); all cases of an answer together have ``answer_s`` seconds. A program can affect only the
-score of its own answer. Shown by tests/integration/test_programs.py and test_sandbox.py.
+with its own limits (`sandbox`); all cases of an answer together have ``answer_s`` seconds. A program can affect only
+the score of its own answer. Shown by tests/integration/test_programs.py and test_sandbox.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recipe.programs import sandbox
 from recipe.programs.sandbox import Ending, Limits, Outcome
 
 ANSWER_S = 60.0
-"""Seconds for all test cases of an answer."""
+"""Seconds that all test cases of one answer may take together."""
 FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -47,26 +47,26 @@ def compute_score(
     run: Callable[..., Outcome] = sandbox.run,
     **kwargs: Any,
 ) -> dict[str, float]:
-    """Score one answer.
+    """Return the score of one answer.
 
     Args:
-        data_source: the row's data source, for error messages. Other arguments that verl passes are not used.
+        data_source: the row's data source, for error messages.
         solution_str: the decoded answer; its program is the last fenced code block, or the whole answer without one.
-        ground_truth: the test cases, in the format described in the docstring of the module.
+        ground_truth: the test cases, in the format that the module's docstring describes.
         partial: whether to run all test cases and return the share that passed as the score; otherwise the score is
             1.0 if all test cases pass, else 0.0.
-        max_tests: greatest number of test cases; the first ones are used.
-        answer_s: seconds for all test cases together; cases without time left count as not passed.
+        max_tests: number of test cases to use, the first ones of the row; None for all.
+        answer_s: seconds for all test cases together; test cases for which no time is left count as not passed.
         limits: limits of each test case, by the field names of `Limits`.
-        run: function that runs a program, with the arguments of `sandbox.run`.
+        run: function that runs a program, with the arguments and result of `sandbox.run`.
 
     Returns:
         ``score``, the reward; ``acc``, 1.0 if all test cases passed, else 0.0; ``passed``, the share that passed;
-        ``cut_off``, the number of test cases that a limit ended or that had no time left.
+        ``cut_off``, the number of test cases that a limit ended or for which no time was left.
 
     Raises:
-        TestCaseError: the row's test cases cannot be used; the answer is not at fault.
-        SandboxUnavailable: this machine cannot isolate programs; the answer is not at fault.
+        TestCaseError: the row of the data has no usable test cases.
+        SandboxUnavailable: this machine cannot isolate programs.
     """
     tests, name = _tests(ground_truth, data_source)
     tests = tests[:max_tests]
@@ -96,10 +96,9 @@ def compute_score(
 
 
 def fault(partial: object = False, max_tests: object = None, answer_s: object = None, limits: Any = None) -> str | None:
-    """Return why programs cannot run on this machine with these ``reward_kwargs``; None if they can.
+    """Return why the reward cannot run with these ``reward_kwargs`` on this machine; None if it can.
 
-    Raises:
-        TypeError: an argument or a limit does not exist.
+    Raise TypeError if the reward has no argument, or `Limits` no field, of a given name.
     """
     if not isinstance(limits or {}, Mapping):
         return "limits must be a section with the names of Limits."
@@ -113,7 +112,7 @@ def fault(partial: object = False, max_tests: object = None, answer_s: object = 
 
 
 def program_of(answer: str) -> str:
-    """Return the last fenced code block of an answer, or the whole answer without one."""
+    """Return the last fenced code block of an answer; without such a block, the whole answer."""
     blocks = FENCED.findall(answer)
     return blocks[-1] if blocks else answer
 
@@ -133,7 +132,7 @@ def _is_right(outcome: Outcome, expected: Any, is_result: bool) -> bool:
 
 
 def _tests(ground_truth: str, data_source: str) -> tuple[list[tuple[Any, Any]], str | None]:
-    """Return (input, expected output) of each test case, and the name of the function to call, or None."""
+    """Return (input, expected output) of each test case, and the name of the function to call (None for programs)."""
     try:
         cases = json.loads(ground_truth)
         inputs, outputs, name = cases["inputs"], cases["outputs"], cases.get("fn_name")

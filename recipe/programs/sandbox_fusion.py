@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of a programming task, with programs run by a Sandbox Fusion service through verl's HTTP client.
+"""The reward for programming tasks, with programs run by a Sandbox Fusion service, through verl's HTTP client.
 
     reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion
     +reward.custom_reward_function.reward_kwargs.url=http://HOST:PORT/run_code
 
-Use it on machines where bubblewrap cannot run. The service isolates programs and limits their time and memory, the only
-`Limits` that it gets. If the service fails, the reward fails and is computed again, because the answer is not at fault.
-Shown by tests/integration/test_sandbox_fusion.py, with an HTTP server that implements the service's protocol.
+Use this reward on machines where bubblewrap cannot run. The service isolates programs and limits their time and memory;
+it does not get the other `Limits`. If the service fails, the reward is computed again. Shown by
+tests/integration/test_sandbox_fusion.py, with an HTTP server that implements the service's protocol.
 """
 
 from __future__ import annotations
@@ -28,16 +28,12 @@ CALL = "\nimport json\nexecute(*json.loads({}))\n"
 
 
 def compute_score(*, url: str, **arguments: Any) -> dict[str, float]:
-    """Score an answer as `reward.compute_score` does; ``url`` is the service's, including its path (``/run_code``)."""
+    """Score an answer like `reward.compute_score`; ``url`` is the service's address with its path (``/run_code``)."""
     return programs.compute_score(**arguments, run=partial(run, url))
 
 
 def run(url: str, source: str, stdin: str, limits: Limits, call: tuple[str, Sequence[Any]] | None = None) -> Outcome:
-    """Run a program on the service.
-
-    Raises:
-        SandboxUnavailable: the service did not answer, or reported a failure of its own.
-    """
+    """Run a program on the service, like `sandbox.run`; raise SandboxUnavailable if the service does not run it."""
     if call is not None:
         source = inspect.getsource(sandboxed.execute) + CALL.format(repr(json.dumps([source, call])))
     seconds = max(1, math.ceil(limits.wall_s))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first code in a sandbox: sets its own resource limits, then runs one program.
+"""The first code that runs in a sandbox: it limits its own resources, and then runs the program of an answer.
 
-`sandbox` passes the text of this file to the sandbox's interpreter. The file uses only the standard library and starts
-quickly, because every test case of every answer runs it.
+`sandbox` passes the text of this file to the sandbox's Python interpreter. The file uses only the standard library and
+starts quickly, because it runs once for every test case of every answer.
 """
 
 import json
@@ -14,9 +14,9 @@ NOBODY = 65534
 
 
 def execute(source, call):
-    """Run a program, or with ``call`` (name, arguments) call a function of the program and write its result as JSON.
+    """Run a program; with ``call`` (name, arguments), then call a function of it and print only its result, as JSON.
 
-    A Sandbox Fusion service gets only the text of this function, so the imports are inside the function.
+    A Sandbox Fusion service gets only the text of this function, so the function contains its imports.
     """
     import json
     import os
@@ -40,14 +40,14 @@ def main(ready, job_file):
     with os.fdopen(job_file) as file:
         job = json.load(file)
     if os.getuid() == 0:
-        # The limit on threads (NPROC) does not apply to root, so the program runs as another user.
+        # The limit on threads (NPROC) does not apply to root, so run the program as another user.
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     for name, soft, hard in job["limits"]:
         resource.setrlimit(getattr(resource, name), (soft, hard))
     os.write(ready, b"+")
-    # This also closes the pipes that control bubblewrap.
+    # Close all other files, among them the pipes that control bubblewrap.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.argv = ["answer.py"]
     execute(job["source"], job["call"])

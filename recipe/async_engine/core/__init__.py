@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure state machines that decide what may start and what may be trained, in plain Python with the clock passed in."""
+"""State machines in plain Python, without Ray, torch or a clock, that decide what may start and what may be trained."""

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alarms for a run in which something is wrong although nothing raises an error.
+"""Alarms for runs that continue without an error although something is wrong, such as gradients that are all 0.
 
-Contract: each alarm in `WATCHED` tests one condition at every update, step, version or validation. The alarm rings once
-the condition has held `Watched.rings_at` times in a row, and every further time in a row is counted too. In a run with
-fewer tests than that, the alarm rings if the condition held at every test. The run ends with `AlarmLimit` once the
-condition has held as many times in a row as the alarm's limit; an alarm without a limit never ends the run. The alarm
-`FAILED_GROUPS` watches a share instead: it rings when at least `RINGS_AT` of the most recently ended prompt groups have
-failed, and ends the run when their share exceeds the limit. If the run ends before that window is full, the share of
-all groups is tested once. A run in which an alarm rang ends as `Ended.WITH_ALARMS`.
-
-Shown by tests/core/test_alarms.py, test_unchanged.py, tests/e2e/test_alarms.py and test_lora.py.
+Contract: each alarm in `WATCHED` tests one condition at every update, step, version or validation. The alarm rings when
+the condition has held `Watched.rings_at` times in a row, or at every test of a run with fewer tests. The run ends with
+`AlarmLimit` when the number of times in a row reaches the user's limit for this alarm, if there is one. The alarm
+`FAILED_GROUPS` tests a share instead: it rings when at least the share `RINGS_AT` of the most recently ended prompt
+groups have failed, and ends the run when this share exceeds the limit. If the run has too few groups for that, the
+share of all groups is tested at its end. A run in which an alarm rang ends as `Ended.WITH_ALARMS`. Shown by
+tests/core/test_alarms.py, test_unchanged.py, tests/e2e/test_alarms.py and test_lora.py.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ METRIC = "fully_async/alarms/"
 ALL = "all"
 FAILED_GROUPS = "failed_groups"
 RINGS_AT = 0.1
-"""Share of failed groups at which the alarm rings."""
+"""Share of failed prompt groups at which the alarm `FAILED_GROUPS` rings."""
 LONGEST = 500
-"""Longest error text that a message quotes, in characters."""
+"""Number of characters after which an error's text is cut off in an alarm's message."""
 FEW = 32
-"""Smallest window of ended groups. With fewer groups, the share of failed ones is tested only at the end of the run."""
+"""Smallest number of ended prompt groups over which the share of failed groups is computed during the run."""
 
 
 class Ended(StrEnum):
@@ -49,8 +47,9 @@ class AlarmLimit(RecipeError):
 class Watched(NamedTuple):
     """The condition that an alarm watches.
 
-    setting: name of the alarm's limit, below `SETTING`. units: what is counted. what: the condition in words. causes:
-    what the user should check. rings_at: number of times in a row that the condition must hold before the alarm rings.
+    setting: name of the alarm's limit, a setting below `SETTING`. units: what is tested, such as "steps". what: the
+    condition in words. causes: what the user should check. rings_at: number of times in a row that the condition must
+    hold before the alarm rings.
     """
 
     setting: str
@@ -121,13 +120,13 @@ WATCHED: Mapping[str, Watched] = {
 
 
 class Alarms:
-    """Counts how often each condition held, and decides when an alarm rings or ends the run.
+    """Counts how often the condition of each alarm held, and decides when an alarm rings or ends the run.
 
     Args:
         limits: limit of each alarm, by the name of its setting; if None or missing, the alarm never ends the run.
-        window: number of most recently ended groups over which the share of failed groups is computed.
-        tell: called with a message when an alarm begins to ring, but not while it keeps ringing.
-        counts: number of times that each alarm had rung before the run was resumed.
+        window: number of most recently ended prompt groups over which the share of failed groups is computed.
+        tell: called with a message when an alarm begins to ring.
+        counts: count of each alarm in the checkpoint from which the run resumes.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class Alarms:
             self._tell(f"alarm {name}: {self._said[name]}")
 
     def group_ended(self, error: BaseException | None) -> AlarmLimit | None:
-        """Record that a group is complete, or failed with ``error``; return the error that must end the run, if any."""
+        """Record that a prompt group is complete or failed; return the error that must end the run now, if any."""
         self._last.append(error is not None)
         if error is not None:
             self._failed += 1
@@ -191,7 +190,7 @@ class Alarms:
         watched = WATCHED[FAILED_GROUPS]
         said = f"{failed} of the last {ended} {watched.what}, the last of them with {self._last_error}"
         if self._share_rings:
-            # The count covers every group that failed in the run, not only those of the window.
+            # The count covers every group that failed in the run, not only the most recent ones.
             self._counts[FAILED_GROUPS] = self._failed_before + self._failed
             self._said[FAILED_GROUPS] = f"{said}. Look at {watched.causes}"
             if not rang:
@@ -207,7 +206,10 @@ class Alarms:
             raise self._error
 
     def finish(self) -> None:
-        """Test, at the end of the run, alarms that had too few tests before; raise `AlarmLimit` if the run must end."""
+        """At the run's end, let an alarm ring if its condition held at every test, and there were too few tests before.
+
+        Raise `AlarmLimit` if an alarm ends the run.
+        """
         for name, row in self._row.items():
             if 0 < row == self._times[name] < WATCHED[name].rings_at and name not in self._said:
                 self._ring(name, is_first=True)
@@ -217,11 +219,11 @@ class Alarms:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return how often each alarm has rung since training began. Alarms that never rang are left out."""
+        """Return the count of each alarm that has rung since training began, resumed runs included."""
         return {name: self._counts[name] for name in WATCHED if self._counts[name]}
 
     def metrics(self) -> dict[str, int]:
-        """Return how often each alarm has rung, by the metric's name in docs/metrics.md."""
+        """Return the count of each alarm as a metric (docs/metrics.md)."""
         return {f"{METRIC}{name}": self._counts[name] for name in WATCHED} | {f"{METRIC}{ALL}": self._counts.total()}
 
     def summary(self) -> dict[str, dict[str, Any]]:
@@ -237,16 +239,15 @@ class Alarms:
 
 
 class UnchangedWeights:
-    """Detects versions that were published with the previous version's weights although the optimizer had changed them.
+    """Detects weight syncs that sent the same weights as the previous sync although training had changed them.
 
-    In that case the rollout keeps sampling from old weights, and nothing else shows it: losses, rewards and staleness
-    look normal. This happens with verl 0.9.1 if LoRA adapters are trained but not merged, because only the frozen base
+    The rollout then keeps sampling from old weights, and nothing else shows it: losses, rewards and staleness look
+    normal. This happens with verl 0.9.1 if LoRA adapters are trained but not merged, because only the frozen base
     weights are sent (verl #7495).
 
-    A version counts as unchanged if its checksum equals that of the previous publication and at least one of its
-    updates had a finite gradient norm above 0 and a learning rate above 0. An equal checksum without such an update
-    (warm-up from 0, advantages that are all 0, skipped updates) is not counted, and does not end a series of unchanged
-    versions. Call :meth:`updated` at each step, and :meth:`seal` after the last step of a version.
+    Training has changed the weights if at least one update of the version had a finite gradient norm above 0 and a
+    learning rate above 0. Call :meth:`updated` at each step, :meth:`seal` after the last step of a version, and
+    :meth:`published` after its weight sync.
     """
 
     def __init__(self) -> None:
@@ -256,11 +257,10 @@ class UnchangedWeights:
         self._checksum: str | None = None
 
     def updated(self, gradient_norms: Iterable[float], next_learning_rate: float) -> None:
-        """Record the policy updates of one step.
+        """Record the policy updates of one step, given the gradient norm of each update.
 
-        Args:
-            gradient_norms: gradient norm of each update.
-            next_learning_rate: learning rate of the next step, which verl reports; that of the first step is unknown.
+        ``next_learning_rate`` is the one after the step, as verl reports it. The first step never counts as a change of
+        the weights, because its own learning rate is not known.
         """
         moves = self._learning_rate is not None and self._learning_rate > 0
         if moves and any(math.isfinite(norm) and norm > 0 for norm in gradient_norms):
@@ -268,15 +268,16 @@ class UnchangedWeights:
         self._learning_rate = next_learning_rate
 
     def seal(self, version: int) -> None:
-        """Assign to ``version`` the updates recorded since the previous call of this method."""
+        """Record that ``version`` consists of the updates since the previous version was sealed."""
         if self._is_due:
             self._due.add(version)
         self._is_due = False
 
     def published(self, version: int, checksum: str | None) -> bool | None:
-        """Return True if ``version`` was published with its predecessor's weights although updates had changed them.
+        """Return True if the weights sent for ``version`` equal those sent before although training had changed them.
 
-        Return None if the checksum is equal but no update should have changed it, and False if the checksum differs.
+        Return None if they are equal and no update should have changed them (a learning rate of 0, advantages that are
+        all 0, skipped updates), and False if the checksum differs or is unknown.
         """
         was_due = any(due <= version for due in self._due)
         self._due = {due for due in self._due if due > version}
@@ -287,7 +288,7 @@ class UnchangedWeights:
 
 
 def how_it_ended(error: object, alarms: Mapping[str, Any]) -> Ended:
-    """Return how a run ended, given the error that ended it (or None) and the alarms that rang."""
+    """Return how a run ended, given its error (or None) and the alarms that rang."""
     if error is not None:
         return Ended.FAILED
     return Ended.WITH_ALARMS if alarms else Ended.WELL

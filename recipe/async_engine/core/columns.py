@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the columns and fields that this package adds to verl's batches and trajectories, and some of verl's own."""
+"""Names of columns of training batches, and of fields of trajectories and prompts, of this package and of verl."""
 
 TOKEN_VERSIONS = "token_versions"
 """Batch column, int64 (rows, R): the policy version of each response token, -1 for tokens that no policy sampled."""
@@ -11,32 +11,31 @@ OLD_LOG_PROBS, ENTROPY = "old_log_probs", "entropy"
 """verl's batch columns with the proximal log-probs and the entropies that were computed with them."""
 
 VERSION_RUNS = "version_runs"
-"""Extra field of a trajectory: [(policy version, token count), ...] over its response."""
+"""Extra field of a trajectory: the policy versions of its response's tokens as run-length code [(version, count), ...].
+"""
 
 SCORES = "proximal_scores"
-"""Extra field of a trajectory: its proximal log-probs (`ResponseScores`), absent unless the response has them all."""
+"""Extra field of a trajectory: its proximal log-probs (`ResponseScores`); absent if any sampled token has none."""
 
 REFERENCE = "reference_log_probs"
 """Extra field of a trajectory: reference log-probs, float32 (R,) over the response, absent if not computed."""
 
 REPORTED = "reward_extra_info"
-"""verl's extra field of a trajectory: values other than the score that the reward function returned."""
+"""verl's extra field of a trajectory: the values that the reward function returned in addition to the score."""
 
 DATASET_INDEX = "dataset_index"
 """Field of a prompt: the index of its row in the data set."""
 
 FAILURE = "recipe_data_failure"
-"""The only field of a prompt whose data row could not be read. Its value is the text of the error."""
+"""The only field of a prompt whose data row could not be read; its value is the text of the error."""
 
 ARGUMENTS = frozenset({"sampling_params", "self"})
-"""Names that no field of a data row may have, because verl passes its own arguments of these names to each agent loop's
-``run``, together with the row's fields.
-
-verl's agent loops also accept ``priority``, and a row may have a field of that name.
+"""Names that no field of a data row may have, because verl calls each agent loop's ``run`` with the row's fields and
+with its own arguments of these names.
 """
 
 OTHER_NAME = "reported_"
-"""Prefix that is added to a name in a user's reward or agent-loop output if the name is already taken."""
+"""Prefix for a name in the output of a user's reward or agent loop that would otherwise replace a name in `TAKEN`."""
 
 TAKEN = frozenset(
     {
@@ -51,6 +50,6 @@ TAKEN = frozenset(
 """Batch columns that verl or this package reads or writes. A user's values may not replace them."""
 
 OF_THE_BATCH = TAKEN - {DATASET_INDEX, "uid", "data_source", "reward_model", "extra_info"}
-"""Columns of the training batch itself. A data row's field of such a name reaches only the agent loop and the reward
-function, because verl refuses a batch with duplicate names (verl/protocol.py:1115).
+"""Columns of the training batch. If a data row has a field of such a name, only the agent loop and the reward function
+get the field, because verl refuses a batch with duplicate names (verl/protocol.py:1115).
 """

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each sampling parameter behaves when an answer is interrupted and its remainder is requested.
+"""How each of vLLM's sampling parameters behaves when an answer is interrupted and later continued.
 
-Contract: with unchanged weights, an interrupted and resumed answer has exactly the tokens that the engine would have
-sampled without the interruption. The request for the remainder carries the parameters of the whole answer and, in
-`SAMPLED`, the tokens sampled before the interruption, which the engine then treats as its own output
-(`engines/vllm/continued_answers.py`). A request with parameters that cannot be continued in this way is refused when
-the answer begins, even if it is never interrupted. Shown by tests/core/test_cuts.py, which fails for a vLLM parameter
-without an entry in `SPANS`, and with a real engine by tests/integration/test_cut_answers.py.
+Contract: with unchanged weights, an interrupted and continued answer has exactly the tokens that the engine would have
+sampled without the interruption. The request that continues an answer has the parameters of the whole answer and, under
+the key `SAMPLED`, the tokens sampled before, which the engine treats as its own output
+(`engines/vllm/continued_answers.py`). A request with parameters that do not allow this is refused when the answer
+begins. Shown by tests/core/test_cuts.py, which fails for a vLLM parameter without an entry in `SPANS`, and with a real
+engine by tests/integration/test_cut_answers.py.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 SAMPLED = "recipe_sampled"
-"""Key in a request's ``extra_args`` for the answer tokens that were sampled before; they are not part of the prompt."""
+"""Key in a request's ``extra_args`` for the answer's tokens that were sampled before an interruption."""
 
 _NEXT = "decides on one token at a time, by its logits alone"
 _OUTPUT = "goes by the answer's tokens so far, which the engine has"
@@ -66,19 +66,19 @@ SPANS = {
     "_all_stop_token_ids": _DERIVED,
     "_bad_words_token_ids": _DERIVED,
 }
-"""How each of vLLM's sampling parameters behaves across an interruption, by the parameter's name."""
+"""For each of vLLM's sampling parameters, why a continued answer obeys it as an uninterrupted one would."""
 
 _DELTA = 1
 
 
 def sampled_before(sampling_params: Any) -> list[int]:
-    """Return the answer tokens sampled before an interruption, from a request's vLLM parameters; [] in a new answer."""
+    """Return the tokens that a continued answer had before its interruption, or [] for a new answer."""
     before: list[int] = (getattr(sampling_params, "extra_args", None) or {}).get(SAMPLED, [])
     return before
 
 
 def refused(sampling_params: Mapping[str, Any]) -> str | None:
-    """Return why a request with these sampling parameters is refused, or None if it is allowed."""
+    """Return why an answer with these parameters could not be continued after an interruption; None if it could."""
     if sampling_params.get("n") not in (None, 1):
         return f"n={sampling_params['n']}: a request has one answer; ask once for each, or set rollout.n"
     if getattr(sampling_params.get("output_kind"), "value", sampling_params.get("output_kind")) == _DELTA:
@@ -89,8 +89,11 @@ def refused(sampling_params: Mapping[str, Any]) -> str | None:
 def engine_request(
     prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], sampled: int
 ) -> tuple[list[int], dict[str, Any]]:
-    """Return the engine's prompt and parameters; the last ``sampled`` of ``prompt_ids`` are tokens of the answer."""
-    # flat_logprobs only changes the format of log-probs, and verl cannot read that format if there are none.
+    """Return the prompt ids and sampling parameters to send to the engine.
+
+    In a continued answer, the last ``sampled`` of ``prompt_ids`` are tokens of the answer; they go into the parameters.
+    """
+    # flat_logprobs selects a format of log-probs that verl cannot read when no log-probs are requested.
     parameters = {name: given for name, given in sampling_params.items() if name != "flat_logprobs"}
     split = len(prompt_ids) - sampled
     if sampled:

@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which components are asked for a sign of life, how long each may be silent, and all deadlines that are not settings.
+"""How long each component of a run may be silent, and all other deadlines that are not settings.
 
-Settings are named as in ``async_training.timeouts``. Names in capitals are the constants below. "The main" is the run's
-main process, which starts all others.
+Names in lower case are settings in ``async_training.timeouts``, names in capitals are the constants below. "The main"
+is the run's main process, which starts all others.
 
-| component | who watches, and what counts as a sign of life | limit | then |
+| component | how it is monitored | limit | consequence |
 |---|---|---|---|
-| trainer's process | `run/supervisor.py` asks it every second | ``startup``, then ``heartbeat`` | the run ends |
-| Ray's control process | `run/supervisor.py` asks it every second | `CONTROL_S` or ``heartbeat`` | the run ends |
-| main thread of the main | a second thread; each pass of the loop | twice ``heartbeat`` | the main is killed |
+| trainer's process | `run/supervisor.py` pings it every second | ``startup``, then ``heartbeat`` | the run ends |
+| Ray's control process | `run/supervisor.py` pings it every second | `CONTROL_S` or ``heartbeat`` | the run ends |
+| main thread of the main | a second thread checks that its loop runs | twice ``heartbeat`` | the main is killed |
 | Ray's local processes | the main checks after an error that they run | none | the run ends |
-| the whole run | `actors/watch.py`; anything that begins or ends | ``stall`` | the run ends |
-| start-up, checkpoints | `actors/watch.py`; the end of the stage | ``startup``, ``checkpoint`` | the run ends |
-| training workers | `actors/watch.py` asks each; any answer, as they may be busy | none | the run ends |
-| agent-loop workers | `actors/worker_set.py` asks each all the time | ``agent_worker`` | restarted |
-| reward workers | `actors/worker_set.py` asks after a call timed out | `REWARD_WORKER_S` | restarted |
-| rollout replicas | `weights/publisher.py` asks each at a sync | ``weight_sync`` | given up |
-| log-prob servers | `weights/publisher.py` asks each at a sync | `PING_S` | left out of this sync |
+| the whole run | `actors/watch.py` checks that operations begin or end | ``stall`` | the run ends |
+| start-up, checkpoints | `actors/watch.py` waits for their end | ``startup``, ``checkpoint`` | the run ends |
+| training workers | `actors/watch.py` pings each; a busy one may answer late | none | if one dies, the run ends |
+| agent-loop workers | `actors/worker_set.py` pings each all the time | ``agent_worker`` | restarted |
+| reward workers | `actors/worker_set.py` pings one whose call timed out | `REWARD_WORKER_S` | restarted |
+| rollout replicas | `weights/publisher.py` pings each at a weight sync | ``weight_sync`` | removed from the run |
+| log-prob servers | `weights/publisher.py` pings each at a weight sync | `PING_S` | left out of this sync |
 
-Three components are not asked, because the calls to them show when they fail: a process that computes rewards closes
-its socket when it dies, the death of a log-prob server fails the request, and an answer that no longer grows ends by
-``generation``.
+Other failures show in the calls themselves: a process that computes rewards closes its socket when it dies, a request
+to a log-prob server fails when the server dies, and ``generation`` limits how long an answer may gain no token.
 
-How often a loop checks is defined next to the loop, because it decides nothing. Limits are defined here, so that they
-can be compared, except one in `inspection/node_probe.py`, which is sent to nodes that may not have this package.
+All limits are in this file, so that they can be compared, except one in `inspection/node_probe.py`, a file that also
+runs on nodes without this package.
 """
 
 from __future__ import annotations
@@ -35,13 +34,17 @@ from collections.abc import Callable
 # Deadlines in the main process.
 
 BEAT_S = 1.0
-"""Seconds from an answer of the trainer's process or Ray's control process until the main asks it again."""
+"""Seconds from an answer of the trainer's process or Ray's control process until the main pings it again."""
 CONTROL_S = 40.0
-"""Limit for Ray's control process. Ray ends a process without a message 60 s after the loss; the main must be first."""
+"""Time for Ray's control process to answer. It is below the 60 s after which Ray itself kills the main, without a
+message.
+"""
 CLOSE_S = 60.0
-"""Time for the trainer to write files after its last event; then the main stops listening."""
+"""Time for the trainer to write its last files after it has reported the end of the run."""
 LEAVE_S = 20.0
-"""Time for a trainer to exit after its watch ends the run. It needs 15 s; a suspended fork may keep sockets open."""
+"""Time for the trainer's process to exit after the watch inside it has ended the run, for which it needs 15 s. If a
+suspended fork of the process keeps its sockets open, the process does not seem to exit at all.
+"""
 END_S = 40.0
 """Time for ending a run's processes and writing its summary; then the main is ended by force."""
 ACCOUNT_S = 120.0
@@ -51,46 +54,49 @@ FORCE_S = 20.0
 PROCESS_END_S = 5.0
 """Time for a run's processes to end by themselves after Ray was shut down; then they are killed."""
 RAY_PORT_S = 120
-"""Limit on waiting for the port of Ray's control process in one start of Ray, because that process may have died."""
+"""Time for Ray's control process to open its port when Ray starts; after that the process counts as dead."""
 
-# Deadlines of the watch in the trainer's process.
+# Deadlines of the watch in the trainer's process, a thread that ends a run which cannot continue.
 
 REPORT_S = 15.0
-"""Time for the report on who waits for whom. It may ask the component that is stuck, and is left out if late."""
+"""Time for writing the report of a stalled run, which lists what each component waits for; a late report is left out.
+"""
 REPORT_ANSWER_S = 3.0
-"""Time for a component to answer a question of that report; then the report lists it as not answering."""
+"""Time for one component to answer the questions of the stall report; then the report lists it as not answering."""
 GRACE_S = 5.0
-"""Time for a trainer to end by itself, and for its main to learn why, before the trainer's process is ended."""
+"""Time for a trainer to end by itself, and for the main to learn why, before the trainer's process is killed."""
 LEAVING_S = 5.0
-"""Time for trackers to be told how the run failed, before the trainer's process is ended."""
+"""Time for reporting a run's failure to the trackers (such as TensorBoard) before the trainer's process is killed."""
 HELD_AGAIN_S = 15.0
-"""Time from a training worker's answer to the next question; Ray reports the worker's death without a new question."""
+"""Time from a training worker's answer to the next ping. Ray reports a worker's death even between two pings."""
 BLAME_S = 5.0
-"""Time after a failed call in which training workers can show that one of them has died and caused the failure."""
+"""Time after a failed call to training workers for finding out whether one of them has died and caused the failure."""
 
 # Deadlines for agent-loop and reward workers.
 
 REWARD_WORKER_S = 30.0
-"""Time for a reward worker to answer after a call timed out; each caller adds up to half, so that only one kills it."""
+"""Time for a reward worker to answer a ping after a call timed out. Each caller lengthens it by a random part of up to
+half, so that usually only one caller kills the worker.
+"""
 REWARD_PROCESS_S = 1.0
-"""Largest time between the end of a scoring process and the end of its socket, as seen by the worker."""
+"""Time that a reward worker waits, once a scoring process or its socket has ended, for the other one to end too."""
 REHEARSED_S = 10.0
-"""Time for the made-up trajectory that tests a restarted worker."""
+"""Time for the made-up trajectory with which an agent-loop worker is tested."""
 CANCELLED_S = 10.0
 """Time for a cancelled trajectory to end; its agent loop may catch the cancellation and continue."""
 HANDED_OVER_S = 5.0
-"""Time for a payload to arrive after its worker has handed it over; then it counts as lost."""
+"""Time for a finished trajectory to reach the scheduler after its worker has sent it; then it counts as lost."""
 SCHEDULER_S = 60.0
 """Time for the scheduler's event loop to do what the trainer asks; then the loop counts as stuck."""
 ROUTING_S = 60.0
-"""Time for the load balancer to answer. It only counts requests, so a slower one is stuck or gone."""
+"""Time for the load balancer to answer. It only counts requests, so a slower one is stuck or dead."""
 FETCH_S = 10.0
-"""Time for a server to report the tokens that an answer has so far."""
+"""Time for a rollout server to return the tokens that an unfinished answer has so far."""
 
 # Deadlines for replicas and log-prob servers.
 
 PING_S = 10.0
-"""Time for a log-prob server to answer at a weight sync, and for every replica after a failed transfer."""
+"""Time for a log-prob server to answer a ping at a weight sync, and for each replica after a failed transfer."""
 SERVERS_END_S = 30.0
 """Time until the actor names of a lost replica's servers are free after the servers have ended."""
 CLEARED_S = 60.0
@@ -98,44 +104,44 @@ CLEARED_S = 60.0
 FREE_S = 3.0
 """Time for which a replica started during a run looks for free accelerators, because Ray frees them with a delay."""
 
-# Time limits for writing reports. A report never delays a run by more than its limit.
+# Time limits for reporting. Waiting for a report never delays a run by more than its limit.
 
 TOLD_S = 2.0
 """Time for components to report what they did, for the event record and metrics; a late report is left out."""
 AGENTS_TOLD_S = 0.3
-"""Time for agent-loop workers to report; it is shorter because they report only details about tools."""
+"""Time for agent-loop workers to report; shorter than `TOLD_S`, because they report only details of tool calls."""
 RECORD_WRITE_S = 5.0
-"""Interval at which the event record is written. A write that takes longer at the end of a run is given up."""
+"""Interval at which the event record is written, and the time for its last write at the end of a run."""
 BOOKS_S = 20.0
-"""Time for agent-loop workers to end their trajectories and count their tokens at the end of a run."""
+"""Time for agent-loop workers to end their trajectories and report their token counts at the end of a run."""
 BOOKS_OF_A_FAILED_RUN_S = 4.0
-"""The same time at the end of a failed run. It is short because a worker may have caused the failure."""
+"""Replaces `BOOKS_S` at the end of a failed run; it is shorter, because a worker may have caused the failure."""
 TRACKERS_S = 120.0
-"""Limit for all trackers together at the end of a run; they get at most a third of ``stop``."""
+"""Time for all trackers together to finish at the end of a run; at most a third of ``stop`` is used."""
 REFUSED_S = 60.0
-"""Time for telling the other trackers that the run failed when one tracker cannot be set up."""
+"""Time for reporting the run's failure to the other trackers when one tracker cannot be set up."""
 
 # Deadlines of checks before a run starts.
 
 EARLIER_RUN_S = 60.0
-"""Time for which the trainer of an earlier run may still hold the checkpoint folder after its main was killed."""
+"""Time to wait for the checkpoint folder while the trainer of an earlier, killed run still holds its lock."""
 HUB_S = 10.0
-"""Time for Hugging Face's hub to answer whether it knows a model."""
+"""Time for the Hugging Face hub to answer whether it has a model."""
 DRIVER_S = 15.0
 """Time for the accelerators' driver to report the memory of the accelerators."""
 
 MOST_S = 5.0
-"""Seconds that count of a longer gap between two checks, because then the watching process itself was suspended."""
+"""Largest gap between two checks that counts in full as silence; a longer one means that the checker was suspended."""
 
 
 class Silence:
-    """Measures how long a component has given no sign of life, and decides when that is too long.
+    """Measures how long a component has been silent, and decides when that is too long.
 
-    Time in which the watching process was itself suspended (SIGSTOP, a sleeping machine) does not count, because the
+    Time in which the checking process was itself suspended (SIGSTOP, a sleeping machine) does not count, because that
     process could not receive anything then.
 
     Args:
-        part: the component, or what it does, for messages.
+        part: text for messages: the component, and that it is silent.
         limit_s: seconds that the component may be silent.
         clock: returns seconds and never goes backwards.
     """
@@ -148,14 +154,14 @@ class Silence:
         self._looked = clock()
 
     def heard(self) -> None:
-        """Record a sign of life that came just now."""
+        """Record that the component has answered just now."""
         self.seconds = 0.0
 
     def too_long(self, heard_ago_s: float = math.inf) -> bool:
-        """Count the time since the last call, and return whether the silence exceeds its limit.
+        """Add the time since the last call to the silence, and return whether the silence exceeds its limit.
 
-        Call this at least every `MOST_S` seconds, or time is missed. ``heard_ago_s`` is the age of the newest sign of
-        life in seconds, if known; the silence is never longer than that.
+        Call this at least every `MOST_S` seconds, because longer gaps do not count in full. ``heard_ago_s`` is the age
+        in seconds of the component's newest answer, if known; the silence is never longer than that.
         """
         now = self._clock()
         self.seconds = min(self.seconds + min(now - self._looked, MOST_S), heard_ago_s)

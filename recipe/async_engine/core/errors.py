@@ -7,11 +7,11 @@ with its traceback. A message names what is wrong (setting, group, state), its v
 
 
 class RecipeError(Exception):
-    """Base of every exception that this package raises on purpose."""
+    """Base class of every exception that this package raises on purpose."""
 
 
 class CannotGoOn(RecipeError):
-    """A component of the run died, is silent or is late. The message names the component, its limit and the setting."""
+    """A component of the run died, does not answer or is late; the message names the component, limit and setting."""
 
 
 class SettingError(RecipeError, ValueError):
@@ -25,19 +25,19 @@ class SettingError(RecipeError, ValueError):
 
 
 class StalenessViolation(RecipeError):
-    """The staleness invariant does not hold: some live group could only be trained beyond the staleness bound."""
+    """A prompt group can no longer be trained within the staleness bound."""
 
 
 class GateError(RecipeError):
-    """A call to the staleness gate is not allowed in the gate's present state."""
+    """The staleness gate was asked for something that its state does not allow, such as a group over the limit."""
 
 
 class LedgerError(RecipeError):
-    """A call to the sample ledger is not allowed in the ledger's present state."""
+    """The sample ledger was asked for something that its state does not allow, such as a prompt's second issue."""
 
 
 class LedgerIdentityError(LedgerError):
-    """`issued = trained + filtered + failed + live` does not hold, or a prompt was trained twice."""
+    """The ledger's counts break `issued = trained + filtered + failed + live`, or a prompt was trained twice."""
 
 
 class SnapshotError(LedgerError):
@@ -53,7 +53,7 @@ class WrongInstallation(RecipeError):
 
 
 class VersionRecordError(RecipeError):
-    """Per-token policy versions are malformed, or are missing for some tokens."""
+    """The policy versions of an answer's tokens are malformed, or are missing for some tokens."""
 
 
 class GenerationError(RecipeError):
@@ -61,7 +61,7 @@ class GenerationError(RecipeError):
 
 
 class RequestFailed(GenerationError):
-    """An engine ended a request with a finish reason that is not known to mean a complete answer."""
+    """An engine ended a request with a finish reason other than those of a complete answer."""
 
 
 class EngineDied(GenerationError):
@@ -77,4 +77,4 @@ class WeightStreamError(RecipeError):
 
 
 class WeightLoadError(RecipeError):
-    """The engine of this weight worker did not load the weights."""
+    """Weights could not be loaded into a rollout engine."""

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The staleness gate, which decides whether a group may start and whether a batch may be trained.
 
-Contract. Training happens in batches of `b` groups, `k` batches to a policy version, `B = k * b`. `v` is the current
-version: the last one that was *sealed*, from which training continues. `a <= v` is the newest *announced* version,
-which generates; a sealed version is announced when its weights have reached the replicas. `j` is the number of batches
-already taken in version `v`, and `S` is the staleness bound. A group's *start version* is the version of its oldest
-token. Groups that were issued and neither taken nor given up are *live*. The gate keeps, at all times and for every
-start version s,
+Contract. A training batch has `b` prompt groups, and after `k` batches there is a new policy version; `B = k * b`. `v`
+is the current version: the trainer has *sealed* it, and trains on from it. `a <= v` is the newest *announced* version,
+which generates: its weights have reached all rollout replicas. `j` is the number of batches that the trainer has taken
+since version `v`, and `S` is the staleness bound. A group's *start version* is the version of its oldest token. A group
+is *live* from its issue until it is taken, filtered or failed. At all times and for every start version s,
 
     live groups with a start version <= s   <=   slots(s) = max(0, (s + S - v) * B + (k - j) * b)        (the invariant)
 
-where slots(s) is the number of batch slots, each for one group, that are left before the deadline of start version s.
-It follows that no group is trained more than S versions after its oldest token, that no group has to be dropped to
-ensure this, and that a next batch can always form once the running groups have ended. Proofs: docs/staleness.md. Tests:
-tests/core/test_gate*.py.
-
-The gate is plain state without clock, threads or events. Its caller holds the lock.
+where slots(s) is how many groups can still be trained before those of start version s become too stale. It follows that
+no group is trained more than S versions after its oldest token, that no group has to be dropped to ensure this, and
+that a next batch can always form once the running groups have ended. Proofs: docs/staleness.md. Tests:
+tests/core/test_gate*.py. The gate has no clock and no threads; its caller holds a lock.
 """
 
 import math
@@ -33,7 +30,7 @@ def _require_int(setting: str, value: object, minimum: int) -> None:
 
 
 def _exact(setting: str, value: object) -> Fraction:
-    """Return the exact value of a number as it is written in decimal, so that 0.1 becomes 1/10."""
+    """Return the exact value of a setting as it is written in decimal, so that 0.1 becomes 1/10."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)) or not math.isfinite(value):
         raise SettingError(setting, value, "a finite number >= 0")
     return value if isinstance(value, Fraction) else Fraction(str(value))
@@ -41,13 +38,13 @@ def _exact(setting: str, value: object) -> Fraction:
 
 @dataclass(frozen=True, slots=True)
 class GateSettings:
-    """Settings of the gate, fixed for a run.
+    """Settings of the staleness gate, fixed for a run.
 
     batch_groups: b, the number of prompt groups in a training batch.
-    batches_per_version: k, the number of training batches between two publications of weights.
+    batches_per_version: k, the number of training batches between two weight syncs.
     max_staleness: S, the hard bound in versions, counted from a group's oldest token.
-    pipeline_depth: how many versions' worth of groups may be live in addition to those that the current version will
-    still train. Fractions are allowed, 0 <= pipeline_depth <= S, and are stored exactly as written (`Fraction`).
+    pipeline_depth: how far generation may run ahead of training, in versions, 0 <= pipeline_depth <= S. Fractions are
+    allowed and stored exactly as written.
     """
 
     batch_groups: int
@@ -71,21 +68,21 @@ class GateSettings:
 
     @property
     def version_groups(self) -> int:
-        """Return B, the number of groups trained in one version."""
+        """Return B, the number of groups that are trained between two versions."""
         return self.batches_per_version * self.batch_groups
 
     @property
     def groups_ahead(self) -> int:
-        """Return floor(pipeline_depth * B): live groups allowed beyond those that the current version still trains."""
+        """Return how many groups may be live in addition to those that are trained before the next version."""
         return math.floor(self.pipeline_depth * self.version_groups)
 
 
 class StalenessGate:
-    """Admits groups and takes batches so that the invariant of this module holds.
+    """Decides whether a group may start and whether a batch may be trained, so that no group gets too stale.
 
-    version: v. announced: a, at first equal to v. batches_taken: j, 0 <= j <= k. live: number of live groups. Of each
-    live group the gate stores only the start version (the version of its oldest token). Every method that changes the
-    state checks the invariant before it returns, and raises `StalenessViolation` if the invariant does not hold.
+    In the module's letters, version is v, announced is a (at first equal to v) and batches_taken is j. live is the
+    number of live groups; of each, the gate stores only the start version (the version of its oldest token). Methods
+    that change the state raise `StalenessViolation` if the invariant does not hold afterwards.
     """
 
     def __init__(
@@ -107,12 +104,12 @@ class StalenessGate:
 
     @property
     def batches_left(self) -> int:
-        """Return how many batches of the current version have not been taken yet (k - j)."""
+        """Return how many batches are still to be taken before the next version (k - j)."""
         return self.settings.batches_per_version - self.batches_taken
 
     @property
     def admission_limit(self) -> int:
-        """Return the largest number of live groups after one more has started: by pipeline depth and by slots(a)."""
+        """Return how many groups may be live, by the pipeline depth and by the staleness bound."""
         versions_left = self.announced + self.settings.max_staleness - self.version
         ahead = min(self._groups_ahead, versions_left * self.settings.version_groups)
         return ahead + self.batches_left * self.settings.batch_groups
@@ -122,18 +119,19 @@ class StalenessGate:
         return dict(sorted(self._starts.items()))
 
     def slots(self, start: int) -> int:
-        """Return slots(s): the batch slots left before the deadline of start version ``start``."""
+        """Return how many groups can still be trained before those of start version ``start`` become too stale."""
         return self._places(start, self.batches_left)
 
     def admits(self) -> bool:
-        """Return whether one more group may start now, at the announced version a.
+        """Return whether one more group may start now, with the announced version's weights.
 
-        This one comparison is enough: a new group counts only towards slots(a), and admission_limit <= slots(a).
+        No other start version needs a check, because the new group counts only towards slots(announced), and
+        `admission_limit` is at most slots(announced).
         """
         return self.live + 1 <= self.admission_limit
 
     def add(self) -> int:
-        """Admit one group and return its start version, which is the announced version."""
+        """Record that one more group starts, and return its start version, which is the announced version."""
         if not self.admits():
             raise GateError(f"{self.live} groups are live and at most {self.admission_limit} may be live")
         self._starts[self.announced] += 1
@@ -142,13 +140,13 @@ class StalenessGate:
         return self.announced
 
     def remove(self, start: int) -> None:
-        """Give up one live group of start version ``start``, which frees its batch slot."""
+        """Remove one live group of start version ``start``, because it was filtered or failed."""
         self._discard(start)
         self.live -= 1
         self.check()
 
     def move(self, old_start: int, new_start: int) -> None:
-        """Raise a live group's start version, because its oldest token is newer than assumed. Lowering is refused."""
+        """Raise a live group's start version, because its oldest token is newer than assumed; refuse to lower it."""
         if not old_start <= new_start <= self.announced:
             raise GateError(
                 f"a group's start version cannot change from {old_start} to {new_start}: it may only rise, at most to "
@@ -159,9 +157,9 @@ class StalenessGate:
         self.check()
 
     def can_take(self, starts: Sequence[int] | Mapping[int, int]) -> bool:
-        """Return whether taking live groups of these start versions as a batch keeps the invariant.
+        """Return whether these groups may be the next batch, so that all others can still be trained in time.
 
-        ``starts`` is the start version of each group, or the number of groups by start version.
+        ``starts`` is the start version of each group of the batch, or the number of groups by start version.
         """
         leaving = Counter(starts)
         if self.batches_left == 0 or leaving.total() != self.settings.batch_groups or not leaving <= self._starts:
@@ -175,7 +173,7 @@ class StalenessGate:
         return True
 
     def take(self, starts: Sequence[int]) -> None:
-        """Take a batch of live groups with these start versions for training."""
+        """Record that the trainer takes a batch of live groups with these start versions."""
         if not self.can_take(starts):
             raise GateError(
                 f"a batch with start versions {sorted(starts)} cannot be taken: live groups by start version are "
@@ -189,18 +187,14 @@ class StalenessGate:
         self.check()
 
     def give_back(self, starts: Sequence[int]) -> None:
-        """Make the groups of the batch taken last live again, because the batch was not trained.
-
-        The invariant still holds: groups admitted since then use the slots of the groups that left, and giving the
-        batch back restores one batch of slots.
-        """
+        """Make the groups of the last taken batch live again, because it was not trained; the invariant still holds."""
         self._starts.update(starts)
         self.live += len(starts)
         self.batches_taken -= 1
         self.check()
 
     def seal(self) -> int:
-        """Advance to the next version once all batches of the current one are trained; return the new version."""
+        """Advance to the next version, which requires that k batches were taken; return the new version."""
         if self.batches_left != 0:
             raise GateError(f"version {self.version} still has {self.batches_left} batches to train before the next")
         self.version += 1
@@ -209,7 +203,7 @@ class StalenessGate:
         return self.version
 
     def announce(self) -> int:
-        """Announce the oldest sealed version that does not generate yet, and return it."""
+        """Record that the next sealed version generates at all rollout replicas, and return this version."""
         if self.announced == self.version:
             raise GateError(f"version {self.version} is announced already, and no later one is sealed")
         self.announced += 1
@@ -229,10 +223,9 @@ class StalenessGate:
                 )
 
     def _places(self, start: int, batches_left: int) -> int:
-        """Return slots(start) as it would be with ``batches_left`` batches left in the current version.
+        """Return slots(start) for a given number of batches left before the next version, but never less than 0.
 
-        The result is never negative. After its deadline a start version has no slot, but a negative number would refuse
-        every batch even if no live group has that start version.
+        A negative number would refuse every batch, even if no live group has a start version that old.
         """
         bound = self.settings
         versions_left = start + bound.max_staleness - self.version

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and prompt groups: their states, and the counts kept about them.
+"""Prompts, prompt groups with their states, and the counts that the sample ledger keeps about them.
 
-A `Group` is immutable. The sample ledger replaces it at each transition, so a reference keeps showing the old state.
+A `Group` is immutable; the ledger replaces it at each change of its state:
 
-    RUNNING -> READY -> TAKEN -> TRAINED      a restart leads from RUNNING or READY to RUNNING,
-    RUNNING or READY -> FILTERED or FAILED    a restored snapshot from TAKEN to READY
+    RUNNING -> READY -> TAKEN -> TRAINED      generation from scratch leads from RUNNING or READY to RUNNING;
+    RUNNING or READY -> FILTERED or FAILED    a resume leads from TAKEN to READY
 
-A run trains millions of prompts, so issued and trained prompts are stored as sorted runs of consecutive indices. These
-stay small and still show, after a resume, that each prompt was trained exactly once. Tests: tests/core/test_ledger.py,
-tests/core/test_group_filter.py.
+A run trains millions of prompts, so issued and trained prompts are stored as ranges of consecutive indices. Tests:
+tests/core/test_ledger.py, tests/core/test_group_filter.py.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ NON_FINITE_REASON = "non_finite"
 class PromptRef:
     """One prompt of one epoch.
 
-    index: position in the data set, >= 0. Positions in the sampler's order give the fewest runs; row numbers of a
-    shuffled data set are also correct. epoch: number of completed passes over the data set, >= 0. uid: name of the
-    prompt's group in the trainer's batch.
+    index: position in the data set, >= 0. Positions in the sampler's order take the least memory in `PromptSet`; row
+    numbers of a shuffled data set are also correct. epoch: number of completed passes over the data set, >= 0. uid:
+    name of the prompt's group in the trainer's batch.
     """
 
     index: int
@@ -39,17 +38,12 @@ class PromptRef:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Return (epoch, index), which is unique in a run."""
         return self.epoch, self.index
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the training data that has not been issued yet.
-
-    index: position in the data set. row: a batch of one prompt as verl's data loader collates it; the value of a column
-    is ``row[name][0]``.
-    """
+    """A prompt that has been read but not issued; ``row`` is a batch of one, as verl collates it: ``row[name][0]``."""
 
     epoch: int
     index: int
@@ -61,10 +55,13 @@ class Prompt:
 
 
 class PromptSet:
-    """A set of (epoch, index) pairs, stored per epoch as the ascending edges of runs of indices: first, end, ..."""
+    """A compact set of prompts, given as (epoch, index), which stores ranges of consecutive indices.
+
+    Per epoch it has one ascending list: first index of a range, end of that range (exclusive), first of the next, ...
+    """
 
     def __init__(self, runs: Iterable[Sequence[int]] = ()) -> None:
-        """Build the set from the rows that `to_rows` returns."""
+        """Create a set with the ranges ``runs``, rows of [epoch, first, end] as from `to_rows`."""
         self._edges: dict[int, list[int]] = {}
         self._size = 0
         for epoch, first, end in runs:
@@ -79,12 +76,12 @@ class PromptSet:
         return bisect_right(self._edges.get(epoch, []), index) % 2 == 1
 
     def add(self, key: tuple[int, int]) -> bool:
-        """Add the pair; return False if the set contained it already."""
+        """Add the prompt (epoch, index); return False if the set already contained it."""
         if key in self:
             return False
         epoch, index = key
         edges = self._edges.setdefault(epoch, [])
-        # Insert the index as a run of its own; an edge that a neighbouring run has too is removed to merge the two.
+        # Insert the index as a range of its own; where it touches a neighbouring range, their common edge is removed.
         for edge in (index, index + 1):
             place = bisect_left(edges, edge)
             if place < len(edges) and edges[place] == edge:
@@ -95,7 +92,7 @@ class PromptSet:
         return True
 
     def to_rows(self) -> list[list[int]]:
-        """Return [epoch, first, end] for every run of consecutive indices first..end-1, sorted."""
+        """Return a sorted row [epoch, first, end] for each range of consecutive indices first..end-1."""
         return [
             [epoch, first, end]
             for epoch, edges in sorted(self._edges.items())
@@ -104,14 +101,14 @@ class PromptSet:
 
 
 class OnNonFinite(StrEnum):
-    """Whether a group with a reward or log-prob that is not finite counts as failed, or as filtered."""
+    """Whether a group with a reward or log-prob that is NaN or infinite counts as failed or as filtered."""
 
     FAIL = "fail"
     DROP = "drop"
 
 
 class GroupState(StrEnum):
-    """The state of a group. Running, ready and taken groups are live."""
+    """The state of a prompt group; running, ready and taken groups are called live."""
 
     RUNNING = "running"
     READY = "ready"
@@ -123,12 +120,12 @@ class GroupState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One prompt group in one state; the ledger replaces the object at each transition.
+    """A prompt group and its state.
 
-    id: position in issue order, from 0. start: the start version, which is the version of the oldest token, and until
-    one is sampled the version at which the group was admitted. attempts: number of times that generation was started
-    from scratch. reason: why the group was filtered or failed, else empty. batch: number of the batch that will train
-    the group, if batches are fixed at issue.
+    id: number of groups that were issued before. start: the start version, which is the version of the oldest token;
+    until a token is sampled, it is the version with which generation was to start. attempts: number of times that
+    generation was started from scratch. reason: why the group was filtered or failed, else empty. batch: number of the
+    batch that will train the group, if it was fixed when the group was issued.
     """
 
     id: int
@@ -140,21 +137,20 @@ class Group:
     batch: int | None = None
 
     def to_row(self) -> list[int | str | None]:
-        """Return a JSON-compatible row for a live group. A taken group is saved as ready, so that it is taken again."""
+        """Return a live group as a JSON-compatible row; a taken group is saved as ready, so that it is taken again."""
         state = GroupState.READY if self.state is GroupState.TAKEN else self.state
         prompt = self.prompt
         return [self.id, prompt.index, prompt.epoch, prompt.uid, self.start, state.value, self.attempts, self.batch]
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Group:
-        """Return the group of a row made by `to_row`."""
         group_id, index, epoch, uid, start, state, attempts, batch = row
         return cls(group_id, PromptRef(index, epoch, uid), start, GroupState(state), attempts, batch=batch)
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """Number of groups by state. `filtered` and `failed` are totals; two more fields split them by reason."""
+    """Number of groups by state, and of filtered and failed groups by reason."""
 
     issued: int
     trained: int
@@ -169,32 +165,27 @@ class LedgerCounts:
 
 
 class StalenessStats(Counter[int]):
-    """Number of trained groups by staleness: the version being trained minus that of the group's oldest token."""
+    """Number of trained groups by staleness: the version that they trained minus the version of their oldest token."""
 
     @property
     def sum(self) -> int:
-        """Return the sum of the staleness of all counted groups."""
         return sum(staleness * groups for staleness, groups in self.items())
 
     @property
     def max(self) -> int:
-        """Return the largest staleness, 0 if no group was counted."""
         return max(self, default=0)
 
     @property
     def mean(self) -> float:
-        """Return the mean staleness, 0.0 if no group was counted."""
         return self.sum / self.total() if self else 0.0
 
 
 class FilterCount:
-    """Counts how many groups were filtered for each batch, as synchronous training would count them.
+    """Counts how many groups are filtered until a batch is full, to stop a run that filters too many.
 
-    Outcomes are counted in issue order, whatever the order in which groups end: a batch is complete with its b-th kept
-    group, and the count then starts again. So the count depends neither on how far generation runs ahead nor on which
-    answers finish first. A failed group says nothing about its prompt and is not counted.
-
-    batch_groups: b. limit: number of filtered groups allowed for one batch; 0 means any number.
+    Groups are counted in the order in which they were issued, as in synchronous training, so the count does not depend
+    on which answers finish first. It starts again from 0 after ``batch_groups`` groups were kept. Failed groups are not
+    counted. `exceeded` becomes True at ``limit`` filtered groups; a limit of 0 means never.
     """
 
     def __init__(self, batch_groups: int, limit: int) -> None:
@@ -202,27 +193,26 @@ class FilterCount:
         self._limit = limit
         self._kept = 0
         self._filtered = 0
-        # Outcomes in issue order, from the oldest group that has not ended (None). This is an OrderedDict because a
-        # plain dict scans past all deleted entries each time its first entry is read.
+        # The values say whether a group was kept (None until it ends), in issue order from the oldest unended group. A
+        # plain dict would scan past all deleted entries each time its first entry is read.
         self._outcomes: OrderedDict[int, bool | None] = OrderedDict()
 
     @property
     def exceeded(self) -> bool:
-        """Return whether the number of groups filtered for the current batch has reached the limit."""
+        """Return whether as many groups as the limit were filtered since the last full batch."""
         return 0 < self._limit <= self._filtered
 
     def issued(self, group_id: int) -> None:
-        """Record that a group was issued."""
         self._outcomes[group_id] = None
 
     def ended(self, group_id: int, kept: bool) -> None:
-        """Record whether a complete group was kept or filtered."""
+        """Record that a complete group was kept for training (True) or filtered (False)."""
         if group_id in self._outcomes:
             self._outcomes[group_id] = kept
             self._advance()
 
     def forget(self, group_id: int) -> None:
-        """Drop a group that ended without being kept or filtered. An outcome that is already recorded stays."""
+        """Stop waiting for the outcome of a group that failed; an outcome that was recorded before stays."""
         if self._outcomes.get(group_id, True) is None:
             del self._outcomes[group_id]
             self._advance()

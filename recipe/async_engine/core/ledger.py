@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sample ledger: every prompt group ever issued is in exactly one state.
+"""The sample ledger, which knows the state of every prompt group of a run.
 
 Contract. A group is RUNNING (being generated), READY (complete and rewarded), TAKEN (leased by the trainer for the
 present step), TRAINED, FILTERED or FAILED. At all times
 
     issued = trained + filtered + failed + live,        live = running + ready + taken,
 
-no prompt of an epoch is issued or trained twice, and a restored snapshot preserves both properties. The staleness gate
-decides whether a group may start and a batch may be trained; the admission policy chooses the batch. The ledger is
-plain state without clock, threads or events. Its caller holds the lock. Proofs: docs/staleness.md. Tests:
-tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
-
-Of groups that have ended only counts and runs of prompt indices are kept, so memory and snapshots are bounded by the
-live groups and the number of runs.
+and no prompt is issued or trained twice in an epoch, also after a restart from a checkpoint. The staleness gate
+(`core/gate.py`) decides whether a group may start and whether a batch may be trained; the admission policy
+(`core/policy.py`) chooses the batch. The ledger has no clock and no threads; its caller holds a lock. Of a group that
+has ended, the ledger stores no object, only its prompt's index in a compact set and a count. Proofs: docs/staleness.md.
+Tests: tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
 """
 
 from collections import Counter
@@ -42,14 +40,14 @@ from recipe.async_engine.core.policy import (
 
 
 class SampleLedger:
-    """All prompt groups of a run and their states, on top of one `StalenessGate`.
+    """The states of all prompt groups of a run, and the staleness gate that limits them.
 
-    target_groups: number of groups that the run will train, a multiple of b (groups in a batch). The ledger issues no
-    more groups than can still be trained.
+    target_groups: number of groups that the run will train, a multiple of the batch size; None means no limit. The
+    ledger never issues more groups than can still be trained.
     issue_limit: largest number of groups that may be issued; None means no limit.
-    policy: the admission policy, which chooses the next batch among those that the gate allows. If it fixes batches at
-    issue, batches are numbered from 0, and a group joins the first batch with a free slot. The slot of a group that is
-    filtered or fails goes to the next group that is issued.
+    policy: the admission policy, which chooses the next batch among those that the gate allows. If its batches are
+    fixed, each group gets a batch number when it is issued: that of the first batch with a free slot. A group that is
+    filtered or fails frees its slot.
     """
 
     def __init__(
@@ -77,21 +75,21 @@ class SampleLedger:
 
     @property
     def version(self) -> int:
-        """Return v, the current policy version, from which training continues."""
+        """Return the current policy version, which is the number of versions that have been sealed in the run."""
         return self._gate.version
 
     @property
     def announced(self) -> int:
-        """Return a, the newest version that generates: v, or an earlier one while later ones are being published."""
+        """Return the newest version that generates: the current one, or an older one during a weight sync."""
         return self._gate.announced
 
     @property
     def batches_left(self) -> int:
-        """Return how many batches of the current version have not been taken. At 0 the version must be sealed."""
+        """Return how many batches the trainer has yet to take before the next version; at 0 call `seal`."""
         return self._gate.batches_left
 
     def find(self, group_id: int) -> Group | None:
-        """Return the live group with this id, or None if the group has ended or was never issued."""
+        """Return the live group with this id; None if the group was trained, filtered, failed or never issued."""
         return self._live.find(group_id)
 
     def in_state(self, state: GroupState) -> list[Group]:
@@ -99,50 +97,48 @@ class SampleLedger:
         return self._live.in_state(state)
 
     def count(self, state: GroupState) -> int:
-        """Return the number of live groups in this state."""
         return self._live.count(state)
 
     def leased(self) -> list[Group]:
-        """Return the groups of the batch that the trainer holds, oldest first; [] if it holds no batch."""
+        """Return the groups of the batch that the trainer has taken and not yet trained; [] if there is none."""
         return [self._live[group_id] for group_id in self._leased]
 
     def trained_prompts(self) -> list[list[int]]:
-        """Return [epoch, first, end] for every run of trained prompt indices first..end-1, sorted."""
+        """Return the indices of all trained prompts as sorted rows [epoch, first, end], each for first..end-1."""
         return self._trained_prompts.to_rows()
 
     def can_issue(self) -> bool:
-        """Return whether one more group may be issued now."""
         return not self.all_issued and self._gate.admits()
 
     @property
     def most_live(self) -> int:
-        """How many groups the staleness gate lets be live now."""
+        """Return how many groups may be running or ready now without breaking the staleness bound."""
         return self._gate.admission_limit
 
     @property
     def all_issued(self) -> bool:
-        """Return whether the run needs no further group unless a live group is filtered or fails."""
+        """Return whether enough groups are issued for the rest of the run, if no live group is filtered or fails."""
         if self.issue_limit is not None and self._issued >= self.issue_limit:
             return True
         return self.target_groups is not None and self._trained + len(self._live) >= self.target_groups
 
     def batch_possible(self, prompts_left: int) -> bool:
-        """Return whether one more batch can form from the groups not yet trained and ``prompts_left`` further prompts.
+        """Return whether the live groups and ``prompts_left`` further prompts are enough for one more batch.
 
-        If no batch is ready, the trainer waits if the result is True and ends the run if it is False. Groups that are
-        filtered or fail later can make it False.
+        When no batch is ready, the trainer waits if this is True, and ends the run if it is False. Groups that are
+        filtered or fail can turn True into False.
         """
         if self.issue_limit is not None:
             prompts_left = min(prompts_left, self.issue_limit - self._issued)
         if self.target_groups is not None:
             prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
-        # With batches fixed at issue, only a new group can fill a free slot of a batch.
+        # If batches are fixed, only a group that is issued later can fill a free slot of the next batch.
         in_batch = self._live.places_taken(self._first_untaken()) if self.policy.fixed_batches else 0
         candidates = in_batch if self.policy.fixed_batches else len(self._live) - len(self._leased)
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
 
     def issue(self, prompt: PromptRef) -> Group:
-        """Issue a group for this prompt; its generation starts at the announced version."""
+        """Add a running group for this prompt, whose generation starts with the announced version's weights."""
         if prompt.key in self._issued_prompts:
             raise LedgerError(f"prompt {prompt.index} of epoch {prompt.epoch} has already been issued")
         if not self.can_issue():
@@ -160,7 +156,7 @@ class SampleLedger:
         return group
 
     def mark_ready(self, group_id: int, oldest_version: int) -> Group:
-        """Mark a running group as complete; its oldest token has a version from its start version to `announced`."""
+        """Mark a complete, rewarded group as ready; ``oldest_version`` is the version that sampled its oldest token."""
         group = self._live_group(group_id, "ready", GroupState.RUNNING)
         if not group.start <= oldest_version <= self.announced:
             raise LedgerError(
@@ -171,46 +167,46 @@ class SampleLedger:
         return self._update(replace(group, state=GroupState.READY, start=oldest_version))
 
     def restart(self, group_id: int) -> Group:
-        """Generate a group from scratch again, because its attempt failed or the payload of a ready group was lost."""
+        """Set a running or ready group back to running, because its attempt failed or its answers were lost."""
         group = self._live_group(group_id, "restart", GroupState.RUNNING, GroupState.READY)
         self._gate.move(group.start, self.announced)
         return self._update(replace(group, state=GroupState.RUNNING, start=self.announced, attempts=group.attempts + 1))
 
     def filter(self, group_id: int, reason: str) -> Group:
-        """Leave a group out of training on purpose and free its batch slot; ``reason`` is a key for the counts."""
+        """Remove a group that is left out of training on purpose. Groups are counted by ``reason``."""
         return self._give_up(group_id, "filter", GroupState.FILTERED, self._filtered, reason)
 
     def fail(self, group_id: int, reason: str) -> Group:
-        """Give up a group that cannot be generated and free its batch slot; ``reason`` is a key for the counts."""
+        """Remove a group that cannot be generated. Groups are counted by ``reason``."""
         return self._give_up(group_id, "fail", GroupState.FAILED, self._failed, reason)
 
     def may_take(self) -> bool:
-        """Return whether `next_batch` would return a batch. The cost does not depend on the number of live groups."""
+        """Return whether a batch can be taken now. The cost does not depend on the number of live groups."""
         return self._choice() is not None
 
     def next_batch(self) -> list[Group] | None:
-        """Return the batch that `take` would lease now, after verifying it, or None."""
+        """Return the groups of the batch that `take` would lease now, or None if no batch may be taken."""
         batch = self._choice()
         return None if batch is None else checked(self.policy, batch, self._ready())
 
     def take(self) -> list[Group]:
-        """Lease the next batch to the trainer until `mark_trained` or `return_batch` is called."""
+        """Give the next batch to the trainer, until `mark_trained` or `return_batch` is called; return its groups."""
         if self._leased:
-            raise LedgerError(f"the trainer still holds groups {self._leased}")
+            raise LedgerError(f"the trainer still holds groups {self._leased}: mark them as trained or return them")
         batch = self.next_batch()
         if batch is None:
-            raise LedgerError(f"no batch may be taken now at version {self.version}: {self.counts()}")
+            raise LedgerError(f"no batch of version {self.version} can be taken now; the groups are {self.counts()}")
         stale = [group for group in batch if self.version - group.start > self.settings.max_staleness]
         if stale:
             raise StalenessViolation(
-                f"groups past max_staleness {self.settings.max_staleness} at {self.version}: {stale}"
+                f"groups would train version {self.version} beyond max_staleness={self.settings.max_staleness}: {stale}"
             )
         self._gate.take([group.start for group in batch])
         self._leased = [group.id for group in batch]
         return [self._update(replace(group, state=GroupState.TAKEN)) for group in batch]
 
     def return_batch(self) -> None:
-        """Take back the leased batch without training it: its groups become ready again."""
+        """Make the groups of the leased batch ready again, because the trainer has not trained them."""
         if not self._leased:
             raise LedgerError("no batch is leased, so none can be returned")
         groups, self._leased = self.leased(), []
@@ -219,7 +215,7 @@ class SampleLedger:
             self._update(replace(group, state=GroupState.READY))
 
     def mark_trained(self) -> StalenessStats:
-        """Record that the leased batch is trained into the weights; return the staleness of its groups.
+        """Record that the weights now include the leased batch; return the staleness of its groups.
 
         Call this before a checkpoint of these weights is written, so that ledger and weights agree.
         """
@@ -238,17 +234,16 @@ class SampleLedger:
         return batch_staleness
 
     def seal(self) -> int:
-        """Seal the next version, whose weights the trainer now has, and return the version."""
+        """Declare the trainer's present weights to be the next version, and return this version."""
         if self._leased:
             raise LedgerError(f"version {self.version + 1} cannot be sealed: the trainer holds groups {self._leased}")
         return self._gate.seal()
 
     def announce(self) -> int:
-        """Announce the oldest sealed version, whose weights every live replica now uses, and return the version."""
+        """Record that every rollout replica now generates with the next sealed version, and return this version."""
         return self._gate.announce()
 
     def counts(self) -> LedgerCounts:
-        """Return the number of groups by state."""
         return LedgerCounts(
             issued=self._issued,
             trained=self._trained,
@@ -263,18 +258,15 @@ class SampleLedger:
         )
 
     def check_identity(self) -> None:
-        """Raise `LedgerIdentityError` unless all counts of the ledger agree with each other and with the gate.
-
-        This reads every live group; each training step runs only the cheaper `_check_books`.
-        """
+        """Raise `LedgerIdentityError` if counts of the ledger contradict each other, the live groups or the gate."""
         recount = Counter((group.state, group.start) for group in self._live.all())
         counted = {(state, start): n for state in GroupState for start, n in self._live.starts(state).items()}
         if counted != recount:
-            raise LedgerIdentityError(f"live groups by state and start version: {dict(recount)}, index: {counted}")
+            raise LedgerIdentityError(f"the ledger counts live groups as {counted}, but they are {dict(recount)}")
         self._check_books()
 
     def _check_books(self) -> None:
-        """Run the checks of `check_identity` whose cost does not grow with the number of live groups."""
+        """Run those checks of `check_identity` that are cheap enough for every step, as they do not read each group."""
         counts = self.counts()
         by_start = {state: self._live.starts(state) for state in GroupState}
         open_starts = Counter(by_start[GroupState.RUNNING]) + Counter(by_start[GroupState.READY])
@@ -293,12 +285,12 @@ class SampleLedger:
         }
         broken = [identity for identity, holds in agree.items() if not holds]
         if broken:
-            raise LedgerIdentityError(f"broken identities: {broken}; {counts}; gate: {self._gate.starts()}")
+            raise LedgerIdentityError(f"not true: {broken}; the ledger has {counts}, the gate {self._gate.starts()}")
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a JSON-compatible snapshot of the ledger, for a checkpoint whose weights include all trained batches.
+        """Return the ledger's state as JSON-compatible values, for a checkpoint of the present weights.
 
-        A leased batch is not in those weights, so its groups are saved as ready and will be taken again.
+        These weights do not include a leased batch, so its groups are saved as ready and will be taken again.
         """
         self.check_identity()
         return {
@@ -317,11 +309,11 @@ class SampleLedger:
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any], settings: GateSettings, **rules: Any) -> Self:
-        """Rebuild a ledger from a snapshot whose settings `core.snapshots.changes` has accepted.
+        """Return a ledger with the state in ``snapshot``, after `core.snapshots.changes` has compared the settings.
 
         ``rules`` are the constructor's keyword arguments; their limits count from the beginning of the run, not from
-        the resume. Ready groups stay ready. Running groups stay running with their start versions, because their tokens
-        are continued. A batch that was leased is ready again, so the restored weights are trained on it once.
+        the resume. Running groups keep their start versions, because generation continues from their saved tokens.
+        Raise SnapshotError if the groups in the snapshot break the staleness bound in ``settings``.
         """
         ledger = cls(settings, **rules)
         groups = [Group.from_row(row) for row in snapshot["live"]]
@@ -350,7 +342,7 @@ class SampleLedger:
         return ledger
 
     def _choice(self) -> Batch | None:
-        """Return the batch to take now: the admission policy's, or the oldest groups if the gate requires those."""
+        """Return the policy's batch, or the oldest groups if the gate refuses that batch; None if none can be taken."""
         if self._live.count(GroupState.READY) < self.settings.batch_groups:
             return None
         ready = self._ready()
@@ -364,7 +356,7 @@ class SampleLedger:
         return ReadyGroups(self._live, self.settings.batch_groups, self.version, self._first_untaken())
 
     def _first_untaken(self) -> int:
-        """Return the number of the next batch to take, for batches that are fixed at issue."""
+        """Return the number of the next batch to take, counted from 0 over the run."""
         return (self._trained + len(self._leased)) // self.settings.batch_groups
 
     def _batch_with_a_place(self) -> int:

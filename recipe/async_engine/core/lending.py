@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lending policy: when the trainer's accelerators generate, and when they are called back.
+"""Decides when the waiting trainer's accelerators are lent to generation, and when the trainer gets them back.
 
-Hybrid replicas stand on the trainer's accelerators and are asleep while it trains; standalone replicas have
-accelerators of their own. Contract:
+Hybrid rollout replicas run on the trainer's accelerators and sleep while it trains; standalone replicas have
+accelerators of their own. A *place* is a sequence slot of an engine (`max_num_seqs`). A *switch* is one loan: hybrid
+replicas wake, generate, and sleep again. Contract:
 
-- Accelerators are lent only while the trainer has no batch to train and trajectories wait for a place, and only where a
-  switch is worth its time. They are called back only once a batch may be taken.
-- They are called back when as many batches are ready as a switch is worth, or earlier if most hybrid places are empty
-  and nothing waits: so a lender that asks on every change always gets its accelerators back.
-- The policy decides about speed alone. What may start and what may be trained is for the staleness gate to say, so no
-  answer given here can break its bound.
+- A loan begins only while the trainer has no batch to train and trajectories wait for a place, and only if the switch
+  is expected to save time.
+- A loan ends only when a batch is ready: once enough batches are ready for the time that the switch costs, or earlier
+  if most hybrid places are empty and no trajectory waits.
+- These decisions affect only the speed. The staleness gate decides what may start and be trained, as without lending.
 
-A switch is worth what it changes until the next batch: the batch is there earlier or later, and more groups have been
-generated meanwhile, which shortens later waits. The policy works this out from measured averages: the seconds of a
-switch, of a training step and of a group's rewards, and the place-seconds of a group, which are the seconds that its
-trajectories spent in places of engines, added up. Let `n` groups be missing, `s` and `h` be the groups a second of
-standalone and hybrid places, `w` and `z` the seconds to wake and to sleep, `r` those for rewards. A batch is there
-after n / s + r without a switch, and after w + (n - s w) / (s + h) + r + z with one.
-
-Plain state: no clock, no threads, no events. Tests: tests/core/test_lending.py, tests/plan/test_lending_simulation.py.
+The expectation is computed from averages of the present run: seconds to wake and to sleep, of a training step and of a
+group's rewards, and *place-seconds* of a group, the total time that its trajectories occupied places. If `n` groups are
+missing for a batch, `s` and `h` are the groups per second that standalone and hybrid places generate, `w` and `z` the
+seconds to wake and to sleep, and `r` those for rewards, then the batch is ready after n / s + r without a switch, and
+after w + (n - s w) / (s + h) + r + z with one. The switch also generates groups of later batches, whose time is added
+to what it saves. Tests: tests/core/test_lending.py, tests/plan/test_lending_simulation.py.
 """
 
 from __future__ import annotations
@@ -28,35 +26,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SWITCH_SHARE = 0.05
-"""Batches are collected in one switch until it costs at most this share of a step."""
+"""Largest cost of a switch per batch, as a share of a step's time; one switch collects enough batches for that."""
 
 EMPTY_SHARE = 0.5
-"""With more of the hybrid places empty than this, and nothing that waits, generation has run out of work."""
+"""Share of empty hybrid places above which a loan ends early if no trajectory waits."""
 
 MEASURED = 2
-"""Number of switches with which a run begins, whatever they cost: the first one of a run is slower than others."""
+"""Number of switches at the beginning of a run that are made whatever they cost, to measure them."""
 
 KEPT = 0.8
-"""Weight of the past in a moving average: about the last five measurements count."""
+"""Weight of the previous average when a measurement is added, so that about the last five measurements count."""
 
 
 class Average:
-    """An exponential moving average; None before the first measurement."""
+    """An exponential moving average; `value` is None before the first measurement."""
 
     def __init__(self) -> None:
         self.value: float | None = None
 
     def add(self, measured: float) -> None:
-        """Take in one more measurement."""
         self.value = measured if self.value is None else KEPT * self.value + (1 - KEPT) * measured
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of the engines, and what there is for them to do.
+    """The sequence slots (places) of the engines, and the trajectories that wait for them.
 
-    standalone, hybrid: places of all replicas of the kind that are alive, whether awake or asleep. waiting:
-    trajectories that could begin or go on at once if they had a place, those of prompts that the gate admits included.
+    standalone, hybrid: places of all live replicas that are standalone or hybrid, awake or asleep. waiting:
+    trajectories that could generate at once if they had a place, including those of prompts that the gate would admit.
     hybrid_taken: hybrid places in which a trajectory generates.
     """
 
@@ -68,11 +65,11 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the trainer needs next.
+    """The prompt groups that the trainer needs next, and how far they are generated.
 
-    batch_groups: b. ready: groups that are ready. sampled: groups that need no place any more, but wait for rewards.
-    spent: place-seconds that the other running groups have had so far. may_take: whether a batch may be taken now.
-    most_live: groups that may be live at once, as far as the gate admits them.
+    batch_groups: groups of a batch. ready: groups that are ready. sampled: groups that are generated and wait for
+    rewards. spent: place-seconds that the other running groups have used so far. may_take: whether a batch may be taken
+    now. most_live: number of groups that the staleness gate allows to be running or ready.
     """
 
     batch_groups: int
@@ -84,37 +81,37 @@ class Demand:
 
 
 class PlaceMeter:
-    """Measures the place-seconds of groups, the seconds that their trajectories spend in places of engines.
+    """Measures place-seconds: how long the trajectories of each group occupy sequence slots (places) of engines.
 
-    If more trajectories run than the engines have places, each of them has a part of a place.
+    If more trajectories run than there are places, each of them counts as occupying an equal part of a place.
 
     Args:
-        clock: a clock in seconds.
+        clock: returns the time in seconds.
         places: number of places of all engines that are awake.
     """
 
     def __init__(self, clock: Callable[[], float], places: int) -> None:
         self._clock, self._places, self._running = clock, places, 0
         self._since = clock()
-        # `_of_each` has the place-seconds of a trajectory that runs from the beginning; `_begun` is the sum of its
-        # values at which the running trajectories began.
+        # `_of_each` is the place-seconds of a trajectory that has run since the meter was created. `_begun` is the sum,
+        # over all running trajectories, of the value of `_of_each` when each of them began.
         self._of_each = self._begun = self._of_groups = 0.0
         self._of_group: dict[int, float] = {}
 
     def use(self, places: int) -> None:
-        """Set how many places there are from now on."""
+        """Set the number of places of all engines that are awake from now on."""
         self._advance()
         self._places = places
 
     def begin(self) -> float:
-        """Count one more running trajectory; return a value to pass to :meth:`leave`."""
+        """Record that a trajectory begins to run; return a value to pass to :meth:`leave` when it ends."""
         self._advance()
         self._running += 1
         self._begun += self._of_each
         return self._of_each
 
     def leave(self, began: float, group: int | None) -> None:
-        """Count one running trajectory less, and add its place-seconds to its group, if that has not ended."""
+        """Record that a trajectory no longer runs, and add its place-seconds to its group (None if that has ended)."""
         self._advance()
         self._running -= 1
         self._begun -= began
@@ -124,14 +121,14 @@ class PlaceMeter:
             self._of_groups += spent
 
     def end(self, group: int) -> float:
-        """Forget a group that has ended, and return its place-seconds."""
+        """Return the place-seconds of a group that has ended, and remove the group."""
         spent = self._of_group.pop(group, 0.0)
         self._of_groups -= spent
         return spent
 
     @property
     def spent(self) -> float:
-        """Place-seconds of all trajectories that run and of all groups that have not ended."""
+        """Return the place-seconds so far of all groups that have not ended."""
         self._advance()
         return max(0.0, self._of_groups + self._running * self._of_each - self._begun)
 
@@ -143,7 +140,7 @@ class PlaceMeter:
 
 
 class LendingPolicy:
-    """The policy with what it has measured; see the module's contract."""
+    """Decides when to lend the trainer's accelerators and when to end a loan, from measured averages in seconds."""
 
     def __init__(self) -> None:
         self._wakes = 0
@@ -152,24 +149,24 @@ class LendingPolicy:
         self.group_place_s = Average()
 
     def lends(self, places: Places, demand: Demand) -> bool:
-        """Return whether hybrid replicas should be woken now, while the trainer waits."""
+        """Return whether to wake the hybrid replicas now; call this while the trainer waits for a batch."""
         hybrid = min(places.hybrid, places.waiting)
         if demand.may_take or hybrid == 0:
             return False
         if places.standalone == 0 or self.group_place_s.value is None or self._wakes < MEASURED:
-            # Nothing else generates, or too little is known yet: a switch measures it.
+            # No other replica generates, or this switch is needed to measure the averages.
             return True
         return self._gain_s(self._in_groups(places.standalone), self._in_groups(hybrid), self._missing(demand)) > 0
 
     def woke(self, seconds: float) -> None:
-        """Take in how long a wake-up took. The first one of a run is slower than others, and only counts until then."""
+        """Record how long the hybrid replicas took to wake. The first time is slow, so the second replaces it."""
         if self._wakes == 1:
             self.wake_s = Average()
         self._wakes += 1
         self.wake_s.add(seconds)
 
     def calls_back(self, places: Places, demand: Demand) -> bool:
-        """Return whether the hybrid replicas should go back to sleep now, so that the trainer trains."""
+        """Return whether the hybrid replicas should sleep now, so that the trainer can train."""
         if not demand.may_take:
             return False
         if places.waiting == 0 and places.hybrid_taken < (1 - EMPTY_SHARE) * places.hybrid:
@@ -177,9 +174,9 @@ class LendingPolicy:
         return demand.ready >= self.batches(places, demand) * demand.batch_groups
 
     def batches(self, places: Places, demand: Demand) -> int:
-        """Return how many batches one switch should collect, at least 1 and at most what the gate lets be ready."""
+        """Return how many batches to collect in one switch: at least 1, and at most what the staleness gate allows."""
         switch = (self.wake_s.value or 0.0) + (self.sleep_s.value or 0.0)
-        # One batch less than may be live: with all of them ready, nothing could generate beside them.
+        # Leave one batch of live groups for generation: if all live groups were ready, no engine would have work.
         most = max(1, demand.most_live // demand.batch_groups - 1)
         if switch == 0.0 or self.group_place_s.value is None or self.train_s.value is None:
             return 1
@@ -192,21 +189,24 @@ class LendingPolicy:
         return min(most, max(1, math.ceil(lost / (SWITCH_SHARE * step)))) if step > 0 else 1
 
     def _in_groups(self, places: float) -> float:
-        """Return the groups a second that so many places generate, or the groups of so many place-seconds."""
+        """Convert places to groups per second, or place-seconds to groups, by the mean place-seconds of a group."""
         assert self.group_place_s.value is not None
         return places / max(self.group_place_s.value, 1e-9)
 
     def _missing(self, demand: Demand) -> float:
-        """Return how many groups, or parts of them, are still to be generated for the next batch."""
+        """Return how many groups are still to be generated for the next batch, with fractions for begun ones."""
         missing = max(0.0, demand.batch_groups - demand.ready - demand.sampled)
         begun = self._in_groups(demand.spent)
-        # Some of what runs belongs to later batches, so at most half of what is missing counts as generated.
+        # Some running groups belong to later batches, so at most half of the missing groups count as generated.
         return missing - min(begun, missing / 2)
 
     def _gain_s(self, alone: float, lent: float, missing: float) -> float:
-        """Return the seconds that a switch saves; ``alone`` and ``lent`` are groups a second."""
+        """Return the seconds that a switch saves; the result is negative if it costs more than it saves.
+
+        alone, lent: groups per second of standalone and of hybrid replicas. missing: groups still to be generated.
+        """
         wake, sleep = self.wake_s.value or 0.0, self.sleep_s.value or 0.0
-        # Where all groups are generated already, their rewards are half done on average.
+        # If all groups are generated already, their rewards are half done on average.
         rewards = (self.reward_s.value or 0.0) / (1 if missing else 2)
         without = missing / alone + rewards
         awake = max(0.0, missing - alone * wake) / (alone + lent) + max(0.0, rewards - (0.0 if missing else wake))

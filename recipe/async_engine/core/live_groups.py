@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live groups of a sample ledger, indexed by state, start version (version of the oldest token) and batch.
+"""The live groups of a sample ledger (running, ready or taken), indexed by state, start version and batch.
 
 Contract: the cost of queries that are made after every change of a group (number of ready groups, start versions of the
 oldest ones, groups in a batch) does not grow with the number of live groups; only listing all groups of a state does.
-Results equal those of a scan over all live groups. The index is plain state: the ledger changes it, and the ledger's
-caller holds the lock. Test: tests/core/test_live_groups.py.
+The results equal those of a scan over all live groups. Test: tests/core/test_live_groups.py.
 """
 
 import heapq
@@ -14,11 +13,11 @@ from recipe.async_engine.core.groups import Group, GroupState
 
 
 class LiveGroups:
-    """The live groups, indexed by id (in issue order), state, start version and batch."""
+    """The live groups by id (in issue order), state, start version (version of the oldest token) and batch."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
-        # Ids of groups by state and start version, without empty entries.
+        # This has the ids of groups by state and start version, and no empty sets.
         self._by_start: dict[GroupState, dict[int, set[int]]] = {state: {} for state in GroupState}
         self._counts: Counter[GroupState] = Counter()
         self._by_batch: defaultdict[int, set[int]] = defaultdict(set)
@@ -35,7 +34,7 @@ class LiveGroups:
         return self._groups.get(group_id)
 
     def put(self, group: Group) -> None:
-        """Add a group, or replace the same group in an older state."""
+        """Add a group, or replace the object of the same group in its previous state."""
         before = self._groups.get(group.id)
         if before is not None:
             self._leave(before)
@@ -47,27 +46,23 @@ class LiveGroups:
             self._ready_of_batch[group.batch] += group.state is GroupState.READY
 
     def remove(self, group_id: int) -> None:
-        """Remove a group that is no longer live."""
         self._leave(self._groups.pop(group_id))
 
     def all(self) -> list[Group]:
-        """Return every live group, in issue order."""
         return list(self._groups.values())
 
     def count(self, state: GroupState) -> int:
-        """Return the number of groups in this state."""
         return self._counts[state]
 
     def starts(self, state: GroupState) -> dict[int, int]:
-        """Return the number of groups in this state for each start version."""
+        """Return the number of groups in this state, by start version."""
         return {start: len(ids) for start, ids in self._by_start[state].items()}
 
     def in_state(self, state: GroupState) -> list[Group]:
-        """Return the groups in this state, in issue order."""
         return [self._groups[group_id] for group_id in sorted(set().union(*self._by_start[state].values()))]
 
     def oldest(self, state: GroupState, count: int) -> list[Group]:
-        """Return up to ``count`` groups in this state, oldest first: by start version, then by issue order."""
+        """Return the ``count`` oldest groups in this state, or all if there are fewer, by start version, then by id."""
         found: list[Group] = []
         for _, ids in sorted(self._by_start[state].items()):
             if len(found) == count:
@@ -76,7 +71,7 @@ class LiveGroups:
         return found
 
     def oldest_starts(self, state: GroupState, count: int) -> dict[int, int]:
-        """Return how many of the groups that `oldest` returns have each start version, in ascending order."""
+        """Return the groups that `oldest` would return as numbers of groups by start version, in ascending order."""
         found: dict[int, int] = {}
         for start, ids in sorted(self._by_start[state].items()):
             if count <= 0:
@@ -86,19 +81,18 @@ class LiveGroups:
         return found
 
     def of_batch(self, batch: int) -> list[Group]:
-        """Return the groups that belong to this batch, in issue order."""
+        """Return the groups whose batch number is ``batch``, in issue order."""
         return [self._groups[group_id] for group_id in sorted(self._by_batch.get(batch, ()))]
 
     def places_taken(self, batch: int) -> int:
-        """Return the number of groups that belong to this batch."""
+        """Return the number of groups whose batch number is ``batch``."""
         return len(self._by_batch.get(batch, ()))
 
     def ready_of_batch(self, batch: int) -> int:
-        """Return the number of ready groups in this batch."""
         return self._ready_of_batch[batch]
 
     def _leave(self, group: Group) -> None:
-        """Remove a group from all indexes; ``group`` is the object that was put last."""
+        """Remove a group from all indexes but that of ids; ``group`` must be the object that `put` got last."""
         by_start = self._by_start[group.state]
         by_start[group.start].discard(group.id)
         if not by_start[group.start]:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts users' objects to plain values and users' exceptions to text, in the process where they arose.
+"""Converts objects and exceptions of users' code to plain values and text before they are sent to another process.
 
 Contract: a value from `plain` consists of None, bool, int, float, str, list and dict with text keys, all of exactly
 these types, so every process can read it and JSON can express it. It has at most `MOST` values and characters in total.
-Anything else raises `NotPlain`, whose message gives the location inside the value. `told` never raises, for any
-exception of any class. Shown by tests/core/test_plain.py.
+Anything else raises `NotPlain`. `told` never raises, for any exception of any class. Shown by tests/core/test_plain.py.
 """
 
 from __future__ import annotations
@@ -23,40 +22,36 @@ MOST = 4 << 20
 DEEPEST = 64
 """Deepest nesting of lists and dicts."""
 LONGEST_MESSAGE, LONGEST_TRACE = 2000, 8000
-"""Longest message and traceback of an exception, in characters."""
+"""Numbers of characters after which the message and the traceback of an exception are cut off."""
 LARGEST_BITS = 1024
-"""Largest size of an int in bits, which is that of the largest float."""
+"""Largest allowed size of an int in bits; the largest float has as many."""
 
 # These are read from the built-in classes, so that a user's class or metaclass cannot override them.
 _NAME, _CAUSE = type.__dict__["__name__"], BaseException.__dict__["__cause__"]
 
 
 class NotPlain(RecipeError):
-    """A value cannot be passed to another process. The message gives the location of the problem inside the value."""
+    """A value cannot be converted for another process; the message says where in the value the problem is."""
 
 
 def plain(value: Any, what: str) -> Any:
-    """Convert a value to plain values, as the module's contract describes.
+    """Convert a value to None, bool, int, float, str, and lists and dicts of these.
 
     Enumerations become their values; tuples, sets, arrays and tensors become lists; all other numbers (numpy's,
     decimals, fractions) become floats. If a user's class raises while the value is read, its exception may propagate.
-
-    Args:
-        what: name of the value in messages.
+    ``what`` names the value in error messages.
 
     Raises:
-        NotPlain: the value's type has no plain form, or the value contains itself or is larger than `MOST`.
+        NotPlain: the value has a type that cannot be converted, contains itself, or is larger than `MOST`.
     """
     return _Converter().convert(value, what, 0)
 
 
 Where = str | tuple[Any, str | int]
-"""A location inside a value: the value's name, or a pair of the enclosing location and the key in it."""
+"""A location inside a value: the name of the whole value, or (location of the dict or list, key or index in it)."""
 
 
 class _Converter:
-    """Converts one value, and counts how much of `MOST` is left."""
-
     def __init__(self) -> None:
         self._left = MOST
 
@@ -124,17 +119,16 @@ def _place(where: Where) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Return the class name and message of an exception, followed by those of its first cause. This never raises."""
+    """Return the class name and message of an exception, and those of its root cause if it has one. Never raise."""
     first = _first(error)
     words = _told_alone(error)
     return words if first is error else f"{words} (caused by {_told_alone(first)})"
 
 
 def origin(error: BaseException) -> str:
-    """Return the first cause, with file and line, of an error raised while a user's file was loaded, or "".
+    """Return the root cause of an error in loading a user's file, with file and line, as text; "" if there is no cause.
 
-    File and line are those of the last frame outside Python's import machinery. Advice is added if the failure is one
-    of dataclasses that verl causes by loading the file without a module name.
+    Advice is added if the error is due to verl, which loads the file without a module name that dataclasses may need.
     """
     first = _first(error)
     if first is error:
@@ -146,7 +140,7 @@ def origin(error: BaseException) -> str:
 
 
 def postponed(trace: str) -> str:
-    """Return advice if a traceback shows that dataclasses failed because of postponed annotations, else ""."""
+    """Return advice if the traceback ``trace`` shows that dataclasses failed on postponed annotations, else ""."""
     if "dataclasses.py" not in trace or "'NoneType' object has no attribute '__dict__'" not in trace:
         return ""
     return (
@@ -169,7 +163,7 @@ def readable(text: str) -> str:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first exception of a chain of causes. The chain may be circular."""
+    """Return the root cause of an exception by following ``__cause__``, even if the chain of causes is circular."""
     seen = {id(error)}
     while (cause := _CAUSE.__get__(error)) is not None and id(cause) not in seen:
         error = cause
@@ -180,7 +174,7 @@ def _first(error: BaseException) -> BaseException:
 def _told_alone(error: BaseException) -> str:
     try:
         message = readable(str(error))
-    except BaseException as inner:  # even SystemExit: only the text is wanted here
+    except BaseException as inner:  # a user's class may raise anything
         message = f"<its message cannot be shown: {type(inner).__name__}>"
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[:LONGEST_MESSAGE]}... ({len(message):,} characters)"

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The admission policy: which prompt starts, which trajectory generates next, and which batch is trained.
+"""The admission policy, an extension point that chooses which prompt starts, which trajectory generates next, and which
+ready groups form the next training batch.
 
-Contract. An admission policy chooses among what the staleness gate and the ledger allow: it can hold something back,
-but cannot admit what they refuse. The ledger checks each choice: a group starts only if the gate admits one more, and a
-batch is leased only if it consists of `b` different ready groups that the gate allows. If the gate refuses the chosen
-groups because older ones are due, the ledger takes those, so no choice can block a run; a policy that chooses nothing
-delays the run until ``async_training.timeouts.batch_wait``. An exception of a policy or an invalid choice becomes a
-`PolicyError`, which ends the run in order.
+Contract. A policy can delay what the staleness gate and the ledger allow, but cannot admit what they refuse. If the
+gate refuses a chosen batch because older groups must be trained first, the ledger takes the oldest groups instead. A
+policy that never chooses a batch ends the run after ``async_training.timeouts.batch_wait`` seconds. An exception of a
+policy, or an invalid choice, becomes a `PolicyError`, which ends the run in order.
 
-A policy is called under the ledger's lock, so it should return at once. It must not hold state that a resumed run
-needs, because checkpoints do not contain it. docs/extending.md shows how to write one. Tests:
+A policy is called under the ledger's lock, so it should return at once. Checkpoints do not contain a policy's
+attributes, so a policy must not depend on them after a resume. docs/extending.md shows how to write a policy. Tests:
 tests/core/test_policy.py.
 """
 
@@ -30,11 +29,11 @@ SETTING = "async_training.admission_policy"
 
 
 class PolicyError(RecipeError):
-    """An admission policy raised an exception, or chose something that it was not offered."""
+    """An admission policy raised an exception, or chose a prompt or a batch that it may not choose."""
 
 
 class Batch(Sequence[Group]):
-    """Groups to be trained together. The groups are looked up only when they are read.
+    """Groups to be trained together, which are looked up only when the sequence is read.
 
     starts: number of groups by start version (version of the oldest token).
     """
@@ -60,10 +59,10 @@ class Batch(Sequence[Group]):
 
 
 class ReadyGroups:
-    """The ready groups from which an admission policy chooses a batch; iteration is in issue order.
+    """The ready groups, in issue order, from which an admission policy chooses a batch.
 
-    batch_groups: b, the number of groups in a batch. version: the policy version that is being trained. next_batch:
-    number of the batch to take next, if batches are fixed at issue.
+    batch_groups: number of groups in a batch. version: the current policy version. next_batch: number of the batch to
+    train next, if each group's batch is fixed when the group is issued.
     """
 
     def __init__(self, live: LiveGroups, batch_groups: int, version: int, next_batch: int) -> None:
@@ -77,17 +76,17 @@ class ReadyGroups:
         return self._live.count(GroupState.READY)
 
     def find(self, group_id: int) -> Group | None:
-        """Return the ready group with this id, or None if it is not ready."""
+        """Return the group with this id, or None if it is not ready."""
         group = self._live.find(group_id)
         return group if group is not None and group.state is GroupState.READY else None
 
     def oldest(self) -> Batch:
-        """Return the b oldest ready groups: by start version (version of the oldest token), then in issue order."""
+        """Return the batch of the oldest ready groups: by the version of their oldest token, then in issue order."""
         ready, count = GroupState.READY, self.batch_groups
         return Batch(self._live.oldest_starts(ready, count), lambda: self._live.oldest(ready, count))
 
     def fixed(self) -> Batch | None:
-        """Return the next batch, for batches fixed at issue; None until all of its groups are ready."""
+        """Return the groups whose batch number is `next_batch`, or None until all of them are ready."""
         if self._live.ready_of_batch(self.next_batch) < self.batch_groups:
             return None
         groups = self._live.of_batch(self.next_batch)
@@ -97,9 +96,10 @@ class ReadyGroups:
 class AdmissionPolicy(Protocol):
     """The interface of an admission policy. To override only some methods, subclass one of the three classes below.
 
-    whole_groups: a group starts only when slots are free for all of its trajectories, so that a drain leaves no group
-    half started; otherwise each free slot is filled, whichever group its trajectory belongs to.
-    fixed_batches: a group's batch is fixed when the group is issued; `next_batch` must then return ``ready.fixed()``.
+    whole_groups: whether a group starts only when generation slots are free for all of its trajectories; otherwise each
+    free slot is filled with a trajectory of any group.
+    fixed_batches: whether a group's batch is fixed when the group is issued; `next_batch` must then return
+    ``ready.fixed()``.
     at_hand: number of prompts that are read ahead from the data for `next_prompt` to choose from.
     """
 
@@ -111,54 +111,51 @@ class AdmissionPolicy(Protocol):
         """Return the index in ``prompts`` (in data order) of the prompt to start now, or None to start none yet."""
 
     def rank(self, group: Group, index: int) -> float:
-        """Return the priority of a group's ``index``-th trajectory for a free slot; the lowest value is served first.
+        """Return the priority of a group's ``index``-th trajectory for a generation slot; the lowest value goes first.
 
-        This is called once, when the trajectory begins to wait; with ``whole_groups``, only for the group's first
-        trajectory. Among equal priorities, the group that was issued first is served first.
+        The method is called when the trajectory begins to wait for a slot; with ``whole_groups``, ``index`` is always
+        0. Among equal priorities, the group that was issued first goes first.
         """
 
     def next_batch(self, ready: ReadyGroups) -> Sequence[Group] | None:
         """Return the ``ready.batch_groups`` groups to train now, or None to wait; at least that many groups are ready.
 
-        Unless something else changes, the method must keep returning None, or keep returning a batch.
+        As long as groups and version stay the same, the method must keep returning None, or keep returning a batch.
         """
 
 
 class OldestReady:
-    """Trains the oldest ready groups; groups start in data order, each with all of its trajectories."""
+    """Trains the oldest ready groups; groups start in the order of the data, each with all of its trajectories."""
 
     whole_groups = True
     fixed_batches = False
     at_hand = 16
 
     def next_prompt(self, prompts: Sequence[Prompt]) -> int | None:
-        """Return the index of the first prompt."""
         return 0
 
     def rank(self, group: Group, index: int) -> float:
-        """Return the group's start version, because the group with the oldest token has the earliest deadline."""
+        """Return the version of the group's oldest token, because groups with older tokens must be trained earlier."""
         return group.start
 
     def next_batch(self, ready: ReadyGroups) -> Sequence[Group] | None:
-        """Return the oldest ready groups."""
         return ready.oldest()
 
 
 class WholeBatches(OldestReady):
-    """Trains the batches of synchronous training: fixed at issue and trained in that order, each once it is complete.
+    """Trains the same batches as synchronous training: consecutive prompts of the data, in the order of the data.
 
-    This requires k = 1 and S <= 1, for which issue order is the order of deadlines (docs/staleness.md).
+    This requires one batch per version and a staleness bound of 0 or 1 (docs/staleness.md).
     """
 
     fixed_batches = True
 
     def next_batch(self, ready: ReadyGroups) -> Sequence[Group] | None:
-        """Return the next batch in issue order."""
         return ready.fixed()
 
 
 class Turns(OldestReady):
-    """Like `OldestReady`, but each free slot goes to the next trajectory of any group, for generation in turns."""
+    """Like `OldestReady`, but fills each free slot with a trajectory of any group; used for generation in turns."""
 
     whole_groups = False
 
@@ -171,7 +168,7 @@ POLICIES: dict[str, type[AdmissionPolicy]] = {
 
 
 def admission_policy(name: str) -> AdmissionPolicy:
-    """Return the configured admission policy: one of `POLICIES`, or an instance of the class with this dotted name.
+    """Return a new admission policy, given the value of the setting: a key of `POLICIES`, or a class's dotted name.
 
     Raises:
         SettingError: the class cannot be loaded, or lacks a member of `AdmissionPolicy`.
@@ -194,7 +191,7 @@ def admission_policy(name: str) -> AdmissionPolicy:
 
 
 def asked(policy: AdmissionPolicy, question: str, *arguments: Any) -> Any:
-    """Return what an admission policy's method returns, unchecked; raise PolicyError if the method raises."""
+    """Call the method ``question`` of an admission policy; raise PolicyError if the method raises an exception."""
     try:
         return getattr(policy, question)(*arguments)
     except RecipeError:
@@ -204,7 +201,7 @@ def asked(policy: AdmissionPolicy, question: str, *arguments: Any) -> Any:
 
 
 def chosen_prompt(policy: AdmissionPolicy, prompts: Sequence[Prompt]) -> int | None:
-    """Return the index of the prompt that the admission policy starts now, or None if it starts no prompt yet."""
+    """Return the index of the prompt that the policy starts now, or None; raise PolicyError for an invalid choice."""
     place = asked(policy, "next_prompt", prompts)
     if place is None or (isinstance(place, int) and 0 <= place < len(prompts)):
         return None if place is None else int(place)
@@ -212,7 +209,7 @@ def chosen_prompt(policy: AdmissionPolicy, prompts: Sequence[Prompt]) -> int | N
 
 
 def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:
-    """Return the admission policy's priority for a trajectory that waits for a slot."""
+    """Return the policy's priority for a trajectory that waits for a slot; raise PolicyError if it is not a number."""
     rank = asked(policy, "rank", group, index)
     if isinstance(rank, int | float) and not math.isnan(rank):
         return rank
@@ -220,7 +217,7 @@ def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:
 
 
 def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
-    """Return the batch that the admission policy chooses; the groups of a lazy `Batch` are verified by `checked`."""
+    """Return the batch that the policy chooses, or None; a `Batch` is not read here, so `checked` must verify it."""
     found = asked(policy, "next_batch", ready)
     if found is None or isinstance(found, Batch):
         return found
@@ -229,7 +226,7 @@ def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
 
 
 def checked(policy: AdmissionPolicy, chosen: Any, ready: ReadyGroups) -> list[Group]:
-    """Return the chosen groups as the ledger has them; raise PolicyError unless they are b different ready groups."""
+    """Return the chosen groups as the ledger has them; raise PolicyError unless they are a full, ready batch."""
     try:
         groups = [ready.find(group.id) for group in chosen]
     except (TypeError, AttributeError) as error:

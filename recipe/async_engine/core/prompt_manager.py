@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which trajectory generates next, in a continuous stream or in turns that alternate with training.
 
-Contract. The ledger knows the groups; the prompt manager knows the trajectories of groups that are not complete. A
-trajectory is PENDING, RUNNING or SAMPLED, and
+Contract. The ledger has the state of each prompt group; the prompt manager has that of each trajectory whose group is
+not complete: PENDING (waiting for a slot), RUNNING or SAMPLED (all tokens generated).
 
-- a trajectory starts only while generation is open and only in one of `slots` free slots. The ledger's admission policy
-  sets the priority of waiting trajectories, and says whether a group starts only when slots are free for all of its
-  trajectories;
-- an issued group goes before a new prompt. A new prompt is issued only if the ledger admits it (staleness gate and
-  bound on live groups), so the number of groups in flight is bounded;
-- a running trajectory keeps its slot until its last token is sampled: also after the end of a turn, when it waits with
-  its tokens, and after a failed attempt that is followed by another one.
+- A trajectory starts only while generation is open, and takes one of `slots` generation slots. The admission policy
+  sets the priorities of waiting trajectories, and whether a group starts only when all of its trajectories get slots.
+- A new prompt is issued only if no trajectory waits and the ledger admits one more group.
+- A running trajectory keeps its slot until its last token is sampled: also while the end of a turn interrupts it, and
+  during a retry. If an attempt fails after that, for example in its reward, the trajectory is PENDING again.
 
-    PENDING -> RUNNING -> SAMPLED        a failed attempt leads from SAMPLED back to PENDING
-
-A stream is a single turn that no batch closes. It can be drained before a weight sync: then no trajectory starts, and
-running trajectories finish.
-
-The prompt manager is plain state without clock, threads or events. Its caller holds the ledger's lock. Tests:
+A stream is a turn that does not end. It can be drained before a weight sync: then no trajectory starts, and running
+trajectories finish. The prompt manager has no clock and no threads; its caller holds the ledger's lock. Tests:
 tests/core/test_prompt_manager.py, tests/core/test_policy.py.
 """
 
@@ -42,10 +36,10 @@ class TrajectoryState(StrEnum):
 
 
 class Why(StrEnum):
-    """Why no further trajectory starts to generate.
+    """Why no further trajectory starts to generate, for the run's time account.
 
-    GENERATING: all slots are taken. LAST_...: some trajectories generate, and no other one starts for the named reason.
-    With all other values no trajectory generates.
+    GENERATING: trajectories have all slots. LAST_OF_...: some trajectories generate, but slots are free, and the named
+    reason keeps others from starting. With all other values no trajectory generates.
     """
 
     GENERATING = "generating"
@@ -69,7 +63,7 @@ LAST_OF = {
     Why.PROMPTS: Why.LAST_OF_PROMPTS,
     Why.END: Why.LAST_OF_END,
 }
-"""For each reason that keeps trajectories from starting, the reason to report while others still generate."""
+"""For each reason that keeps trajectories from starting, the value to report while other trajectories generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +76,11 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
-    """Numbers of groups and trajectories that wait for a slot, run or are interrupted.
+    """Numbers of incomplete groups, or of trajectories where the name says so.
 
-    pending: groups without a running trajectory that wait for a slot. Between turns running trajectories are
-    interrupted: ``interrupted`` is the number of their groups, ``interrupted_trajectories`` that of the trajectories.
-    sampled: groups whose trajectories are all sampled, but not all rewarded.
+    pending: groups with no running trajectory and at least one that waits for a slot. interrupted: groups with running
+    trajectories that the end of a turn has interrupted. sampled: groups whose trajectories are all sampled, but not all
+    rewarded.
     """
 
     pending: int
@@ -97,10 +91,10 @@ class PromptCounts:
 
 
 class PromptManager:
-    """Assigns generation slots to trajectories, as the module's contract describes.
+    """Assigns generation slots to trajectories.
 
-    ledger: shared with the trainer. group_size: number of trajectories in a group. slots: number of trajectories that
-    may run at once; it may change. stream: whether generation is a stream instead of turns.
+    group_size: number of trajectories in a group. slots: number of trajectories that may run at once; it may change.
+    stream: whether generation is one continuous stream, instead of turns that alternate with training.
     """
 
     def __init__(self, ledger: SampleLedger, group_size: int, slots: int, stream: bool = False) -> None:
@@ -114,45 +108,44 @@ class PromptManager:
         self._states: dict[int, list[TrajectoryState]] = {}
         self._groups_in: Counter[TrajectoryState] = Counter()
         self._trajectories_in: Counter[TrajectoryState] = Counter()
-        # Heap of (priority, group id, index) of waiting trajectories; entries that no longer wait are skipped.
+        # This heap of (priority, group id, index) may have trajectories that no longer wait, which are skipped.
         self._waiting: list[tuple[float, int, int]] = []
 
     @property
     def running(self) -> int:
-        """Return the number of trajectories that have a slot."""
         return self._trajectories_in[TrajectoryState.RUNNING]
 
     @property
     def pending(self) -> int:
-        """How many trajectories of issued groups wait for a slot."""
+        """Return the number of trajectories of issued groups that wait for a slot."""
         return self._trajectories_in[TrajectoryState.PENDING]
 
     @property
     def generating(self) -> int:
-        """Return the number of trajectories that run and are not interrupted."""
+        """Return the number of trajectories that have a slot and are not interrupted by the end of a turn."""
         return self.running if self.is_open or self.stream else 0
 
     def open_turn(self) -> None:
-        """Start a generation turn, or let a stream continue."""
+        """Start a generation turn, or continue a stream after a drain."""
         if self.is_open:
             raise LedgerError("a generation turn is open already")
         self.is_open = True
 
     def close_turn(self) -> int:
-        """End the turn, which interrupts all running trajectories; return their number."""
+        """End the turn and return the number of running trajectories, which the caller must interrupt."""
         if not self.is_open:
             raise LedgerError("no generation turn is open")
         self.is_open = False
         return self.running
 
     def drain(self) -> None:
-        """Assign no more slots until the stream is opened again; running trajectories continue."""
+        """Assign no more slots until `open_turn` is called again; running trajectories continue."""
         self.is_open = False
 
     def next(self) -> Trajectory | None:
-        """Assign a free slot to the next trajectory and return it, or None if no slot fits or no trajectory waits.
+        """Assign a slot to the waiting trajectory with the highest priority and return it; None if none may start.
 
-        If groups start whole, call this until it returns None, so that all trajectories of a started group get slots.
+        Call this until it returns None, so that all trajectories of a group start if the policy wants whole groups.
         """
         if not self.is_open or not self.anything_waits():
             return None
@@ -165,13 +158,12 @@ class PromptManager:
         return trajectory
 
     def picks(self, issue: Callable[[], bool], portion: int | None = None) -> Iterator[Trajectory]:
-        """Yield the trajectories that may start now; when none waits, issue new prompts and yield theirs.
+        """Yield all trajectories that may start now; when no trajectory waits, issue further prompts.
 
         Args:
             issue: issues a group for the next prompt; returns False if there is no prompt now.
-            portion: number of trajectories after which to stop, so that the caller's lock is held only briefly; None
-                for no limit. All trajectories of a group are yielded even beyond it, since a drain would otherwise
-                leave the group half started.
+            portion: number of trajectories after which to stop at the next end of a group, so that the caller's lock is
+                held only briefly; None for no limit.
         """
         count, last = 0, None
         while portion is None or count < portion or self.first_waiting() == last:
@@ -186,8 +178,8 @@ class PromptManager:
         """Return why no further trajectory starts to generate.
 
         Args:
-            prompts_left: whether there is a next prompt, now or later.
-            waits_for_rewards: whether no trajectory generates and the run waits only for rewards.
+            prompts_left: whether the data has a further prompt.
+            waits_for_rewards: whether the run waits only for rewards; used if no trajectory generates.
         """
         if self.generating:
             if self.is_open and (not self.has_room() or self.anything_waits()):
@@ -196,7 +188,7 @@ class PromptManager:
         return Why.REWARD if waits_for_rewards else self._held_by(prompts_left)
 
     def _held_by(self, prompts_left: bool) -> Why:
-        """Return why no new trajectory may start although slots are free."""
+        """Return what keeps further trajectories from starting while slots are free."""
         if not self.is_open:
             return Why.DRAIN if self.stream else Why.TURN
         if self.ledger.all_issued or not prompts_left:
@@ -204,11 +196,11 @@ class PromptManager:
         return Why.PROMPTS if self.ledger.can_issue() else Why.GATE
 
     def wants_prompt(self) -> bool:
-        """Return whether a new prompt may be issued for free slots. Call this when `next` returns None."""
+        """Return whether a further prompt should be issued now, because slots are free and no trajectory waits."""
         return self.is_open and self.has_room() and not self.anything_waits() and self.ledger.can_issue()
 
     def has_room(self) -> bool:
-        """Return whether enough slots are free for a new prompt."""
+        """Return whether enough slots are free for a new group: for one trajectory, or for all if it starts whole."""
         return self._fits(self.group_size)
 
     def issue(self, prompt: PromptRef) -> Group:
@@ -220,7 +212,7 @@ class PromptManager:
         return group
 
     def adopt(self, group: Group, states: Sequence[TrajectoryState]) -> None:
-        """Take over a running group that is new or from a checkpoint. None of its trajectories may be running."""
+        """Add a group that is new or from a checkpoint; ``states`` has the state of each trajectory, none RUNNING."""
         if group.state is not GroupState.RUNNING or group.id in self._states:
             raise LedgerError(f"group {group.id} is {group.state} or known already: it cannot be adopted")
         if len(states) != self.group_size or TrajectoryState.RUNNING in states:
@@ -234,7 +226,6 @@ class PromptManager:
             self._wait(Trajectory(group.id, index))
 
     def state(self, trajectory: Trajectory) -> TrajectoryState:
-        """Return the state of a trajectory whose group is not complete."""
         if trajectory.group_id not in self._states:
             raise LedgerError(f"group {trajectory.group_id} is complete, ended or was never issued")
         return self._states[trajectory.group_id][trajectory.index]
@@ -245,9 +236,9 @@ class PromptManager:
         self._set(trajectory, TrajectoryState.SAMPLED)
 
     def begin_again(self, trajectory: Trajectory) -> bool:
-        """Record that an attempt failed and its tokens are lost.
+        """Record that an attempt at a trajectory failed, so that it must be generated from scratch.
 
-        Return True if the trajectory still has its slot and starts again at once, False if it waits for a slot.
+        Return True if the trajectory still has its slot and may start at once, False if it now waits for a slot.
         """
         self._expect(trajectory, TrajectoryState.RUNNING, TrajectoryState.SAMPLED)
         if self.state(trajectory) is TrajectoryState.RUNNING:
@@ -259,16 +250,15 @@ class PromptManager:
         """Mark a group as ready for training, because all of its trajectories are sampled and rewarded."""
         unfinished = [state for state in self._states[group_id] if state is not TrajectoryState.SAMPLED]
         if unfinished:
-            raise LedgerError(f"group {group_id} is not complete: {[state.value for state in unfinished]}")
+            raise LedgerError(f"group {group_id} has trajectories that are {[state.value for state in unfinished]}")
         self._leave(group_id)
         return self.ledger.mark_ready(group_id, oldest_version)
 
     def forget(self, group_id: int) -> None:
-        """Drop a group and free its slots. The caller filters the group or marks it as failed in the ledger."""
+        """Remove a group and free its slots, because the caller filters it or marks it as failed in the ledger."""
         self._leave(group_id)
 
     def counts(self) -> PromptCounts:
-        """Return the number of groups and trajectories by state."""
         interrupted = self.running > self.generating
         return PromptCounts(
             pending=self._groups_in[TrajectoryState.PENDING],
@@ -279,7 +269,6 @@ class PromptManager:
         )
 
     def anything_waits(self) -> bool:
-        """Return whether any trajectory waits for a slot."""
         return self.first_waiting() is not None
 
     def first_waiting(self) -> int | None:
@@ -333,17 +322,17 @@ def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
 
 
 MEMORY = 4
-"""Number of recently ended trajectories that determine the slot count, as a multiple of the slots without tools."""
+"""Number of recently ended trajectories over which `Slots` averages, as a multiple of the slots without tools."""
 
 
 class Slots:
-    """Computes how many trajectories may have a generation slot while some of them wait for tools.
+    """Computes how many generation slots there should be, so that engines stay busy while some trajectories use tools.
 
-    A trajectory uses an engine only while it waits for an answer. If agent loops use tools, the number of slots grows
-    in proportion to the time that ended trajectories spent at tools, relative to their time at engines, up to ``most``.
-    Without tools there are ``least`` slots. Older trajectories have less weight. Test: tests/core/test_slots.py.
+    A trajectory at a tool keeps its slot but does not use an engine. The number of slots is therefore ``least`` times
+    (1 + time at tools / time at engines), but at most ``most``. The times are those of recently ended trajectories.
+    Test: tests/core/test_slots.py.
 
-    share: factor of all numbers, such as 2 while twice as many replicas are awake.
+    share: factor for the result, such as 2 while twice as many replicas are awake.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -353,7 +342,7 @@ class Slots:
         self._at_engines_s = self._at_tools_s = 0.0
 
     def ended(self, at_engines_s: float, at_tools_s: float) -> int:
-        """Record how many seconds an ended trajectory waited for engines and for tools; return the new `count`."""
+        """Record how many seconds an ended trajectory waited for engines and for tools; return the number of slots."""
         kept = 1 - 1 / (MEMORY * self._least)
         self._at_engines_s = kept * self._at_engines_s + at_engines_s
         self._at_tools_s = kept * self._at_tools_s + at_tools_s
@@ -364,5 +353,5 @@ class Slots:
 
     @property
     def count(self) -> int:
-        """Present number of slots."""
+        """Return the number of slots that there should be now."""
         return int(self._count * self.share)

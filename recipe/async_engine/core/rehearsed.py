@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a run's rehearsal, and the rule that decides whether two computations of log-probs agree.
+"""Results of a rehearsal (a short trial of weight transfer, generation and log-probs before training).
 
 Contract: results are plain values, which are passed unchanged to ``summary.json`` and to trackers. Shown by
 tests/core/test_rehearsed.py.
@@ -15,16 +15,16 @@ from typing import Any
 PASSED, FELL_BACK, FAILED, LEFT_OUT = "passed", "fell back", "failed", "left out"
 
 SHARES = {"float32": 0.02, "float16": 0.1}
-"""Allowed difference of log-probs as a share of their spread, by the engine's dtype."""
+"""Allowed difference between two computations of log-probs, as a share of their spread, by the engine's dtype."""
 USUAL_SHARE = 0.25
-"""The allowed share for bfloat16 and narrower dtypes."""
+"""The allowed share for dtypes that `SHARES` lacks: bfloat16 and narrower ones."""
 LEAST_SPREAD = 0.2
-"""Smallest spread that is assumed, in nats, if log-probs are nearly equal."""
+"""Smallest spread of log-probs, in nats, from which the allowed difference is computed."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Mean absolute difference between two computations of the same log-probs, and the allowed difference, in nats."""
+    """Mean absolute difference between two computations of the same log-probs, and the largest allowed one, in nats."""
 
     difference: float
     allowed: float
@@ -32,7 +32,7 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Return whether the two computations agree. They never do if the difference is NaN."""
+        """Return whether the difference is allowed; a NaN never is."""
         return self.difference <= self.allowed
 
     def __str__(self) -> str:
@@ -40,10 +40,10 @@ class Agreement:
 
 
 def agreement(pairs: Sequence[tuple[float, float]], dtype: str) -> Agreement:
-    """Compare two computations of each token's log-prob.
+    """Compare two computations of the log-probs of some tokens.
 
-    Rounding changes a log-prob by a small share of the spread of log-probs (their mean absolute deviation); other
-    weights change it by about the spread itself. So the limit is a share of the second computation's spread.
+    Rounding changes a log-prob by a small share of the spread of log-probs (their mean absolute deviation), whereas
+    wrong weights change it by about the spread itself. So the limit is a share of the second computation's spread.
 
     Args:
         pairs: the two log-probs of each token, in nats.
@@ -60,7 +60,7 @@ def agreement(pairs: Sequence[tuple[float, float]], dtype: str) -> Agreement:
 
 @dataclass
 class Check:
-    """The outcome of one check of the rehearsal, its explanation, and its duration in seconds."""
+    """One check of a rehearsal: its outcome (such as `PASSED`), an explanation, and its duration in seconds."""
 
     name: str
     outcome: str = PASSED
@@ -72,8 +72,9 @@ class Check:
 class Rehearsed:
     """All checks of a rehearsal, in order.
 
-    ``fallbacks``: settings, written as on a command line, that replace those of the run. ``passes``: number of forward
-    and backward passes that all trainer ranks made during weight transfers.
+    ``fallbacks``: settings ("name=value") that the run changes because a check failed with the configured ones.
+    ``passes``: number of forward and backward passes that all trainer ranks made during weight transfers.
+    ``difference``: mean difference of the compared log-probs, in nats.
     """
 
     checks: list[Check] = field(default_factory=list)
@@ -84,15 +85,12 @@ class Rehearsed:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether one of the checks failed."""
         return any(check.outcome == FAILED for check in self.checks)
 
     def summary(self) -> dict[str, Any]:
-        """Return the results for ``summary.json``."""
         return asdict(self)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics for trackers."""
         return {
             "rehearsal/seconds": self.seconds,
             "rehearsal/fallbacks": len(self.fallbacks),
@@ -102,7 +100,7 @@ class Rehearsed:
 
 
 def table(summary: dict[str, Any]) -> list[str]:
-    """Return the lines of text that display a `Rehearsed.summary`."""
+    """Return lines of text with the results in a `Rehearsed.summary`."""
     width = max((len(check["name"]) for check in summary["checks"]), default=0)
     lines = [
         f"  {check['name']:<{width}}  {check['outcome']:<9}  {check['seconds']:6.1f} s  {check['said']}".rstrip()

@@ -1,35 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides what a log-prob server does next: score a batch, switch to newer weights, or wait.
 
-This is a pure state machine; the clock is passed in. Weights arrive in three steps: `begin_load`, `staged` (they are
-complete, next to the live weights) and `promoted` (they have become the live weights). Contract:
+Scoring means computing the log-probs of the tokens of a sequence. Weights go through three states: being loaded,
+*staged* (complete, in memory next to the ones in use) and *live* (in use). Contract:
 
-- A batch is scored by one version, the live one, and nothing is promoted while a batch is being scored.
-- ``anchor: generation``: a request is scored by the version that sampled its tokens. A server switches to staged
-  weights only after the requests for its live version have been scored, or ``drain_s`` seconds after the newer weights
-  were complete; requests for older versions are scored by the live version and marked as late. It switches only when a
-  request needs the newer version or the next weights arrive, so that a request that arrives during a weight sync still
-  finds its version.
-- ``anchor: latest``: a server switches at once. A request names the oldest acceptable version, and waits for it.
+- A batch is scored with the live weights, which never change while a batch is being scored.
+- With ``anchor: generation``, a request should be scored by the version that sampled its tokens. So staged weights
+  become live only when a request needs them or the next weights arrive, and only after the requests for the live
+  version have been scored, or ``drain_s`` seconds after the weights were staged. A request for a version older than the
+  live one is scored by the live one, and marked as late.
+- With ``anchor: latest``, staged weights become live at once. A request names the oldest acceptable version, and waits
+  for it.
 - Requests of the oldest groups are scored first. A batch has at most ``max_batch_tokens`` tokens, and a larger request
   is a batch of its own. No request waits longer than ``max_delay_s`` seconds for a fuller batch.
-- A request whose version will not arrive is returned to the caller, never kept.
-- Weights that differ from those that were sent (`refused`) score nothing, and nothing is scored until the next weights
-  are live.
-- With ``holds_for_weights`` nothing is scored from `may_stage` to the end of a load.
+- A request whose version will not arrive is returned to the caller.
+- If weights arrived damaged (`refused`), nothing is scored until the next weights are live.
+- With ``holds_for_weights``, nothing is scored while weights are being loaded.
 
-Shown by tests/core/test_scoring.py.
+The state machine has no clock; times are passed in. Shown by tests/core/test_scoring.py.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 STATIC = 0
-"""Version of weights that never change, which are those of the reference policy."""
+"""Version number of the reference policy's weights, which never change."""
 
 
 class Anchor(StrEnum):
-    """Which version computes the proximal log-probs."""
+    """Which policy version computes the proximal log-probs: the one that sampled the tokens, or the newest."""
 
     GENERATION = "generation"
     LATEST = "latest"
@@ -37,7 +36,7 @@ class Anchor(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """How a server forms batches and switches weights. Times are in seconds, sizes in tokens of prompt and response."""
+    """How a log-prob server forms batches and switches weights; the module's docstring explains each setting."""
 
     anchor: Anchor = Anchor.GENERATION
     max_batch_tokens: int = 16384
@@ -48,18 +47,18 @@ class ScoringSettings:
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequest:
-    """One sequence to score."""
+    """A request to compute the log-probs of one sequence, a prompt with its response."""
 
     id: int  # unique at the server
     version: int  # version that sampled the tokens; with ``anchor: latest``, the oldest acceptable version
     tokens: int  # length of the sequence
-    start: int  # start version of the prompt group; groups with the oldest are trained first
+    start: int  # version of the prompt group's oldest token; the oldest groups are scored first
     arrived: float  # time of arrival in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringBatch:
-    """Sequences that ``version`` scores together. Those in ``late`` should have been scored by an older version."""
+    """Requests that ``version`` scores together. An older version should have scored those whose id is in ``late``."""
 
     version: int
     requests: tuple[ScoringRequest, ...]
@@ -72,19 +71,19 @@ class ScoringBatch:
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """The decision that the staged weights become the live ones."""
+    """The decision that the staged weights, those of ``version``, become the live ones."""
 
     version: int
 
 
 class ScoringQueue:
-    """The requests and versions of a server. The caller carries out `next` and then calls `scored` or `promoted`."""
+    """The waiting requests and the weights of one log-prob server, which does what `next` returns."""
 
     def __init__(self, settings: ScoringSettings, live: int | None = None) -> None:
-        """Create the queue; ``live`` is the version of the initial weights, or None if they are only placeholders."""
+        """Create an empty queue; ``live`` is the version of the initial weights, or None for placeholder weights."""
         self.live = live
         self.joining = False
-        """True while the ranks join the group of a weight sync; nothing may be scored during that time."""
+        """Whether the ranks are joining the process group of a weight sync; nothing is scored during that time."""
         self._settings = settings
         self._loading: int | None = None
         self._staged: int | None = None
@@ -94,19 +93,16 @@ class ScoringQueue:
         self._busy = False
 
     def __len__(self) -> int:
-        """Return the number of waiting requests."""
         return len(self._waiting)
 
     @property
     def newest(self) -> int | None:
-        """Return the newest version that is live, staged or being loaded."""
+        """Return the newest version among the live, staged and loading weights; None without any."""
         staged = None if self._is_refused else self._staged
         return max((version for version in (self.live, staged, self._loading) if version is not None), default=None)
 
-    # Methods about requests.
-
     def submit(self, request: ScoringRequest) -> bool:
-        """Queue a request; return False if this server never had and will not have its version (ask another one)."""
+        """Queue a request; return False if this server cannot score it, because it does not get the version needed."""
         if request.id in self._waiting:
             raise ValueError(f"request {request.id} is already queued")
         if not self._comes(request.version):
@@ -115,53 +111,47 @@ class ScoringQueue:
         return True
 
     def withdraw(self, request_id: int) -> bool:
-        """Drop a request that is no longer needed; return False if it is already being scored or has been scored."""
+        """Remove a waiting request; return False if it does not wait, because it is being scored or was scored."""
         return self._waiting.pop(request_id, None) is not None
 
-    # Methods about weights.
-
     def begin_load(self, version: int) -> None:
-        """Announce that weights of ``version`` will be loaded. If others are staged, `next` promotes those first."""
+        """Record that weights of ``version`` are to be loaded; weights that are still staged become live first."""
         if self._loading is not None:
             raise ValueError(f"version {self._loading} is already being loaded")
         if self.newest is not None and version < self.newest:
-            raise ValueError(f"version {version} is older than version {self.newest}")
+            raise ValueError(f"version {version} is older than version {self.newest}, which this server has already")
         self._loading = version
 
     @property
     def loading(self) -> int | None:
-        """Return the version that is being loaded, or None."""
         return self._loading
 
     @property
     def may_stage(self) -> bool:
-        """Return whether loading weights may begin: the staging area is free, and `may_join` holds."""
+        """Return whether the loading of weights may begin: no weights are staged, and `may_join` is True."""
         return self._staged is None and self.may_join
 
     @property
     def may_join(self) -> bool:
-        """Return whether a collective of the weight sync may run now.
-
-        If ``holds_for_weights`` is set, none may run while a batch is being scored.
-        """
+        """Return whether a weight sync may communicate now; with ``holds_for_weights``, not while a batch is scored."""
         return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:
-        """Record that the weights being loaded are complete on every rank, next to the live ones."""
+        """Record that the weights being loaded are complete on every rank."""
         if self._loading is None or not self.may_stage:
             raise ValueError("no weights are being loaded, or other weights are still staged")
         self._staged, self._loading, self._staged_at = self._loading, None, now
 
     def load_failed(self) -> list[ScoringRequest]:
-        """Give up the weights being loaded. Return the requests that waited for them, for another server to score."""
+        """Record that loading weights failed; return the requests that waited for them, for another server to score."""
         self._loading = None
         return self._lost()
 
     def refused(self) -> list[ScoringRequest]:
         """Record that the weights that arrived last, staged or live, differ from those that were sent.
 
-        Return the requests that waited for these weights, which another server must score. Refused staged weights are
-        still promoted later, to free the staging area for the next weights.
+        Return the requests that waited for these weights, for another server to score. If these weights are staged,
+        they still leave the staging memory by a promotion, but then no weights are live.
         """
         self.live = None
         self._is_refused = self._staged is not None
@@ -179,16 +169,14 @@ class ScoringQueue:
         return lost
 
     def _comes(self, version: int) -> bool:
-        """Return whether this server will score a request for ``version``, with weights that it has or expects."""
+        """Return whether this server can score a request for ``version``, with weights that it has or is loading."""
         if self._settings.anchor is Anchor.LATEST:
             return self.newest is not None and version <= self.newest
         staged = None if self._is_refused else self._staged
         return version in (staged, self._loading) or (self.live is not None and version <= self.live)
 
-    # Methods that decide what the server does next.
-
     def next(self, now: float) -> ScoringBatch | Promotion | None:
-        """Return what to do now, or None to wait for an event or until `wake_at`. A returned batch counts as begun."""
+        """Return what the server must do now, or None to wait until `wake_at` or until another method was called."""
         if self._busy:
             return None
         if self._staged is not None and self._moves_on(now):
@@ -210,12 +198,12 @@ class ScoringQueue:
         return ScoringBatch(self.live, tuple(chosen), late)
 
     def scored(self) -> None:
-        """Record that scoring the present batch has ended, successfully or not."""
+        """Record that the scoring of the batch from `next` has ended, successfully or not."""
         assert self._busy
         self._busy = False
 
     def wake_at(self) -> float | None:
-        """Return the time at which `next` may change its answer without another event, or None if it will not."""
+        """Return the time in seconds at which to call `next` again even if nothing else happens; None for never."""
         if self._busy:
             return None
         times = [request.arrived + self._settings.max_delay_s for request in self._ready()]
@@ -231,13 +219,13 @@ class ScoringQueue:
 
     @property
     def _is_wanted(self) -> bool:
-        """Return whether a request needs the staged weights, or the next weights need the staging area."""
+        """Return whether a request needs the staged weights, or the next weights need the memory that these take."""
         live = self.live
         assert live is not None
         return self._loading is not None or any(request.version > live for request in self._waiting.values())
 
     def _ready(self) -> list[ScoringRequest]:
-        """Return the requests that the live version may score now, those of the oldest groups first."""
+        """Return the requests that the live weights may score now, those of the oldest groups first."""
         live = self.live
         holds = self.joining or (
             self._settings.holds_for_weights and self._loading is not None and self._staged is None

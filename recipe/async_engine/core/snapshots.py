@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides whether a run may resume from a checkpoint with its present settings."""
+"""Decides whether a run may resume from a checkpoint although some of its settings have changed."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
@@ -8,7 +8,7 @@ from typing import Any
 from recipe.async_engine.core.errors import SnapshotError
 
 STATE_FORMAT = 1
-"""Format version of the rollout's state in a checkpoint, which contains the ledger's snapshot."""
+"""Format version of the part of a checkpoint that has the ledger's state and the unfinished answers."""
 BATCH = "groups of a batch (ppo_mini_batch_size * require_batches)"
 PER_VERSION = "async_training.trigger_parameter_sync_step"
 WHOLE = "whole batches (async_training.admission_policy)"
@@ -19,9 +19,10 @@ RESUMED_PARTS = ("model", "optimizer", "extra")
 
 
 def not_carried(contents: Iterable[str], strategy: str) -> list[str]:
-    """Return those of `RESUMED_PARTS` that a checkpoint with these contents lacks.
+    """Return those of `RESUMED_PARTS` that a checkpoint with these ``contents`` lacks.
 
-    Megatron's engine can also take its weights from ``hf_model`` (utils/checkpoint/megatron_checkpoint_manager.py:256).
+    ``hf_model`` counts as ``model`` for Megatron, whose engine can load it
+    (verl/utils/checkpoint/megatron_checkpoint_manager.py:256).
     """
     has = {*contents}
     if strategy == "megatron" and "hf_model" in has:
@@ -30,13 +31,13 @@ def not_carried(contents: Iterable[str], strategy: str) -> list[str]:
 
 
 class Changed(Enum):
-    """The consequence of changing a setting after the checkpoint was written."""
+    """What happens if a run resumes from a checkpoint that was written with another value of a setting."""
 
     NOTED = auto()
     WITHOUT_EFFECT = auto()
-    """The change is reported, but verl continues with the value in the checkpoint."""
+    """The change is reported, but verl continues with the checkpoint's value."""
     REFUSED_WITH_ANSWERS = auto()
-    """The change is refused if groups are live, because their answers depend on the saved value."""
+    """The change is refused if the checkpoint has unfinished prompt groups, whose answers depend on the saved value."""
     REFUSED = auto()
 
 
@@ -44,14 +45,14 @@ RULES: dict[str, Changed] = {
     "actor_rollout_ref.rollout.n": Changed.REFUSED_WITH_ANSWERS,
     "data.max_prompt_length": Changed.REFUSED_WITH_ANSWERS,
     "data.max_response_length": Changed.REFUSED_WITH_ANSWERS,
-    # These settings determine when a group may be trained.
+    # The state of the staleness gate in the checkpoint depends on these settings.
     BATCH: Changed.REFUSED,
     PER_VERSION: Changed.REFUSED,
     WHOLE: Changed.REFUSED,
     "async_training.placement": Changed.REFUSED,
-    # The ledger itself refuses a bound that its live groups do not fit.
+    # `SampleLedger.restore` refuses a bound that the checkpoint's groups do not fit.
     "async_training.max_staleness": Changed.NOTED,
-    # verl writes one FSDP checkpoint file per rank, so strategy and ranks must stay the same.
+    # verl writes one checkpoint file per FSDP rank, so strategy and ranks must stay the same.
     "actor_rollout_ref.actor.strategy": Changed.REFUSED,
     "trainer.nnodes * trainer.n_gpus_per_node": Changed.REFUSED,
     # A prompt is identified by its epoch and row, so the order of the data must stay the same.
@@ -73,14 +74,14 @@ RULES: dict[str, Changed] = {
     "tokenizer": Changed.REFUSED,
     "chat template": Changed.NOTED,
 }
-"""The consequence of a change, for each setting or derived value that a checkpoint saves."""
+"""What happens if a setting or a derived value differs from the one that the checkpoint has saved."""
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> list[str]:
-    """Return what has changed since a checkpoint with ``live`` live groups was written, one text per change.
+    """Return a text for each setting that differs from the one saved in a checkpoint with ``live`` groups in progress.
 
-    Raises `SnapshotError` if the run cannot resume with the present values. The message gives the present and the saved
-    value of each refused setting.
+    Raises:
+        SnapshotError: the run cannot resume with the present settings; the message has both values of each refused one.
     """
     known = [name for name in RULES if name in saved and name in present]
     found = {name: f"{saved[name]} -> {present[name]}" for name in known if saved[name] != present[name]}

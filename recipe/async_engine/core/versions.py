@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy versions of tokens, as run-length codes.
+"""Which policy version sampled each token of an answer, stored as run-length codes.
 
-Contract. Each token of a trajectory is labelled with the version that sampled it; tokens that no policy sampled (tool
-and environment tokens) are labelled `NOT_SAMPLED`. The cost of handling a complete answer depends on its number of
-version changes, not on its number of tokens; only an answer that its agent loop has shortened is read token by token.
-If a label cannot be known exactly, it is not newer than the true version, and the labels are marked as inexact. Test:
+Contract. Each token is labelled with the version that sampled it, or with `NOT_SAMPLED` if no policy sampled it (tool
+and environment tokens). The cost of handling a complete answer depends on its number of version changes, not on its
+number of tokens; only an answer that its agent loop has shortened is read token by token. A label that cannot be known
+exactly is never newer than the true version, and the answer's labels are then marked as inexact. Test:
 tests/core/test_versions.py.
 """
 
@@ -18,22 +18,22 @@ from operator import gt
 from recipe.async_engine.core.errors import VersionRecordError
 
 NOT_SAMPLED = -1
-"""The version of a token that no policy sampled."""
+"""The label of a token that no policy sampled, such as a tool's output."""
 
 Runs = list[tuple[int, int]]
-"""(version, token count) of each run of equal versions, in order."""
+"""Run-length code of the versions of consecutive tokens: (version, number of tokens), ..."""
 
 ALIGNMENT_WORK = 32
-"""Limit on token comparisons of an alignment, per token. Only degenerate answers (one repeated token) need more."""
+"""Limit on the token comparisons of `align`, per token. Only degenerate answers (one repeated token) need more."""
 
 
 def run_lengths(versions: Iterable[int]) -> Runs:
-    """Return (version, token count) of each run of equal consecutive versions."""
+    """Return the run-length code of the versions of consecutive tokens: (version, number of tokens), ..."""
     return [(version, len(list(run))) for version, run in groupby(versions)]
 
 
 def last_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return the runs of the last ``count`` tokens that ``runs`` describes."""
+    """Return the run-length code of the last ``count`` tokens, given that of all tokens."""
     found: list[tuple[int, int]] = []
     for version, length in reversed(runs):
         if count <= 0:
@@ -44,7 +44,7 @@ def last_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, in
 
 
 def joined(runs: Iterable[tuple[int, int]], more: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the concatenation of two lists of runs."""
+    """Return the run-length code of two sequences of tokens in a row, given that of each."""
     found: Runs = []
     for version, count in (*runs, *more):
         _append(found, version, count)
@@ -52,39 +52,38 @@ def joined(runs: Iterable[tuple[int, int]], more: Iterable[tuple[int, int]]) -> 
 
 
 class RequestVersions:
-    """Records which version sampled which tokens of the requests that a server holds.
+    """Records which policy version samples which tokens of a rollout server's open requests.
 
-    The version at a request's submission samples the request until a `swap`, which records how many tokens each request
-    had by then; later tokens belong to the new version.
+    A request starts with the version at its submission. After each weight swap, further tokens belong to the new
+    version.
     """
 
     def __init__(self) -> None:
-        # For each request, in order: each version that sampled it, and how many tokens were sampled before.
+        # Each request has pairs (version, number of tokens sampled before this version), in the order of the versions.
         self._begun: dict[str, list[tuple[int | None, int]]] = {}
 
     def submit(self, request_id: str, version: int | None) -> None:
-        """Record a request before it reaches the engine, with the version that samples it (None if unknown)."""
+        """Record a request that is about to enter the engine, and the engine's version (None if unknown)."""
         self._begun[request_id] = [(version, 0)]
 
     def forget(self, request_id: str) -> None:
-        """Drop a request that has ended."""
         self._begun.pop(request_id, None)
 
     def submitted(self, request_id: str) -> int | None:
-        """Return the version at the request's submission, or None if the request or its version is unknown."""
+        """Return the engine's version when the request was submitted; None if the request or the version is unknown."""
         return self._begun[request_id][0][0] if request_id in self._begun else None
 
     def swap(self, sampled: Mapping[str, int], version: int) -> None:
-        """Record that ``version`` samples from now on; ``sampled`` is each request's token count so far (default 0)."""
+        """Record a weight swap to ``version``; ``sampled`` is each request's number of tokens by now (0 if missing)."""
         for request_id, begun in self._begun.items():
             begun.append((version, sampled.get(request_id, 0)))
 
     def swapped_under(self, request_id: str) -> bool:
-        """Return whether a swap occurred while the request was being answered."""
+        """Return whether weights were swapped since the request was submitted."""
         return len(self._begun.get(request_id, ())) > 1
 
     def runs(self, request_id: str, tokens: int) -> list[tuple[int, int]] | None:
-        """Return the runs of equal versions in a request's first ``tokens`` tokens, or None if a version is unknown."""
+        """Return the versions of a request's first ``tokens`` tokens as run-length code; None if one is unknown."""
         begun = self._begun.get(request_id, [(None, 0)])
         ends = [before for _, before in begun[1:]] + [tokens]
         found: list[tuple[int, int]] = []
@@ -100,10 +99,7 @@ class RequestVersions:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The versions of a response's tokens, and the oldest and newest version of its sampled tokens.
-
-    `exact` is False if a token may be of a newer version than its label says.
-    """
+    """The policy versions of a response's tokens; unless `exact`, a token may be of a newer version than recorded."""
 
     runs: Runs
     exact: bool
@@ -120,18 +116,19 @@ class Alignment:
 def align(
     generated: Sequence[tuple[int, Sequence[int]]], response_ids: Sequence[int], response_mask: Sequence[int]
 ) -> Alignment:
-    """Label the tokens of a response with the versions that were recorded while they were generated.
+    """Return the policy version of each token of an agent loop's response.
 
-    generated: (version, token ids) of every piece that a server returned for the trajectory, in order. response_ids,
+    generated: (version, token ids) of every piece that a server generated for the trajectory, in order. response_ids,
     response_mask: the agent loop's response, of equal length; mask 0 marks tokens that no policy sampled.
 
-    The agent loop does not record versions. It may shorten its response, drop the end of a turn, or discard whole
-    turns. So a possible reading of the response uses the pieces in order: each one whole, only its beginning, or not at
-    all. A token is labelled with the oldest version that any reading gives it, and the labels are exact if all readings
-    agree. If there is no reading, or finding all of them takes too much work, every sampled token gets the oldest
-    recorded version. So a staleness computed from the labels is never too small.
+    The agent loop keeps no versions, and may drop the end of a piece or whole pieces. A *reading* of the response is a
+    way to compose its sampled tokens from the pieces in order, using all of a piece, only its beginning, or nothing.
+    Each token is labelled with the oldest version that any reading gives it, so a staleness computed from the labels is
+    never too small. The labels are exact if all readings agree. If there is no reading, or finding all readings takes
+    too much work, every sampled token gets the oldest version in ``generated``.
 
-    Raises `VersionRecordError` if lengths differ, or if tokens are marked as sampled but no generation was recorded.
+    Raises:
+        VersionRecordError: the lengths differ, or tokens are marked as sampled but nothing was generated.
     """
     if len(response_ids) != len(response_mask):
         raise VersionRecordError(f"the response has {len(response_ids)} tokens, but its mask has {len(response_mask)}")
@@ -152,12 +149,11 @@ def align(
 
 
 def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
-    """Return the labels from all readings of the sampled tokens; None without a reading, or if it is too much work.
+    """Return the oldest version that any reading (see `align`) gives each token; None if `align` must fall back.
 
-    A reading uses a beginning of each piece (nothing, a part, or all) in order. The forward pass computes, piece by
-    piece, which numbers of sampled tokens the pieces so far can explain, and how many tokens of the next piece match
-    from there. The backward pass keeps the numbers from which the end of the response can be reached; each piece labels
-    the tokens that it covers on such a path.
+    The forward pass computes, piece by piece, how many tokens of ``sampled`` the pieces so far can cover exactly, and
+    how many tokens of the next piece match from each such position. The backward pass keeps the positions from which
+    the end of the response can be reached, and labels the tokens between two such positions with the piece's version.
     """
     end = len(sampled)
     work_left = ALIGNMENT_WORK * (end + sum(len(tokens) for _, tokens in pieces))
@@ -186,10 +182,10 @@ def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Al
 
 
 def _oldest_of(labelled: Iterable[tuple[int, int, int]], end: int) -> Alignment | None:
-    """Return the oldest label of each of ``end`` tokens, or None if a token has no label.
+    """Return the oldest version of each of ``end`` tokens, or None if a token has none.
 
-    labelled: (first, end, version) for each range of tokens first..end-1 to which a reading gives this version. The
-    result is exact if no token has two labels.
+    labelled: (first, end, version) for each range of tokens first..end-1 that may have this version. The result is
+    exact if no token may have two versions.
     """
     changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for first, last, version in labelled:
@@ -209,7 +205,6 @@ def _oldest_of(labelled: Iterable[tuple[int, int, int]], end: int) -> Alignment 
 
 
 def _append(runs: Runs, version: int, count: int) -> None:
-    """Append ``count`` tokens of a version to ``runs`` in place."""
     if runs and runs[-1][0] == version:
         count += runs.pop()[1]
     if count:
@@ -217,7 +212,7 @@ def _append(runs: Runs, version: int, count: int) -> None:
 
 
 def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int:
-    """Return how many tokens at the beginning of ``tokens`` and of ``sampled[start:]`` are equal."""
+    """Return the length of the common prefix of ``tokens`` and ``sampled[start:]``."""
     longest = min(len(tokens), len(sampled) - start)
     if tokens[:1] == sampled[start : start + 1] and tokens[:longest] == sampled[start : start + longest]:
         return longest
@@ -225,7 +220,7 @@ def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int
 
 
 def _with_unsampled(labels: Iterable[tuple[int, int]], response_mask: Sequence[int]) -> Runs:
-    """Return the runs of a whole response, given the runs of its sampled tokens."""
+    """Return the run-length code of a whole response, given that of its sampled tokens (mask 1)."""
     found: Runs = []
     left = iter(labels)
     version = count = 0
@@ -244,7 +239,7 @@ def _with_unsampled(labels: Iterable[tuple[int, int]], response_mask: Sequence[i
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One answered request: ``version`` sampled ``tokens``, with ``context`` as the tokens before them."""
+    """A piece of a trajectory that one request has generated: ``version`` sampled ``tokens`` after ``context``."""
 
     version: int
     context: Sequence[int]
@@ -254,11 +249,11 @@ class Part:
 def place(
     parts: Sequence[Part], prompt: Sequence[int], response: Sequence[int], mask: Sequence[int]
 ) -> list[tuple[int, int]] | None:
-    """Return each part's position in the response and the number of its tokens that are used.
+    """Return where in the response each part begins, and how many of its tokens the response has.
 
-    The log-probs of a part are valid for the response only if the same context precedes the part there. Return None if
-    the context of a part differs, or if a token marked as sampled (``mask`` 1) is in no part: the agent loop has then
-    rewritten what was generated. Shown by tests/core/test_alignment.py.
+    The log-probs of a part are valid for the response only if the same tokens precede it there. Return None if the
+    agent loop has rewritten what was generated: if other tokens precede a part, or a token marked as sampled (``mask``
+    1) is in no part. Shown by tests/core/test_alignment.py.
     """
     sequence = [*prompt, *response]
     places, covered = [], bytearray(len(response))

@@ -5,16 +5,16 @@
     trainer.v1.sampler.custom_sampler.name=BoundedReplayBuffer
     trainer.v1.sampler.max_off_policy_threshold=2
 
-Contract: a group is never trained if its oldest token could be more than ``max_off_policy_threshold - 1`` versions old,
-and no group is evicted for its age. verl's own strategies check the age only when a batch is sampled, which is too
-late: a group that was issued too early can then only be trained although it is too old (`wait`) or evicted (`drop`).
-Here `StalenessGate` decides when prompts are issued, including those of ``num_warmup_batches``, and when a batch may be
-taken. If prompts are requested before they may be issued, only their number is kept as owed, and no data are read for
-them. A group's start version is the version that was live when it was issued; no older version samples its tokens.
+Contract: no group is trained whose oldest token may be more than ``max_off_policy_threshold - 1`` versions old, and no
+group is evicted for its age. verl's own strategies check the age only when a batch is sampled. This is too late: a
+group that was issued too early must then be trained although it is too old (`wait`) or be evicted (`drop`). Here
+`StalenessGate` decides when prompts are issued, including those of ``num_warmup_batches``, and when a batch may be
+taken. If the trainer requests prompts too early, the sampler issues them later. A group counts as being as old as the
+version that generated when the group was issued.
 
-verl's step G starts from version G - 1, and the tag of a prompt is the step at which it was issued. ``refill_fn`` is a
-method of the trainer, through which the sampler finds the trainer; it then replaces the two methods of this trainer
-that issue prompts. Failed groups and those that ``algorithm.filter_groups`` removes are replaced as in verl. Shown by
+verl's step G starts from version G - 1, and a prompt is tagged with the step at which it was issued. The sampler
+replaces the two methods of the trainer that issue prompts; it gets the trainer from ``refill_fn``, one of the trainer's
+methods. Failed groups, and groups that ``algorithm.filter_groups`` removes, are replaced as in verl. Shown by
 tests/integration/test_v1_sampler.py and, in stock trainers, tests/e2e/test_v1_trainers.py.
 """
 
@@ -42,7 +42,6 @@ class BoundedReplayBuffer(ReplayBufferAsync):
     """A replay buffer that issues prompts and takes batches only when the staleness gate allows it.
 
     Args:
-        trainer_config: section of ``trainer.v1`` for the trainer's mode.
         max_off_policy_threshold: number of versions that a trajectory may span, which is the staleness bound plus 1.
         sampler_kwargs: ``poll_interval`` is the number of seconds between two checks for complete groups (default 0.1).
         refill_fn: the trainer's method that issues prompts.
@@ -73,7 +72,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             trainer_mode=trainer_mode,
             trainer_config=trainer_config,
             max_off_policy_threshold=max_off_policy_threshold,
-            # With verl's strategy `wait` no group is dropped for its age.
+            # With verl's strategy `wait`, verl evicts no group for its age.
             max_off_policy_strategy="wait",
             sampler_kwargs=sampler_kwargs,
             poll_interval=float(sampler_kwargs.get("poll_interval", POLL_S)),
@@ -93,13 +92,13 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         trainer._add_batch_to_generate = lambda: self.ask(data.train_batch_size)
 
     def ask(self, prompts: int) -> int:
-        """Request ``prompts`` more prompts, and return how many the staleness bound lets be issued at once."""
+        """Issue as many prompts as the staleness bound allows now, the others later; return the number issued now."""
         self._owed += prompts
         self._sync_metadata_from_transfer_queue()
         return self._issue_owed(self._trainer.global_steps)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
-        """Sample like verl, and count the batches that have been taken at this step."""
+        """Sample a batch like verl, and count the batches of this step."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         if partition_id == TRAIN:
             self._taken = (global_steps, self._batches_taken(global_steps) + 1)
@@ -109,7 +108,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
     def _has_enough_samples(
         self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: set[str]
     ) -> bool:
-        """Return whether, after the oldest complete groups are taken, all others still fit into batches in time."""
+        """Return whether a batch of the oldest complete groups may be taken now, within the staleness bound."""
         if partition_id != TRAIN:
             return super()._has_enough_samples(global_steps, partition_id, batch_size, sampleable_keys)
         self._issue_owed(global_steps)
@@ -126,7 +125,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return False
 
     def _gate(self, global_steps: int) -> StalenessGate:
-        """Return a gate for the present state, in which every group in the queue that is not taken counts as live."""
+        """Return a staleness gate whose live groups are all issued groups that no training batch has taken yet."""
         starts = [self._start(step) for step in self.prompt_global_steps[TRAIN].values()]
         try:
             return StalenessGate(
@@ -151,7 +150,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return taken if step == global_steps else 0
 
     def _issue_owed(self, global_steps: int) -> int:
-        """Issue prompts that were requested earlier, as far as the gate admits them; return how many were issued."""
+        """Issue those of the requested prompts that the staleness bound allows now; return how many were issued."""
         issued = 0
         while self._owed > 0:
             gate = self._gate(global_steps)

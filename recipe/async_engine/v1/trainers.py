@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock verl's v1 trainers `separate_async` and `colocate_async` with this package's extensions.
 
-Contract: training is verl's own. Rollout servers that start with dummy weights answer nothing before the first complete
-version, nor while weights are loaded in place. With log-prob servers (``model_engine_server``) the old log-probs of a
-batch are available when it is sampled; the version that sampled an answer's last token has computed them. If an answer
-of a batch was not scored, the trainer computes the log-probs of the whole batch. `recipe.async_engine.v1.sampler` keeps
-the staleness bound.
-
-The configuration groups ``recipe=separate_async`` and ``recipe=colocate_async`` select these trainers (docs/flags.md).
-Shown by tests/e2e/test_v1_trainers.py.
+Contract: training is verl's own. Rollout servers that start with dummy weights answer no request before the first
+complete version, nor while weights are loaded in place. With log-prob servers (``model_engine_server``), the old
+log-probs of a batch are available when it is sampled, computed by the version that sampled each answer's last token. If
+they are missing for an answer, the trainer computes the log-probs of the whole batch. `recipe.async_engine.v1.sampler`
+keeps the staleness bound. The flags ``+recipe=separate_async`` and ``+recipe=colocate_async`` select these trainers
+(docs/flags.md). Shown by tests/e2e/test_v1_trainers.py.
 """
 
 from __future__ import annotations
@@ -50,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 
 class BoundedTrainer(PPOTrainer):
-    """Mixin for verl's v1 trainers that adds the gate for weights and the log-prob servers.
+    """Mixin for verl's v1 trainers that adds log-prob servers, and rollout servers that wait for the first weights.
 
     Attributes:
         name: value of ``trainer.v1.trainer_mode`` that selects the trainer.
-        of_verl: name of verl's trainer, whose section of ``trainer.v1`` has the settings.
+        of_verl: name of the extended trainer of verl, and of its section in ``trainer.v1``.
 
     Raises:
         ConfigError: a run with this configuration is impossible.
@@ -78,7 +76,8 @@ class BoundedTrainer(PPOTrainer):
         super()._init_resource_pool_mgr()
         for role in (Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
-                # This worker loads weights into the engine on its accelerators, so it closes and reopens its gate.
+                # This worker loads weights into the engine on its own accelerators, so it must keep the engine from
+                # answering meanwhile.
                 self.role_worker_mapping[role] = ray.remote(HybridActorWorker)
 
     def _setup(self) -> None:
@@ -93,12 +92,11 @@ class BoundedTrainer(PPOTrainer):
             self._server_sync = self._give_weights_to(replicas)
 
     def _give_weights_to(self, servers: list[RolloutReplica]) -> CheckpointEngineManager | None:
-        """Make weight syncs include the log-prob servers, so that they have a version before it answers requests.
+        """Make weight syncs include the log-prob servers, so that they have each version before it generates.
 
-        Returns:
-            A checkpoint-engine manager for the servers alone, or None if verl's own manager includes them.
+        Return a checkpoint-engine manager for the servers alone, or None if verl's own manager includes them.
         """
-        # verl passes weights to the colocated rollout without the checkpoint engine, so the servers can use it.
+        # verl passes weights to the colocated rollout without a checkpoint engine, so the servers can have one.
         return CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
@@ -106,7 +104,7 @@ class BoundedTrainer(PPOTrainer):
         )
 
     def get_llm_client(self) -> LLMServerClient:
-        """Return verl's client with the scoring client attached, so that the agent loops have both."""
+        """Return verl's client of the rollout servers, with a client of the log-prob servers as an attribute."""
         client = super().get_llm_client()
         client.log_prob_servers = self._scoring
         return client
@@ -129,7 +127,7 @@ class BoundedTrainer(PPOTrainer):
             self._server_sync.update_weights(self.global_steps)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Use the log-prob servers' results, or compute the log-probs of the whole batch if a result is missing."""
+        """Take the old log-probs from the log-prob servers, or compute those of the whole batch if any are missing."""
         if self._scoring is None:
             return super()._compute_old_log_prob(batch, metrics)
         scored = self._scored(batch)
@@ -145,10 +143,10 @@ class BoundedTrainer(PPOTrainer):
         return batch
 
     def _scored(self, batch: KVBatchMeta) -> DataProto:
-        """Return the servers' results for a batch and the columns to compare them with, padded to (rows, R) each."""
+        """Return the servers' log-probs and entropies for a batch, and columns to compare them with, (rows, R) each."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
         if padding:
-            # verl's padding rows are copies of an answer, shortened to one token, but without these two columns.
+            # verl's padding rows are copies of an answer, shortened to one token, but they lack these two columns.
             nothing = [{name: torch.zeros(1) for name in (OLD_LOG_PROBS, ENTROPY)} for _ in padding]
             tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(nothing))
         fields = [OLD_LOG_PROBS, ENTROPY, "response_mask"]
@@ -159,27 +157,23 @@ class BoundedTrainer(PPOTrainer):
 
 
 class SeparateAsync(BoundedTrainer, PPOTrainerSeparateAsync):
-    """verl's trainer `separate_async` with this package's extensions."""
-
     name = "recipe_separate_async"
     of_verl = "separate_async"
 
     def _give_weights_to(self, servers: list[RolloutReplica]) -> None:
-        # verl's manager resumes no replica before all have the version. Its list is replaced by a new one, because
-        # the server manager uses the same list.
+        # verl's manager sends each version to all replicas in its list before any of them generates with it. The list
+        # is replaced, not changed, because the server manager uses the same list.
         manager = self.standalone_checkpoint_manager
         manager.replicas = [*manager.replicas, *servers]
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         if self.has_servers and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
-            # verl needs this copy of the weights if it has to compute log-probs of a later batch of the same version.
+            # verl needs this copy of the weights if it must compute the log-probs of a later batch of this version.
             self.actor_rollout_wg.save_model_to_cpu(0)
         return super()._compute_old_log_prob(batch, metrics)
 
 
 class ColocateAsync(BoundedTrainer, PPOTrainerColocateAsync):
-    """verl's trainer `colocate_async` with this package's extensions."""
-
     name = "recipe_colocate_async"
     of_verl = "colocate_async"
 

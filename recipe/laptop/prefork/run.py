@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of a run quickly, by forking them from a server process that has imported torch, vLLM and verl.
+"""Starts and stops the fork server of a run, whose forks have imported torch, vLLM and verl from the beginning.
 
-Importing these takes 8 to 18 seconds of CPU time per process, and a run on a laptop has ten processes. Ray's
-``py_executable``, and :func:`multiprocessing.set_executable` in the forks, are set to a replacement for the interpreter
-(`launcher`), which asks the run's server process (`server`) for a fork. This is only for platforms without an
-accelerator, because accelerator drivers do not survive a fork.
+Importing these takes 8 to 18 seconds of CPU time per process, and a run on a laptop has ten processes. Ray
+(``py_executable``) and multiprocessing (``set_executable``) are made to start `launcher` instead of the Python
+interpreter, and the launcher asks the server process (`server`) for a fork. This is used only without an accelerator,
+because accelerator drivers do not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from recipe.laptop.prefork import launcher
 
 STOP_S = 5.0
 
-# Ray reads two environment variables only when it is imported, so they must be right in the server already. One is the
-# job's id: a server can serve only one job, the first of its Ray cluster. The other is the process whose death ends a
-# worker: normally the raylet, here the main process, which starts both the raylet and the server.
+# Ray reads two environment variables only when it is imported, so they must be right in the server already. RAY_JOB_ID
+# is the job's id: a server can serve only one job, the first of its Ray cluster. RAY_RAYLET_PID is the process whose
+# death ends a worker: normally the raylet, here the main process, which starts both the raylet and the server.
 FIRST_JOB = "01000000"
 
 
@@ -47,16 +47,16 @@ MODULES = (
     "vllm.model_executor.models.qwen3",
     "transformers.models.qwen3.modeling_qwen3",
 )
-"""The modules that the server imports, because their import takes most of the time in which a process starts."""
+"""The modules that the server imports: those whose import takes most of the time when a process starts."""
 
 
 class Prefork:
-    """The fork server of one run and the replacement interpreter; a context manager that stops the server."""
+    """The fork server of one run; as a context manager, it stops the server at the end."""
 
     def __init__(self, environment: Mapping[str, str] | None = None, modules: Sequence[str] = MODULES) -> None:
-        """Start the server and return at once; forks wait until it has imported ``modules``.
+        """Start the server and return at once; the server forks once it has imported ``modules``.
 
-        ``environment`` is added to the server's environment before it imports the modules.
+        ``environment`` is added to the server's environment.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="recipe-"))
         address = self._folder / "socket"
@@ -81,16 +81,16 @@ class Prefork:
 
     @property
     def runtime_env(self) -> dict[str, Any]:
-        """The entry of Ray's ``runtime_env`` that makes every worker of a job a fork."""
+        """Return the entry of Ray's ``runtime_env`` that makes every worker of a job a fork of the server."""
         return {"py_executable": str(self.executable)}
 
     def joined(self, job_id: str) -> None:
-        """Stop the server if ``job_id`` is not the first job of its Ray cluster, so that workers are not forked."""
+        """Stop the server, so that workers start without it, if ``job_id`` is not the first job of its Ray cluster."""
         if job_id != FIRST_JOB:
             self._end_server()
 
     def stop(self) -> None:
-        """Stop the server; running forks are not affected, and end with their launchers."""
+        """Stop the server and remove its files. Running forks continue until they or their launchers end."""
         self._end_server()
         shutil.rmtree(self._folder, ignore_errors=True)
 

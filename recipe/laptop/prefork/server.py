@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that imports large modules once and forks a process for each `launcher` that asks.
+"""A server that imports large modules once, and then forks a process for each `launcher` that connects.
 
 Usage: ``python -m recipe.laptop.prefork.server DESCRIPTOR EXECUTABLE MODULES...``. DESCRIPTOR is the number of a
-listening socket, so that launchers can connect before the imports are done. EXECUTABLE is the replacement interpreter.
-The server ends when its standard input is closed, so it never outlives the process that started it. If that process was
-killed, the server also removes the folder of the socket.
+listening socket, so that launchers can connect before the imports are done. EXECUTABLE is the program that starts a
+launcher. The server ends when its standard input is closed, so it never outlives the process that started it. If that
+process was killed, the server also removes the folder of the socket.
 
 Contract: a fork runs what ``python ARGUMENTS`` would run, with the launcher's environment, working directory and open
-files under the same descriptor numbers. Its random-number generators are seeded anew. The imported modules must not
+files under the same descriptor numbers, and with newly seeded random-number generators. The imported modules must not
 depend on environment variables that differ between the processes of a run, and must not start threads.
 
-Ray names tasks and objects by random numbers that each process draws. If its generator were used before the fork, forks
-would draw the same numbers and silently get each other's objects. So the imported modules must not use Ray's generator,
-which the server checks.
+Ray's own random-number generator, which names tasks and objects, cannot be seeded again. If a module used it before the
+fork, all forks would draw the same names and silently get each other's objects, so the server checks that none did.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ FLAGS_WITH_VALUE = ("-X", "-W")
 
 
 def receive(connection: socket.socket) -> tuple[list[int], list[int], bytes, list[str], dict[bytes, bytes]]:
-    """Read a launcher's request.
+    """Read a launcher's request from its connection.
 
     Returns:
-        The launcher's open files as descriptors of this process, their numbers in the launcher, its working directory,
-        its arguments and its environment.
+        The launcher's open files (as descriptors of this process), the numbers that they have in the launcher, and the
+        launcher's working directory, arguments and environment.
     """
     connection.settimeout(REQUEST_S)
     _, files, _, _ = socket.recv_fds(connection, 1, FILES_AT_MOST)
@@ -66,9 +65,9 @@ class Server:
         self._launchers: dict[int, socket.socket] = {}
 
     def serve(self, lifeline: int) -> bool:
-        """Fork on request until ``lifeline`` has data or is closed; return whether it had data.
+        """Fork on request until the file descriptor ``lifeline`` has data or is closed; return whether it had data.
 
-        In a fork this call does not return.
+        In a fork, this method does not return.
         """
         woken, wakes = socket.socketpair()
         wakes.setblocking(False)
@@ -89,7 +88,7 @@ class Server:
                         self._take(self._listener.accept()[0])
 
     def _take(self, connection: socket.socket) -> None:
-        """Fork a process, which reads the launcher's request itself, so that an invalid one affects no other."""
+        """Fork a process for a launcher. The fork reads the request, so an invalid one does not harm the server."""
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -101,7 +100,7 @@ class Server:
         if pid == 0:
             self._become(connection)
         self._launchers[pid] = connection
-        with suppress(OSError):  # The launcher has died, which its fork will notice.
+        with suppress(OSError):  # The launcher has died; its fork will notice this and end.
             connection.sendall(marshal.dumps(pid))
 
     def _reap(self) -> None:
@@ -115,7 +114,7 @@ class Server:
             connection.close()
 
     def _become(self, connection: socket.socket) -> None:
-        """Become the process for which the launcher asks, run it to its end, and exit."""
+        """Run in this fork what the launcher asks for, and exit the process."""
         status = 1
         try:
             # Leave the server's process group, because Ray kills the process group of a dead worker.
@@ -135,7 +134,7 @@ class Server:
             status = 0
         except SystemExit as exit_:
             status = _status_of(exit_)
-        except BaseException:  # Print any other error, like the interpreter.
+        except BaseException:  # Print any other error, as the interpreter would.
             traceback.print_exc()
         finally:
             _leave(status)
@@ -148,7 +147,7 @@ class Server:
 
 
 def _place_files(files: list[int], numbers: list[int], keep: int) -> int:
-    """Move descriptors ``files`` to ``numbers``, their numbers in the launcher; return the new number of ``keep``."""
+    """Move the file descriptors ``files`` to ``numbers``; move ``keep`` out of their way and return its new number."""
     import fcntl
 
     spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, SPARE_DESCRIPTOR) for descriptor in files]
@@ -176,18 +175,18 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """Make modules read environment variables again that they read at import; Ray's job id stays (`run`)."""
+    """Make modules read environment variables again that they read at import, except for Ray's job id (`run`)."""
     tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config
 
-        # Ray's Config copies the environment at import. Ray itself calls this method after it has changed a variable
+        # Ray's Config copies the environment at import. Ray itself calls `initialize` after it has changed a variable
         # (ray/_private/authentication/authentication_token_setup.py).
         Config.initialize("")
 
 
 def run_as_interpreter(arguments: list[str]) -> None:
-    """Run a script, ``-m`` module or ``-c`` code in this process like ``python ARGUMENTS``; ignore other options."""
+    """Run what ``python ARGUMENTS`` would run: a script, ``-m`` module or ``-c`` code. Other options are ignored."""
     position = 0
     while position < len(arguments) and arguments[position].startswith("-"):
         option = arguments[position]
@@ -224,7 +223,7 @@ def _status_of(exit_: SystemExit) -> int:
 
 
 def _leave(status: int) -> None:
-    """End this process like the interpreter: join threads, run exit handlers, flush output, and exit."""
+    """End this process as the interpreter would: join threads, run exit handlers, flush output, and exit."""
     import atexit
 
     with suppress(Exception):
@@ -239,9 +238,9 @@ def _leave(status: int) -> None:
 
 @contextmanager
 def _actor_classes_named_by_the_system() -> Iterator[None]:
-    """Make Ray use the system's random generator for the ids of actor classes (ray/actor.py) during imports.
+    """Make Ray take the ids of actor classes (ray/actor.py) from the system's random-number generator meanwhile.
 
-    Otherwise Ray would use its own generator before the fork, and that generator cannot be seeded again.
+    Importing modules with actors would otherwise use Ray's own generator, which cannot be seeded again in a fork.
     """
     import ray.actor
 
@@ -281,18 +280,17 @@ def _drawn_in_a_fork() -> bytes:
 
 
 def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
-    """Import ``modules``, then serve launchers until standard input is closed.
+    """Import ``modules``, then fork on request until standard input is closed.
 
-    Args:
-        executable: replacement for the interpreter, used for processes that forks spawn, such as vLLM's engine.
+    ``executable`` starts a launcher; forks use it for the processes that they start, such as vLLM's engine.
     """
     with _actor_classes_named_by_the_system():
         for name in modules:
             importlib.import_module(name)
     _check_that_forks_draw_their_own()
     multiprocessing.set_executable(executable)
-    # Exclude existing objects from garbage collection: they are never garbage, and a collection in a fork would only
-    # copy their memory pages.
+    # Exclude existing objects from garbage collection: they are never garbage, and a collection in a fork would write
+    # to their memory pages, which the fork could then no longer share with the server.
     gc.collect()
     gc.freeze()
     if not Server(listener).serve(lifeline=sys.stdin.fileno()):

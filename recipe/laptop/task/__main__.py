@@ -16,7 +16,7 @@ logger = logging.getLogger("recipe.laptop.task")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Create the task; return exit status 0, or 2 if the settings or the directory cannot be used."""
+    """Create the built-in task; return exit status 0, or 2 if the settings or the directory cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m recipe.laptop.task", description=__doc__)
     parser.add_argument("--out", required=True, help="the task's own directory")
     for field in fields(TaskSettings):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the built-in task on first use.
+"""Creates the files of the built-in task on first use.
 
-``ensure_task`` returns only a complete directory with the requested settings. It writes the task and its manifest to a
-temporary directory, which it then renames, so a process that dies leaves no directory that looks complete. A lock file
-next to the task's directory keeps two processes from creating the same task at once; the wait for the lock has a
-deadline. A directory that contains anything other than a built-in task is never replaced.
+Contract: after ``ensure_task``, the task's directory is complete and has the requested settings. The files are written
+to a temporary directory, which is then renamed, so a process that dies leaves no directory that looks complete. A lock
+file next to the directory keeps two processes from creating the same task at once. A directory that contains anything
+other than a built-in task is never replaced.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ LOCK_TIMEOUT_SECONDS = 600.0
 
 
 class TaskDirectoryError(RuntimeError):
-    """The directory of a task cannot be used; the message names the directory and says what to change."""
+    """The directory of a built-in task cannot be used; the message names it and says what to change."""
 
 
 def ensure_task(
     out_dir: str | os.PathLike[str], settings: TaskSettings, lock_timeout: float = LOCK_TIMEOUT_SECONDS
 ) -> TaskPaths:
-    """Return the paths of the task with ``settings`` in ``out_dir``, and create the task unless it exists.
+    """Create the built-in task with ``settings`` in ``out_dir`` if it does not exist there; return its paths.
 
     Args:
-        out_dir: directory for the task alone; created if missing, recreated if incomplete or made with other settings.
+        out_dir: directory for this task alone. If it is incomplete or was made with other settings, it is made anew.
         lock_timeout: seconds to wait while another process creates a task in the same directory.
 
     Raises:
@@ -64,7 +64,7 @@ def ensure_task(
 
 
 def is_complete(out: Path, settings: TaskSettings) -> bool:
-    """Return whether the manifest in ``out`` fits these settings, the present format and the files in ``out``."""
+    """Return whether ``out`` has a manifest with these settings and the present format, and the files that it lists."""
     try:
         manifest = json.loads((out / MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -76,7 +76,7 @@ def _remake(out: Path, settings: TaskSettings) -> None:
     _refuse_foreign(out)
     started = time.monotonic()
     making = out.parent / f".{out.name}.making"
-    # This folder exists only if an earlier process died. No other process writes there, since this one has the lock.
+    # This folder exists only if an earlier process died. No other process writes to it, because this one has the lock.
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir()
     _write(making, settings)
@@ -101,7 +101,7 @@ def _write(directory: Path, settings: TaskSettings) -> None:
 
 
 def _write_parquet(problems: list[Problem], split: str, path: Path) -> None:
-    """Write the columns that verl's ``RLHFDataset`` and reward loop read; equal problems give equal files."""
+    """Write problems as a data file for verl's ``RLHFDataset`` and reward loop; equal problems give equal files."""
     import pyarrow
     from pyarrow import parquet
 

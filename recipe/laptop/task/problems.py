@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The problems of the built-in task: an instruction, a string of distinct digits, and the only right answer.
+"""The problems of the built-in task, such as "flip 40518": an instruction and a string of distinct digits.
 
-All functions here are pure. ``make_splits`` never uses a digit string in both the training and the validation set, even
-with different instructions, so that the warm start can avoid the validation set's strings too.
+Each problem has one right answer. The training and the validation set have no digit string in common, not even with
+different instructions. All functions are pure.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ DIGITS = "0123456789"
 KEY_LENGTH = 5
 SHORT_OPERATIONS = ("sort", "flip", "copy")
 LONG_OPERATION = "list"
-# The answer to ``list`` has each digit of the string once with each of these letters: 5 * 12 * 2 = 120 characters.
+# The answer to ``list`` has each of the five digits followed by each of these letters: 5 * 12 * 2 = 120 characters.
 LIST_LETTERS = "abcdefghijkl"
-# In a long-tailed task, of every LONG_PERIOD problems the one with the index LONG_OFFSET has a long answer.
+# In a task with long-tailed lengths, one of every LONG_PERIOD problems, at the index LONG_OFFSET, has a long answer.
 LONG_PERIOD, LONG_OFFSET = 20, 10
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: the instruction ``operation`` applied to ``key``, a string of five distinct digits."""
+    """One problem: apply the instruction ``operation`` to ``key``, a string of five distinct digits."""
 
     operation: str
     key: str
@@ -35,7 +35,6 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """The right answer, the only one that is rewarded."""
         return apply_operation(self.operation, self.key)
 
 

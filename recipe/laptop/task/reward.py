@@ -2,11 +2,11 @@
 """The rule-based reward of the built-in task, in the form of verl's ``custom_reward_function``.
 
 An answer scores 1.0 if it equals the ground truth character by character, else 0.0. This file imports only the standard
-library and nothing of this package, because verl loads it by path in every reward worker.
+library, because verl loads it by its path in every reward worker.
 
-``reward_kwargs={"permute": true}`` serves as the control of an experiment: each training answer then gets the score of
-a random earlier answer, so that rewards keep their distribution but are unrelated to the answers. Validation answers
-always get their own scores. Shown by tests/integration/test_builtin_task.py.
+``reward_kwargs={"permute": true}`` is for control experiments: each training answer gets the score of a random earlier
+answer, so that rewards keep their distribution but are unrelated to the answers. Validation answers always get their
+own scores. Shown by tests/integration/test_builtin_task.py.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import random
 import threading
 from typing import Any
 
-# Fraction of right answers after the warm start. The reservoir starts with scores of this mean.
+# After the warm start, this fraction of answers is right. The first scores in the permuter's reservoir have this mean.
 _INITIAL_ACCURACY = 0.35
 
 
 class ScorePermuter:
     """Permutes a stream of scores with a reservoir of ``window`` earlier scores.
 
-    Each new score replaces a random score of the reservoir, and the replaced score is returned. So no answer gets its
-    own score, and no score is lost or invented: the initial reservoir and all new scores together are the same multiset
-    as the returned scores and the final reservoir. The class is thread-safe, since verl scores in a thread pool.
+    Each new score replaces a random score in the reservoir, and the replaced score is returned. So no answer gets its
+    own score, and every score is returned once or is still in the reservoir. The class is thread-safe, because verl
+    scores in a thread pool.
     """
 
     def __init__(self, window: int, seed: int) -> None:
@@ -33,7 +33,7 @@ class ScorePermuter:
         self.reservoir = [float(self._rng.random() < _INITIAL_ACCURACY) for _ in range(window)]
 
     def exchange(self, score: float) -> float:
-        """Store ``score`` and return the earlier one that it replaces."""
+        """Store ``score`` in the reservoir, and return the earlier score that it replaces."""
         with self._lock:
             slot = self._rng.randrange(len(self.reservoir))
             earlier, self.reservoir[slot] = self.reservoir[slot], score
@@ -51,13 +51,9 @@ def compute_score(
     permute: bool = False,
     **kwargs: Any,
 ) -> dict[str, float]:
-    """Score one answer, given its text without special tokens.
+    """Score one answer, given its text without special tokens: ``score`` is the reward, ``acc`` is 1.0 if it is right.
 
-    With ``permute`` the score of a training row (``extra_info["split"]`` is "train") is replaced by one of an earlier
-    answer.
-
-    Returns:
-        ``score``: the reward. ``acc``: 1.0 for a right answer and 0.0 for a wrong one, never permuted.
+    With ``permute``, ``score`` is that of an earlier answer for training rows (``extra_info["split"]`` is "train").
     """
     accuracy = float(solution_str == ground_truth)
     score = accuracy

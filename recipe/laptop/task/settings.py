@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-# Every manifest contains this number. Raise it with any change of the data, the tokenizer, the model or the warm start.
+# Every task's manifest contains this number. Raise it with any change of data, tokenizer, model or warm start, so that
+# existing tasks are created anew.
 FORMAT_VERSION = 1
 
 FAMILIES = ("qwen3", "qwen2")
 LENGTHS = ("uniform", "long_tail")
-# There are 30,240 digit strings, and the warm start needs many that are not in the validation set.
+# There are 30,240 digit strings, and the warm start needs many that the validation set does not have.
 MAX_PROBLEMS = 20_000
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of the built-in task: Qwen's byte-level BPE with a vocabulary of printable ASCII.
 
-Its class is Qwen's, because transformers loads every checkpoint of ``model_type`` qwen2 with that class, whatever the
-checkpoint's ``tokenizer_class`` says. The vocabulary has a token for each character, for each instruction and the
-merges that build it up, and for each role. Text of printable ASCII and line breaks is reproduced exactly by encoding
-and decoding; other characters are dropped.
+It has Qwen's class, because transformers loads every checkpoint of ``model_type`` qwen2 with that class, whatever the
+checkpoint's ``tokenizer_class`` says. The vocabulary has a token for each character, for each beginning of an
+instruction word, and for each role. Encoding and decoding reproduce printable ASCII and line breaks exactly, and drop
+other characters.
 
-The end of a turn is the end-of-sequence token, as in Qwen's chat models. Role markers are not special tokens, so an
-answer that contains one does not score as right after decoding without special tokens.
+The end of a turn is the end-of-sequence token, as in Qwen's chat models. Role markers are not special tokens, so
+decoding keeps them, and an answer that contains one does not count as right.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PAD, END, BOS = "<|pad|>", "<|end|>", "<|begin|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 WORDS = (*SHORT_OPERATIONS, LONG_OPERATION)
-# Byte-level BPE writes these two bytes as the code points U+0120 and U+010A.
+# Byte-level BPE represents space and line break by the code points U+0120 and U+010A.
 BYTE_SYMBOLS = {" ": "\u0120", "\n": "\u010a"}
 
 CHAT_TEMPLATE = (

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the task's small Qwen model, which can perform all operations but follows instructions only sometimes.
+"""Creates the built-in task's small Qwen model, which can already follow the instructions, but does so only sometimes.
 
-The warm start is supervised training on demonstrations of a teacher. With probability ``TEACHER_FOLLOWS`` the teacher
-follows the instruction; otherwise it performs the next operation in the cycle sort, flip, copy. So the model's most
-likely answer is wrong (greedy accuracy is low), but a group of eight samples contains right answers, from which RL can
-learn which operation each instruction is rewarded for. The instruction ``list`` is always followed. No demonstration
-uses a digit string of the validation set.
+The model is trained on demonstrations. A demonstration follows its instruction with probability ``TEACHER_FOLLOWS``;
+otherwise it shows the next operation in the cycle sort, flip, copy. So the model's most likely answer is wrong (greedy
+accuracy is low), but a group of eight samples contains right answers, from which RL can learn. The instruction ``list``
+is always followed. No demonstration uses a digit string of the validation set.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ logger = logging.getLogger(__name__)
 TEACHER_FOLLOWS = 0.38
 STEPS = 750
 BATCH_SIZE = 64
-# A long demonstration has about eight times the tokens of a short one.
+# Long demonstrations come in smaller batches and only at every second step, as each has about eight times the tokens.
 LONG_EVERY, LONG_BATCH_SIZE = 2, 4
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 50
 
 
 def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Return a new fp32 model with 2 layers, hidden size 64 and 2 heads of 32 (which vLLM's CPU attention supports)."""
+    """Return a new fp32 model with 2 layers, hidden size 64 and 2 heads of 32, a size that vLLM on a CPU supports."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = {
@@ -45,7 +44,7 @@ def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> P
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "rope_theta": 10000.0,
-        # Qwen's value 0.02 is for wide layers; at this width it would make the warm start learn half as fast.
+        # Qwen's value 0.02 is for wide layers; with this narrow model, it would make the warm start half as fast.
         "initializer_range": 0.05,
         "tie_word_embeddings": False,
         "bos_token_id": tokenizer.bos_token_id,
@@ -61,7 +60,10 @@ def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> P
 def make_warm_model(
     settings: TaskSettings, tokenizer: PreTrainedTokenizerFast, excluded_keys: frozenset[str], steps: int = STEPS
 ) -> PreTrainedModel:
-    """Return a model after ``steps`` supervised training steps; torch's random state and thread count are restored."""
+    """Return a model trained for ``steps`` steps on demonstrations that use none of ``excluded_keys``.
+
+    Afterwards torch has the random state and the number of threads that it had before.
+    """
     import torch
 
     threads = torch.get_num_threads()
@@ -108,10 +110,7 @@ def _imitate(
 
 
 class _Demonstrations:
-    """Creates batches of demonstrations.
-
-    Each batch is (token ids ``[batch, tokens]``, number of answer tokens including the end token).
-    """
+    """Creates batches of demonstrations: (token ids ``[batch, tokens]``, number of answer tokens with end token)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random, excluded_keys: frozenset[str]) -> None:
         self._tokenizer = tokenizer
@@ -138,7 +137,7 @@ class _Demonstrations:
 
         end = self._tokenizer.eos_token
         texts = [f"<|user|>{problem.prompt}{end}<|assistant|>{answer}{end}" for problem, answer in demonstrations]
-        # No padding is needed: all prompts have the same number of tokens, and so do the answers within a batch.
+        # No padding is needed: all prompts have the same number of tokens, and so do all answers of a batch.
         encodings = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
         return torch.tensor([encoding.ids for encoding in encodings]), len(demonstrations[0][1]) + 1
 

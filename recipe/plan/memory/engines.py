@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the memory of one accelerator of each training and rollout engine, and of weight-sync buckets."""
+"""Computes how much memory each engine of a run needs on one accelerator, from the run's configuration."""
 
 from __future__ import annotations
 
@@ -35,19 +35,18 @@ def dtype_bytes(name: object, default: int = FP32) -> int:
 
 
 def longest(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens of the longest prompt and response together."""
+    """Return the largest number of tokens that a prompt and its response have together."""
     return int(lookup(config, "data.max_prompt_length") or 0) + int(lookup(config, "data.max_response_length") or 0)
 
 
 def micro_batch_tokens(config: Mapping[str, Any], sizing: Sizing, shares: int) -> int:
-    """Return the number of tokens of a micro-batch on one rank, if ``shares`` ranks split each sequence."""
+    """Return the number of tokens that a rank has of a micro-batch, if ``shares`` ranks split each sequence."""
     if lookup(config, sizing.dynamic):
         return int(lookup(config, sizing.tokens) or DEFAULT_TOKENS)
     return int(lookup(config, sizing.rows) or 1) * longest(config) // shares
 
 
 def actor_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
-    """Return the memory of a rank that trains the policy."""
     shares = sequence_shares(config, ACTOR)
     entropy = lookup(config, f"{ACTOR}.entropy_coeff") or lookup(config, f"{ACTOR}.calculate_entropy")
     update = Work(
@@ -63,14 +62,13 @@ def actor_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
 
 
 def reference_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
-    """Return the memory of a reference-policy rank: forward passes only, with FSDP2's weights on the host."""
+    """Return the memory of a rank of the reference policy, which runs only forward passes."""
     tokens = micro_batch_tokens(config, scoring(REF), sequence_shares(config, ACTOR))
     forward = Work(tokens, _logit_bytes(config, REF, False, differentiated=False))
     return _rank(config, REF, shape, None, forward, None)
 
 
 def critic_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
-    """Return the memory of a rank that trains the critic."""
     work = Work(
         micro_batch_tokens(config, updating(CRITIC), sequence_shares(config, CRITIC)), 0, _recomputes(config, CRITIC)
     )
@@ -78,7 +76,7 @@ def critic_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
 
 
 def server_rank(config: Mapping[str, Any], servers: LogProbServers, shape: ModelShape) -> Rank:
-    """Return the memory of a log-prob server's rank: weights on the device, forward passes only."""
+    """Return the memory of a log-prob server's rank, which runs only forward passes."""
     section = f"{SERVERS}.engine"
     megatron = is_megatron(config, SERVERS)
     layout = _megatron(config, section, servers.ranks, None, False) if megatron else None
@@ -106,6 +104,8 @@ def sequence_shares(config: Mapping[str, Any], section: str) -> int:
 
 def _logit_bytes(config: Mapping[str, Any], section: str, entropy: bool, differentiated: bool) -> int:
     """Return the bytes of all copies of one logit; 0 with fused kernels, which never store logits.
+
+    entropy: whether the pass computes an entropy. differentiated: whether the pass has a backward pass.
 
     FSDP2 stores each logit in bf16, and a second copy if it is divided by a temperature other than 1. The gradient of
     log-probs overwrites the logits, unless an entropy is differentiated too. An entropy needs a softmax and its product
@@ -184,8 +184,8 @@ def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
 
 
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
-# Bytes that a sleeping vLLM engine keeps on its device (context, graphs, NCCL): on one accelerator, and on several.
-# Users have reported 0.8 GiB on one and 2.4 GiB with tensor parallelism (NVIDIA-NeMo/RL#223).
+# A sleeping vLLM engine keeps memory on each device (context, graphs, NCCL), and more if it has several devices: users
+# have reported 0.8 GiB with one device and 2.4 GiB with tensor parallelism (NVIDIA-NeMo/RL#223).
 ASLEEP = {False: GIB, True: 5 * GIB // 2}
 
 
@@ -194,7 +194,6 @@ class Engine:
     """The memory of one accelerator of a rollout replica.
 
     Attributes:
-        weights: bytes of the weights on this accelerator.
         share: share of the device for weights, KV cache and activations (`gpu_memory_utilization`).
         token_bytes: bytes of one token's keys and values on this accelerator.
     """
@@ -204,16 +203,15 @@ class Engine:
     token_bytes: int
 
     def cache_tokens(self, device: int) -> int:
-        """Return the tokens that the KV cache of a device of ``device`` bytes can hold, ignoring activations."""
+        """Return how many tokens fit into the KV cache of a device with ``device`` bytes, ignoring activations."""
         return max(0, int(self.share * device) - self.weights) // self.token_bytes
 
 
 def rollout_engine(config: Mapping[str, Any], shape: ModelShape, hybrid: bool = False) -> Engine:
-    """Return the memory of one accelerator of a rollout replica; a hybrid one is on the trainer's accelerators."""
+    """Return the memory of one accelerator of a rollout replica; a hybrid one runs on the trainer's accelerators."""
     tensor = int(lookup(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)
     ranks, item = replica_size(config), dtype_bytes(lookup(config, f"{ROLLOUT}.dtype", "bfloat16"), 2)
-    # With expert parallelism, experts are split over all ranks of a replica; other weights are split over a tensor
-    # group.
+    # With expert parallelism, experts are split over all ranks of a replica, not only over a tensor-parallel group.
     spread = ranks if int(lookup(config, f"{ROLLOUT}.expert_parallel_size") or 1) > 1 else tensor
     dense = shape.parameters - shape.expert_parameters
     # A tied embedding is stored once, as in the model's files.
@@ -232,7 +230,7 @@ def standalone_share(config: Mapping[str, Any]) -> float | None:
 
 
 def asleep(config: Mapping[str, Any]) -> Item:
-    """Return the memory that a sleeping rollout engine keeps on its device."""
+    """Return the memory that a sleeping rollout engine keeps on each device."""
     return Item("sleeping rollout engine", ASLEEP[replica_size(config) > 1], certain=False)
 
 
@@ -241,10 +239,10 @@ def bucket_bytes(config: Mapping[str, Any]) -> int:
 
 
 def device_buckets(config: Mapping[str, Any], hands_over: bool) -> Item | None:
-    """Return the buckets on each device that takes part in a weight sync; None if the buckets are in host memory.
+    """Return the memory of a weight sync's buckets on each device; None if the buckets are in host memory.
 
-    Each device has two buckets, as in verl's checkpoint engines, and a third if its process hands the weights over to
-    another process.
+    A device has two buckets, as in verl's checkpoint engines, and with ``hands_over`` a third one, through which its
+    process hands the weights over to another process.
     """
     if lookup(config, f"{ROLLOUT}.checkpoint_engine.backend") == "recipe_gloo":
         return None
@@ -252,7 +250,7 @@ def device_buckets(config: Mapping[str, Any], hands_over: bool) -> Item | None:
 
 
 def room(config: Mapping[str, Any], positions: int | None) -> int:
-    """Return the number of tokens of the longest request for which the engine must have room.
+    """Return the number of tokens of the longest request, which must fit into the KV cache.
 
     ``positions`` is the model's number of positions, verl's default for `max_model_len` (vllm_async_server.py:1104).
     """

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates the memory of a whole run, and checks that it fits on the accelerators.
 
-Contract: `parts_of` returns a `Part` for each group of accelerators with the same role (trainer ranks, rollout
-replicas, log-prob servers), with the phases (`Moment`) in which their memory may peak; `verdicts` compares these with a
-device. A part is refused if its certain amounts exceed the device, or if all its amounts together exceed the device by
-more than the estimate's error. From the share `NEAR` of the device on there is a warning. A main passes this module as
-a `Judge`, with `problems` and `warnings`. Shown by tests/plan/test_memory.py and test_memory_parts.py; docs/memory.md
-compares the estimates with published and measured figures.
+Contract: `parts_of` returns a `Part` for each set of accelerators with the same role (trainer ranks, rollout replicas,
+log-prob servers), with their memory in each phase of the run (`Moment`) in which it may peak. A run is refused if the
+certain amounts of a part exceed a device, or if all of its amounts exceed a device by more than the estimate's error;
+there is a warning if they exceed the share `NEAR` of a device. `recipe.mains` passes this module to the configuration's
+check, which calls `problems` and `warnings`. Shown by tests/plan/test_memory.py and test_memory_parts.py;
+docs/memory.md compares the estimates with published and measured figures.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from recipe.plan.memory.parallel import parallel_sizes
 from recipe.plan.memory.shape import ModelShape, model_of
 from recipe.plan.memory.training import CONTEXT, Rank
 
-# ERROR is the relative error of an estimate (docs/memory.md), NEAR the share of a device from which on there is a
-# warning.
+# ERROR is the relative error of an estimate (docs/memory.md). NEAR is the share of a device above which a part is
+# reported in a warning.
 ERROR = 0.15
 NEAR = 0.92
 POLICY, REFERENCE = "actor", "reference policy"
@@ -53,7 +53,7 @@ POLICY, REFERENCE = "actor", "reference policy"
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The shapes of the models, None if not known, and the policy's number of token positions."""
+    """The shapes of the policy and of the critic (None if not known), and the policy's number of token positions."""
 
     policy: ModelShape
     critic: ModelShape | None = None
@@ -62,7 +62,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A part that exceeds a device (``refused``) or that nearly fills it, with the phase in which it does."""
+    """A part that nearly fills a device, or exceeds it (``refused``), with the phase in which this happens."""
 
     part: Part
     moment: Moment
@@ -70,13 +70,7 @@ class Verdict:
 
 
 def parts_of(context: RuleContext, models: Models, device: int | None) -> list[Part]:
-    """Return the parts of a run that use accelerators.
-
-    Args:
-        context: the run's configuration.
-        models: the shapes of the run's models.
-        device: bytes of memory of an accelerator, if known; rollout engines take a share of this memory.
-    """
+    """Return the memory of each part of a run; ``device``: bytes of memory of an accelerator, or None if not known."""
     run = _Run(context, models, device)
     placement = context.settings.async_training.placement
     if placement == SHARED:
@@ -86,7 +80,7 @@ def parts_of(context: RuleContext, models: Models, device: int | None) -> list[P
 
 
 def verdicts(parts: list[Part], device: int) -> Iterator[Verdict]:
-    """Yield the parts that exceed or nearly fill a device of ``device`` bytes."""
+    """Yield a verdict for each part of a run that exceeds or nearly fills a device of ``device`` bytes."""
     for part in parts:
         certain = max(part.moments, key=lambda moment: moment.certain)
         if certain.certain > device:
@@ -110,7 +104,7 @@ class _Run:
         return self.context.settings
 
     def trainer(self) -> Part:
-        """Return the memory of the training ranks if the trainer has accelerators of its own."""
+        """Return the memory of the trainer's ranks if rollout engines use other accelerators."""
         buckets = listed(device_buckets(self.config, hands_over=False))
         moments = tuple(Moment(moment.name, (*moment.items, *buckets)) for moment in self._training())
         devices, settings = trainer_ranks(self.config), self._less_training()
@@ -118,7 +112,7 @@ class _Run:
         return Part("trainer rank", devices, moments, settings, host, self._snapshot())
 
     def _training(self) -> Iterator[Moment]:
-        """Yield the memory of a training rank in each phase: one model computes while the others are idle."""
+        """Yield the memory of a trainer rank in each phase; in a phase one model computes and the others are idle."""
         for name, rank in self._ranks().items():
             rest = self._beside(name)
             if name != REFERENCE:
@@ -127,7 +121,6 @@ class _Run:
                 yield Moment("log-probs" if name == POLICY else f"log-probs of the {name}", (*rank.scoring, *rest))
 
     def _ranks(self) -> dict[str, Rank]:
-        """Return the memory of each model on a training rank, by the model's name."""
         ranks = {POLICY: actor_rank(self.config, self.models.policy)}
         if self.context.has_critic and self.models.critic is not None:
             ranks["critic"] = critic_rank(self.config, self.models.critic)
@@ -136,17 +129,16 @@ class _Run:
         return ranks
 
     def _beside(self, working: str) -> tuple[Item, ...]:
-        """Return the device memory that models of a training rank other than ``working`` keep while idle."""
+        """Return the device memory that the idle models of a trainer rank keep while the model ``working`` computes."""
         others = ((name, rank) for name, rank in self._ranks().items() if name != working)
         return tuple(_of(name, item) for name, rank in others for item in rank.at_rest)
 
     def _on_host(self) -> tuple[Item, ...]:
-        """Return the host memory of all models of a training rank."""
         policy, *others = self._ranks().items()
         return (*policy[1].host, *(_of(name, item) for name, rank in others for item in rank.host))
 
     def _kept(self) -> tuple[Item, ...]:
-        """Return the host copies of a rank's weights that exist if several steps are trained per published version."""
+        """Return the copies of its weights that a rank keeps on the host if a version has several training steps."""
         saves = (self.context.get("trainer.save_freq") or -1) > 0
         scores = self.context.trainer_scores or self.settings.async_training.placement == ELASTIC
         if self.settings.async_training.trigger_parameter_sync_step == 1 or not (saves or scores):
@@ -158,7 +150,7 @@ class _Run:
         )
 
     def _less_training(self) -> tuple[str, ...]:
-        """Return the settings to change for less memory in training, most effective first."""
+        """Return the settings whose change saves memory in training, most effective first."""
         dynamic = self.context.get(f"{ACTOR}.use_dynamic_bsz")
         tokens = f"{ACTOR}.ppo_max_token_len_per_gpu" if dynamic else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
         if is_megatron(self.config, ACTOR):
@@ -168,7 +160,7 @@ class _Run:
         return tokens, layers, f"{MODEL}.use_fused_kernels", "trainer.n_gpus_per_node", BUCKET
 
     def _snapshot(self) -> tuple[Item, ...]:
-        """Return the host copy of the weights that is sent while training continues."""
+        """Return the host copy of the weights that is sent while training continues; () if training waits instead."""
         weights = self.settings.weights
         if weights.publish != "beside":
             return ()
@@ -176,7 +168,7 @@ class _Run:
         return (Item("copy of the weights that is sent, at rank 0", copy),)
 
     def rollout(self) -> Part:
-        """Return the memory of rollout replicas, which hold two versions of the weights during a weight sync."""
+        """Return the memory of rollout replicas, which may have two versions of the weights during a weight sync."""
         engine, weights = rollout_engine(self.config, self.models.policy), self.settings.weights
         staged = Item("next weights", engine.weights)
         on_device = weights.staging == "device"
@@ -193,7 +185,7 @@ class _Run:
         return Part("rollout replica", devices, (moment,), settings, host, notes=self._cache())
 
     def _engine(self, hybrid: bool = False) -> tuple[Item, ...]:
-        """Return the memory of a rollout engine, or only its weights if the device's size is not known."""
+        """Return the memory of a rollout engine, or of its weights only if the memory of a device is not known."""
         engine = rollout_engine(self.config, self.models.policy, hybrid)
         if self.device is None:
             return (Item("rollout engine: weights", engine.weights),)
@@ -213,7 +205,6 @@ class _Run:
         return (f"KV cache: at most {tokens} tokens, {requests} requests of {request} tokens",)
 
     def servers(self) -> Part:
-        """Return the memory of log-prob servers."""
         servers = self.settings.servers
         rank = server_rank(self.config, servers, self.models.policy)
         staged = Item("next weights", rank.weights)
@@ -224,7 +215,7 @@ class _Run:
         return Part("log-prob server", servers.accelerators, (Moment("log-probs", items),), settings, host)
 
     def in_turns(self) -> Part:
-        """Return the memory of accelerators that training and generation use in turns."""
+        """Return the memory of the trainer's accelerators if they also generate, in turns or while lent."""
         actor = actor_rank(self.config, self.models.policy)
         engine = rollout_engine(self.config, self.models.policy, hybrid=True)
         elastic = self.settings.async_training.placement == ELASTIC
@@ -257,7 +248,7 @@ def _of(name: str, item: Item) -> Item:
 
 
 def told(verdict: Verdict, device: int) -> str:
-    """Return a text with the amounts of memory in a verdict."""
+    """Return a text with the amounts of memory of a part on a device of ``device`` bytes."""
     items = sorted(verdict.moment.items, key=lambda item: -item.bytes)
     amounts = ", ".join(f"{item.name} {gib(item.bytes)}" for item in items)
     return f"{verdict.part.name}, {verdict.moment.name}: {gib(verdict.moment.total)} of {gib(device)} ({amounts})"
@@ -268,7 +259,7 @@ MODELS_OWN = f"{ROLLOUT}.max_model_len, which is the number of the model's posit
 
 
 def parts(context: RuleContext) -> list[Part]:
-    """Return the parts of the run with their memory; an empty list if the policy's shape or an engine is unknown."""
+    """Return the memory of each part of the run; [] if the policy's shape or a training engine is not known."""
     policy = model_of(context, POLICY_PATH)
     strategies = {context.get(f"{section}.strategy") for section in context.trained}
     if policy is None or context.on_cpu or not strategies <= {"fsdp", "fsdp2", "megatron"}:
@@ -278,7 +269,7 @@ def parts(context: RuleContext) -> list[Part]:
 
 
 def device_bytes(context: RuleContext) -> int | None:
-    """Return the bytes of memory of an accelerator: `async_training.device_memory_gib`, or by default as detected."""
+    """Return the memory of an accelerator in bytes, as configured or else as detected; None if not known."""
     asked = context.settings.async_training.device_memory_gib
     if asked is not None:
         return int(asked * GIB)
@@ -286,7 +277,7 @@ def device_bytes(context: RuleContext) -> int | None:
 
 
 def problems(context: RuleContext) -> Iterator[Problem]:
-    """Yield a problem for each part that cannot fit; `warnings` has the parts that nearly fill a device."""
+    """Yield a problem for each part of the run that does not fit into memory, and for each invalid parallel size."""
     yield from parallel_sizes(context)
     for verdict in _verdicts(context):
         if verdict.refused:
@@ -300,7 +291,7 @@ def problems(context: RuleContext) -> Iterator[Problem]:
 
 
 def _cache(context: RuleContext) -> Iterator[Problem]:
-    """Check that the KV cache fits the longest request, as vLLM requires (vllm/v1/core/kv_cache_utils.py)."""
+    """Check that the longest request fits into the KV cache, as vLLM requires (vllm/v1/core/kv_cache_utils.py)."""
     shape, device = model_of(context, POLICY_PATH), device_bytes(context)
     windowed = context.policy.get("sliding_window") and context.policy.get("use_sliding_window", True)
     other_size = context.get(f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype")
@@ -317,7 +308,7 @@ def _cache(context: RuleContext) -> Iterator[Problem]:
 
 
 def warnings(context: RuleContext) -> list[str]:
-    """Return a warning for each part that nearly fills a device."""
+    """Return a warning for each part of the run that nearly fills its accelerators."""
     device = device_bytes(context) or 0
     return [
         f"may not fit: {told(verdict, device)}; to need less, change {', '.join(verdict.part.settings)}"

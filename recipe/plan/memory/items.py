@@ -11,8 +11,7 @@ MIB = 1 << 20
 class Item:
     """A named amount of memory, such as weights or activations.
 
-    If `certain`, the bytes follow from tensor sizes, to within a few per cent. Other amounts, such as those of
-    activations and libraries, are estimates.
+    `certain` amounts follow from tensor sizes, to within a few per cent; others, such as activations, are estimates.
     """
 
     name: str
@@ -22,7 +21,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The memory of a device in one phase of the run, such as the update; `name` is the phase."""
+    """What is in a device's memory at the same time, in the phase `name` of the run, such as "update"."""
 
     name: str
     items: tuple[Item, ...]
@@ -38,13 +37,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Devices with the same role, such as trainer ranks.
+    """A part of a run: devices with the same role, such as trainer ranks.
 
     Attributes:
         moments: memory of each device in each phase.
-        settings: the settings to change for less memory, most effective first.
-        host: memory that each device's process uses on its host.
-        host_once: memory on one host only.
+        settings: the settings whose change saves memory, most effective first.
+        host: host memory for each device.
+        host_once: host memory that is needed only once.
         notes: further remarks for the plan, such as the size of the KV cache.
     """
 
@@ -62,7 +61,7 @@ class Part:
 
 
 def listed(*items: Item | None) -> tuple[Item, ...]:
-    """Return the items of more than 0 bytes."""
+    """Return the items that are not None and have more than 0 bytes."""
     return tuple(item for item in items if item is not None and item.bytes > 0)
 
 

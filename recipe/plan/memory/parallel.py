@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that parallel sizes divide the heads, layers, experts and other dimensions of models of known shape.
+"""Checks that tensor-, pipeline-, expert- and sequence-parallel sizes divide the dimensions of a run's models.
 
-Contract: sizes with which an engine would fail to build a model are refused before anything starts. The checks cover
-each model of a run: the policy in rollout, trainer and log-prob servers, the critic, and the reward model. Shown by
-tests/config/test_parallel_sizes.py, which compares them with Megatron's own assertions.
+Contract: sizes with which an engine could not build its model are refused before anything starts. The checks cover the
+policy in rollout, trainer and log-prob servers, the critic, and the reward model. Shown by
+tests/config/test_parallel_sizes.py, which compares the checks with Megatron's own assertions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_los
 
 
 def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
-    """Check the parallel sizes of every engine whose model's shape is known."""
+    """Yield a problem for each parallel size that does not fit its model, for all models of known shape."""
     policy, critic = model_of(context, "actor_rollout_ref.model.path"), model_of(context, "critic.model.path")
     if policy is not None:
         yield from _rollout(context, ROLLOUT, policy)
@@ -59,7 +59,7 @@ def _ulysses(context: RuleContext, section: str, shape: ModelShape) -> Iterator[
 def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
     """Check Megatron's sizes (megatron/core/transformer/transformer_config.py:920, core/tensor_parallel/layers.py)."""
     of_experts = f"{section}.expert_tensor_parallel_size"
-    # If no tensor-parallel size is set for experts, Megatron uses that of the other layers.
+    # If no tensor-parallel size is set for experts, Megatron uses that of the other layers for them.
     inherited = {} if context.count(of_experts) else _experts(shape)
     # mbridge does not pad the vocabulary, so the size must divide its entries; Megatron-Bridge is not checked.
     vocabulary = {"entries of the vocabulary": shape.vocab} if context.get(f"{section}.vanilla_mbridge") else {}
@@ -78,15 +78,16 @@ def _no_experts(context: RuleContext, setting: str) -> Problem:
 
 
 def _experts(shape: ModelShape) -> dict[str, int]:
-    """Return the dimension of an expert that tensor parallelism divides, by its name; empty without experts."""
+    """Return {name: size} of the dimension of an expert that tensor parallelism splits; {} in a dense model."""
     return {"columns of an expert": shape.expert_mlp} if shape.experts else {}
 
 
 def _stages(context: RuleContext, section: str, layers: int) -> Iterator[Problem]:
-    """Check the division of layers among pipeline stages (megatron/core/transformer/transformer_config.py:1350-1480).
+    """Check that layers divide among pipeline stages (megatron/core/transformer/transformer_config.py:1350-1480).
 
-    Either the first and last stage may have their own numbers of layers, or embedding and loss count as one layer each;
-    all other stages have equally many layers. A layout that lists the layers of each stage is left to Megatron.
+    All stages must have equally many layers, with one of two exceptions: the first and last stage may have their own
+    numbers of layers, or embedding and loss may count as one layer each. A layout that lists the layers of each stage
+    is not checked here, but by Megatron.
     """
     layout = f"{section}.override_transformer_config"
     if context.get(f"{layout}.pipeline_model_parallel_layout"):
@@ -120,7 +121,7 @@ def _tensor(context: RuleContext, setting: str, shape: ModelShape, more: Mapping
 
 
 def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check that a size divides the attention heads, and divides or is a multiple of the KV heads."""
+    """Check that a parallel size divides the number of attention heads, and divides that of KV heads or vice versa."""
     size = context.count(setting) or 1
     if shape.heads % size:
         yield from _divides(context, setting, {"attention heads": shape.heads})
@@ -130,7 +131,7 @@ def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterato
 
 
 def _divides(context: RuleContext, setting: str, wholes: Mapping[str, int]) -> Iterator[Problem]:
-    """Yield a problem for the first of the dimensions ``wholes`` that the size in ``setting`` does not divide."""
+    """Yield a problem for the first of the dimensions ``wholes`` that the parallel size ``setting`` does not divide."""
     size = context.count(setting) or 1
     what = next((what for what, whole in wholes.items() if whole % size), None)
     if what is not None:

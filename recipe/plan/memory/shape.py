@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a decoder-only language model, and the number of its parameters.
+"""The dimensions of a decoder-only language model, and the numbers of parameters that follow from them.
 
-Contract: for the families in `FAMILIES`, the parameters that follow from `shape_of` are exactly those of the model in
-transformers. For any other model `shape_of` returns None instead of a guess. Shown by
-tests/plan/test_memory.py and test_memory_parts.py.
+Contract: for the families in `FAMILIES`, the number of parameters is exactly that of the model in transformers. For any
+other model, `shape_of` returns None. Shown by tests/plan/test_memory.py and test_memory_parts.py.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from recipe.async_engine.config.rules.context import RuleContext
 
-# For each model family: whether it has biases on q, k and v, and whether it has norms on each head's q and k.
+# The values say whether a family has biases on q, k and v, and whether it has norms on each head's q and k.
 FAMILIES: Mapping[str, tuple[bool, bool]] = {
     "llama": (False, False),
     "mistral": (False, False),
@@ -25,7 +24,7 @@ FAMILIES: Mapping[str, tuple[bool, bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The dimensions in a model's config.json; the numbers about experts are 0 in a dense model."""
+    """The dimensions of a model, from its config.json; those of experts are 0 in a dense model."""
 
     hidden: int
     layers: int
@@ -52,7 +51,7 @@ class ModelShape:
 
     @property
     def attention(self) -> int:
-        """Number of parameters of one layer's attention, including head norms and the layer's two norms."""
+        """Return the number of parameters of one layer's attention, including head norms and the layer's two norms."""
         weights = 2 * self.hidden * (self.q_width + self.kv_width)
         biases = (self.q_width + 2 * self.kv_width) * self.qkv_bias
         return weights + biases + 2 * self.head_dim * self.head_norms + 2 * self.hidden
@@ -63,7 +62,6 @@ class ModelShape:
 
     @property
     def experts_of_layer(self) -> int:
-        """Number of parameters of all experts of one layer."""
         return self.experts * 3 * self.hidden * self.expert_mlp
 
     @property
@@ -85,7 +83,7 @@ class ModelShape:
 
     @property
     def outside_layers(self) -> int:
-        """Number of parameters of the embedding, the output head and the last norm."""
+        """Return the number of parameters of the embedding, the output head and the last norm."""
         return self.embedding * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -94,7 +92,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Number of parameters of all layers, without experts."""
+        """Return the number of parameters of all layers, without experts."""
         return self.layers * self.attention + self.expert_layers * self.router + self.dense_layers * self.dense_mlp
 
     @property
@@ -103,11 +101,11 @@ class ModelShape:
 
     @property
     def without_head(self) -> int:
-        """Number of parameters of a value model, whose head has a single output instead of the vocabulary."""
+        """Return the number of parameters of a value model, whose head has one output instead of the vocabulary."""
         return self.layer_parameters + self.expert_parameters + self.embedding + 2 * self.hidden
 
     def lora_parameters(self, rank: int) -> int:
-        """Return the number of parameters of LoRA adapters on all linear layers (`all-linear`) but experts."""
+        """Return the number of parameters of LoRA adapters on all linear layers except experts (`all-linear`)."""
         attention = 2 * (self.hidden + self.q_width) + 2 * (self.hidden + self.kv_width)
         return rank * (self.layers * attention + self.dense_layers * 3 * (self.hidden + self.mlp))
 
@@ -147,11 +145,11 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 768,
     },
 }
-"""Dimensions of the models in the documentation's commands, from their config.json, for plans without that file."""
+"""Dimensions from the config.json of the models that the documentation uses, for plans without that file."""
 
 
 def known_model(name: str) -> Mapping[str, Any] | None:
-    """Return the entries of a known model's config.json that determine its size; None if its name is not known."""
+    """Return the entries of a model's config.json that determine its size; None if the name is not in `_SIZES`."""
     return _SIZES.get(name.removesuffix("-Instruct").removesuffix("-Base"))
 
 
@@ -159,7 +157,7 @@ MOST_LAYERS = 10_000
 
 
 def model_of(context: RuleContext, setting: str) -> ModelShape | None:
-    """Return the shape of the model in a setting; None if neither its config.json nor its name is known."""
+    """Return the shape of the model in a setting; None if it has no known config.json, name or family."""
     for fact in context.files:
         if fact.setting == setting and (config := fact.model_config or known_model(fact.path)) is not None:
             return shape_of(config)
@@ -167,7 +165,7 @@ def model_of(context: RuleContext, setting: str) -> ModelShape | None:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """Return the shape in a config.json; None if the model's family is not known or an entry is missing or invalid."""
+    """Return a model's shape from its config.json; None if its family is unknown, or an entry is missing or invalid."""
     family = FAMILIES.get(str(config.get("model_type")))
     try:
         return None if family is None else _shape(config, *family)
@@ -180,7 +178,7 @@ def _shape(config: Mapping[str, Any], qkv_bias: bool, head_norms: bool) -> Model
     if not (
         0 < layers <= MOST_LAYERS and heads > 0 and int(config["hidden_size"]) > 0 and int(config["vocab_size"]) > 0
     ):
-        raise ValueError("the config.json has sizes that no model can have")
+        raise ValueError(f"config.json must have 1 to {MOST_LAYERS} layers, and other sizes above 0")
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     skipped = set(config.get("mlp_only_layers") or ())
     step = int(config.get("decoder_sparse_step") or 1)

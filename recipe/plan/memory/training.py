@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the memory of one rank of a training engine, from a model's shape and the engine's layout.
+"""Computes the memory of one rank of a training engine, from a model's shape and the engine's parallel sizes.
 
 Contract: weights, gradients and optimizer state are counted as the engines store them. FSDP2 shards weights, gradients
-and moments in fp32 over its group, and computes with gathered layers in bf16. Megatron has bf16 weights, an fp32
+and Adam's moments in fp32 over its ranks, and computes with gathered layers in bf16. Megatron has bf16 weights, an fp32
 gradient buffer and, sharded over d data-parallel ranks, fp32 weights and Adam's two moments: 6 + 12/d bytes per
 parameter (Megatron-Core's guide, "Distributed Optimizer"). docs/memory.md compares the results with published and
 measured figures.
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from recipe.plan.memory.items import GIB, Item, listed
 from recipe.plan.memory.shape import ModelShape
 
-# Memory that each process takes for CUDA's context, NCCL's buffers and libraries.
+# Each process takes this memory for CUDA's context, NCCL's buffers and libraries.
 CONTEXT = Item("context, NCCL, libraries", GIB, certain=False)
 FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The largest micro-batch of a rank, for an update or a forward pass.
+    """The largest micro-batch of a rank.
 
     Attributes:
         tokens: number of tokens of the micro-batch on this rank.
         logit_bytes: bytes of all copies of one logit; 0 with fused kernels or a value model.
-        recomputes: whether only the inputs of layers are kept for the backward pass (gradient checkpointing).
+        recomputes: whether gradient checkpointing is used, which keeps only the inputs of layers.
     """
 
     tokens: int
@@ -38,11 +38,10 @@ class Rank:
     """The memory of one rank.
 
     Attributes:
-        weights: bytes of the rank's weights during an update; likewise `gradients` and `optimizer` (its state).
+        weights, gradients, optimizer: bytes of the rank's weights, gradients and optimizer state during an update.
         update: further memory at the peak of an update.
         forward: further memory at the peak of a forward pass without backward.
-        weights_rest: whether the weights are offloaded to the host while the rank is idle.
-        optimizer_rest: whether the optimizer state is offloaded to the host while the rank is idle.
+        weights_rest, optimizer_rest: whether weights, or optimizer state, are on the host while the rank is idle.
         keeps_gradients: whether the gradient buffer stays on the device while the rank is idle.
         on_host: whether weights, gradients and optimizer state are always in host memory.
     """
@@ -59,19 +58,19 @@ class Rank:
 
     @property
     def updating(self) -> tuple[Item, ...]:
-        """Device memory during an update."""
+        """Return the device memory during an update."""
         states = (Item("weights", self.weights), Item("gradients", self.gradients), Item("optimizer", self.optimizer))
         return (*(() if self.on_host else listed(*states)), *self.update)
 
     @property
     def scoring(self) -> tuple[Item, ...]:
-        """Device memory during a forward pass without backward."""
+        """Return the device memory during a forward pass without backward."""
         weights = () if self.on_host or not self.weights_rest else (Item("weights", self.weights),)
         return (*weights, *self.at_rest, *self.forward)
 
     @property
     def at_rest(self) -> tuple[Item, ...]:
-        """Device memory while the rank is idle."""
+        """Return the device memory while the rank is idle."""
         if self.on_host:
             return ()
         buffer = self.keeps_gradients and not self.weights_rest
@@ -83,7 +82,6 @@ class Rank:
 
     @property
     def host(self) -> tuple[Item, ...]:
-        """Host memory of the rank."""
         return listed(
             Item("weights", self.weights) if self.weights_rest or self.on_host else None,
             Item("gradients", self.gradients) if self.on_host else None,
@@ -93,14 +91,14 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class FSDP:
-    """The layout of a model under FSDP2.
+    """How FSDP2 stores a model; the last three fields are those of `Rank`.
 
     Attributes:
         shards: number of ranks that share one copy of the model (`fsdp_size`, or all ranks).
         model_bytes: bytes of a stored parameter (`model_dtype`).
         compute_bytes: bytes of a gathered parameter (`mixed_precision.param_dtype`).
         trained: number of trained parameters; None for all.
-        trains: whether the rank has gradients and an optimizer.
+        trains: whether the model is trained.
         keeps_unsharded: whether gradients stay unsharded until the last micro-batch
             (`use_no_sync_for_gradient_accumulation`).
         reshards: whether a layer's gathered weights are freed after its forward pass.
@@ -119,12 +117,12 @@ class FSDP:
 
 
 def fsdp_rank(shape: ModelShape, layout: FSDP, update: Work | None, forward: Work | None, head: bool = True) -> Rank:
-    """Return the memory of an FSDP2 rank; ``head`` is whether the model has a language-model head, unlike a critic."""
+    """Return the memory of an FSDP2 rank; ``head``: the model has a language-model head, which a critic lacks."""
     parameters = shape.parameters if head else shape.without_head
     trained = 0 if not layout.trains else parameters if layout.trained is None else layout.trained
     outside = parameters - shape.layer_parameters - shape.expert_parameters
     share, trained_share = -(-parameters // layout.shards), -(-trained // layout.shards)
-    # The current layer and the next one are gathered; parameters outside of layers stay gathered.
+    # FSDP2 has the current layer and the next one gathered on each rank, and all parameters outside of layers.
     gathered = (outside + 2 * shape.largest_layer if layout.reshards else parameters) * layout.compute_bytes
     return Rank(
         weights=share * layout.model_bytes,
@@ -141,10 +139,11 @@ def fsdp_rank(shape: ModelShape, layout: FSDP, update: Work | None, forward: Wor
 def _fsdp_update(
     shape: ModelShape, layout: FSDP, work: Work, gathered: int, outside: int, trained: int
 ) -> tuple[Item, ...]:
-    """Return an update's memory at the larger of two peaks: at the output, or in the largest layer's backward pass.
+    """Return the memory that an update needs at its peak in addition to weights, gradients and optimizer state.
 
-    At the output, memory has all logits and the gradients of the output head. In a layer's backward pass, it has these
-    gradients, the layer's own gradients, which are reduced over the ranks in fp32, and the recomputed activations.
+    The peak is either at the model's output, with all logits and the gradients of the output head, or in the backward
+    pass of the largest layer, with the gradients of the output head and of the layer (which are reduced over the ranks
+    in fp32) and the layer's recomputed activations.
     """
     inputs = work.tokens * shape.hidden * 2 * shape.layers
     layer = work.tokens * layer_activations(shape)
@@ -189,20 +188,20 @@ def layer_activations(shape: ModelShape) -> int:
 
 
 def _layer_peak(shape: ModelShape) -> int:
-    """Return the peak bytes per token of one layer in a forward pass without backward."""
+    """Return the peak bytes per token that one layer needs in a forward pass without backward."""
     mlp = shape.experts_per_token * shape.expert_mlp if shape.expert_layers else shape.mlp
     return 8 * shape.hidden + max(6 * mlp, 4 * (shape.q_width + shape.kv_width))
 
 
 @dataclass(frozen=True, slots=True)
 class Megatron:
-    """The layout of a model under Megatron; parallel sizes are those of verl's `megatron` section.
+    """How Megatron stores a model: parallel sizes as in verl's `megatron` section, and offloading as in `Rank`.
 
     Attributes:
         ranks: number of all ranks of the engine.
         distributed: whether the optimizer state is sharded over the data-parallel ranks.
         trained: number of trained parameters; None for all.
-        trains: whether the rank has gradients and an optimizer.
+        trains: whether the model is trained, not only used for forward passes.
     """
 
     ranks: int
@@ -220,7 +219,7 @@ class Megatron:
 
     @property
     def copies(self) -> int:
-        """Number of ranks over which the optimizer state of dense parameters is sharded."""
+        """Return the number of ranks over which the optimizer state of dense parameters is sharded."""
         return max(1, self.ranks // (self.tensor * self.pipeline))
 
     @property
@@ -286,11 +285,11 @@ def _megatron_work(
 
 
 def _megatron_layer(shape: ModelShape) -> int:
-    """Return the bytes per token that a layer keeps with flash attention and fused norms, before tensor parallelism.
+    """Return the bytes per token that a layer of Megatron keeps for its backward pass, without tensor parallelism.
 
-    A layer keeps the inputs and outputs of both norms, q, k and v before and after rotary embedding, the output of
-    attention and, in the MLP, both halves of its first layer and their product. With experts, a layer also keeps the
-    input and the output of each expert to which a token is routed.
+    With flash attention and fused norms, a layer keeps the inputs and outputs of both norms, q, k and v before and
+    after rotary embedding, the output of attention and, in the MLP, both halves of its first layer and their product.
+    With experts, it also keeps the input and the output of each expert to which a token is routed.
     """
     common = 8 * shape.hidden + 6 * (shape.q_width + shape.kv_width)
     if shape.expert_layers:
