@@ -150,6 +150,8 @@ def test_log_prob_server_takes_weights_however_many_sequences_wait_for_them(clus
     get(server.begin_load.remote(0, SOON))
     scores = [server.score.remote(None, 8, 0, 0) for _ in range(4)]
     wait_for(lambda: get(server.account.remote())["waiting"] == LIMIT)
+    get(server.pause_serving.remote())
+    get(server.resume_serving.remote())
     assert get(server.describe.remote())
     get(server.load_failed.remote("the trainer is gone"))
     for score in scores:

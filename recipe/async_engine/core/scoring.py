@@ -82,6 +82,7 @@ class ScoringQueue:
     def __init__(self, settings: ScoringSettings, live: int | None = None) -> None:
         """Create an empty queue; ``live`` is the version of the initial weights, or None for placeholder weights."""
         self.live = live
+        self.paused = False
         self.joining = False
         """Whether the ranks are joining the process group of a weight sync; nothing is scored during that time."""
         self._settings = settings
@@ -230,7 +231,7 @@ class ScoringQueue:
         holds = self.joining or (
             self._settings.holds_for_weights and self._loading is not None and self._staged is None
         )
-        if live is None or holds:
+        if live is None or self.paused or holds:
             return []
         ready = [request for request in self._waiting.values() if request.version <= live]
         return sorted(ready, key=lambda request: (request.start, request.id))

@@ -35,6 +35,8 @@ from recipe.async_engine.outside import HOST_BACKEND
 HELD = ("score",)
 """Methods whose calls take long. Calls by a weight sync are in another concurrency group, and do not wait for them."""
 CONTROLS = (
+    "pause_serving",
+    "resume_serving",
     "joined",
     "staged",
     "load_failed",
@@ -107,6 +109,12 @@ class ModelEngineReplica(ReservedReplica):
             await asyncio.gather(*[worker.attach.remote(server) for worker in self.workers])
         self.servers, self._server_handle = [server], server
         self._server_address = f"model_engine_{self.replica_rank}"
+
+    async def pause_serving(self) -> None:
+        await self._server_handle.pause_serving.remote()
+
+    async def resume_serving(self) -> None:
+        await self._server_handle.resume_serving.remote()
 
     async def _nothing(self, *_: Any, **__: Any) -> None:
         """Do nothing, because a log-prob server does not generate."""

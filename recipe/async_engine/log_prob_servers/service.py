@@ -163,6 +163,14 @@ class ScoringService:
             self._queue.withdraw(request.id)
             self._answers.pop(request.id, None)
 
+    def pause_serving(self) -> None:
+        """Stop scoring until `resume_serving` is called. Requests and newer versions are still accepted."""
+        self._queue.paused = True
+
+    def resume_serving(self) -> None:
+        self._queue.paused = False
+        self._wake.set()
+
     async def begin_join(self) -> None:
         """Wait until a rank may join the process group of a weight sync, which is a collective operation.
 
