@@ -464,6 +464,26 @@ async def test_deadline_begins_anew_with_each_token() -> None:
     assert answer.token_ids == [10] * 4
 
 
+class Slow(SamplingServer):
+    """Samples a token every 0.1 s, and then nothing more."""
+
+    async def _sample(self, prompt: Any, sampling_params: Any, request_id: str) -> Any:
+        for count in range(1, self.tokens + 1):
+            await asyncio.sleep(0.1)
+            yield SimpleNamespace(finished=False, outputs=[SimpleNamespace(token_ids=[10] * count, logprobs=None)])
+        await asyncio.Event().wait()
+
+    async def drop_request(self, request_id: str) -> None:
+        """The test does not need to know that the request is dropped."""
+
+
+async def test_answer_that_grows_is_waited_for_and_one_that_stopped_growing_is_given_up() -> None:
+    server = Slow(12)
+    with pytest.raises(GenerationError, match=r"did not answer within 0\.5 s.*timeouts\.generation"):
+        await asyncio.wait_for(ask(make_client(balancer_of(server), timeout_s=0.5, every_s=0.05), max_tokens=20), 30)
+    assert sum(server.told) == 12, "it was waited for over twice as long a time"
+
+
 class LostBalancer:
     """A load balancer that died, or hangs."""
 

@@ -581,6 +581,29 @@ def test_drain_waits_for_generation_issues_nothing_and_goes_on_after_it(start: A
     assert len(pool.began(4)) == 4
 
 
+@pytest.mark.parametrize("fill", [True, False])
+def test_no_prompt_begins_once_the_run_is_to_stop_and_a_drain_ends_with_what_generates(start: Any, fill: bool) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=4), make_source(20), pool, slots=2))
+    first, second = pool.began(2)
+    scheduler.want_no_more()
+    first.finish()
+    settled(scheduler)
+    second.finish()
+    scheduler.pause_until_drained(SOON, fill=fill)
+    assert len(pool.calls) == 2 and scheduler.ledger.counts().failed == 0
+
+
+def test_no_prompt_begins_after_the_error_that_ends_the_run(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=4), make_source(20), pool, slots=1))
+    (first,) = pool.began(1)
+    scheduler.fail(RolloutFailed("the disk is full"))
+    first.finish()
+    settled(scheduler)
+    assert len(pool.calls) == 1
+
+
 def test_drain_that_takes_too_long_names_its_settings(start: Any) -> None:
     pool = ScriptedPool()
     scheduler = start(new_scheduler(new_ledger(), make_source(20), pool, slots=1))

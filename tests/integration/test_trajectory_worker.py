@@ -31,7 +31,7 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.trainer.ppo.reward import extract_reward
 from verl.utils.rollout_trace import RolloutTraceConfig
 
-from recipe.async_engine.actors.worker_set import WorkerRestarted
+from recipe.async_engine.actors.worker_set import WorkerDied, WorkerRestarted
 from recipe.async_engine.core.columns import VERSION_RUNS
 from recipe.async_engine.record.activity import Work
 from recipe.async_engine.record.events import Away
@@ -572,6 +572,14 @@ async def test_reward_that_fails_every_time_is_a_reward_error_with_its_cause(mak
     assert caught.value.__cause__ is None
     assert "raise step" in caught.value.__notes__[0]
     assert worker._running == {}
+
+
+async def test_death_of_reward_workers_uses_up_no_attempt(make_worker: Any) -> None:
+    died = [WorkerDied("reward worker 0 has died") for _ in range(3)]
+    scored, _ = await run(make_worker(ScriptedServer(part([10], 7)), Reward(*died[1:], 0.5), retries=0))
+    assert scored.score == 0.5
+    with pytest.raises(RewardError, match="failed 1 times, last with reward worker 0 has died"):
+        await run(make_worker(ScriptedServer(part([10], 7)), Reward(*died), retries=0))
 
 
 async def test_reward_that_never_comes_ends_at_its_deadline_which_is_named(make_worker: Any) -> None:

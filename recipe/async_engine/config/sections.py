@@ -37,14 +37,14 @@ class Timeouts:
         600.0, "One weight sync, from its start until the last replica has the new weights, and each part of it."
     )
     generation: float = seconds(
-        1800.0, "One generation request to a rollout replica; a request that takes longer is retried."
+        1800.0, "One answer of a rollout replica, or its next fetched tokens; later, its trajectory is retried."
     )
     prompt: float = seconds(600.0, "How long the training data's loader may take for one prompt before the run ends.")
     trajectory: float = seconds(
         2400.0,
         "One trajectory to its last token, with all requests and tools of its agent loop; one that takes longer is"
         " retried. Time between generation turns does not count. A weight sync that drains waits as long for running"
-        " answers. A trajectory with all of its retries should end within `batch_wait`.",
+        " answers, and for their retries. A trajectory with all of its retries should end within `batch_wait`.",
     )
     agent_worker: float = seconds(
         180.0,

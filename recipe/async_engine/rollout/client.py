@@ -23,9 +23,9 @@ Contract:
   tokens that the client has. With ``async_training.partial_tokens_interval`` the client fetches tokens regularly.
 * A request that fails in its engine is sent again, to another server if possible, without the tokens of the failed
   request. After `MOST_FAILURES` failures in a row the client raises an error.
-* All servers together have ``async_training.timeouts.generation`` seconds to return the next token of an answer. If a
-  server returns no token, the client asks again at growing intervals. If the caller of ``generate`` gives up, the
-  client makes the server drop the request.
+* All servers together have ``async_training.timeouts.generation`` seconds to return an answer, and again as long after
+  tokens of the answer were fetched. If a server returns no token, the client asks again at growing intervals. If the
+  caller of ``generate`` gives up, the client makes the server drop the request.
 
 Shown by tests/integration/test_client.py (with fake server actors) and tests/e2e/test_fully_async.py.
 """
@@ -35,7 +35,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -384,9 +384,9 @@ class ResumingClient(LLMServerClient):
                 in the load balancer.
         """
         with self._under_way(recorder, kwargs["prompt_ids"], patience.failed_at) as flight, patience.spent():
+            answer = asyncio.ensure_future(super().generate(request_id, **kwargs))
             try:
-                async with asyncio.timeout(patience.left_s):
-                    part = await super().generate(request_id, **kwargs)
+                part = await self._growing(answer, flight, patience)
             except TimeoutError:
                 who = f"rollout server {flight.server_id}"
                 if patience.refusals:
@@ -406,6 +406,23 @@ class ResumingClient(LLMServerClient):
             except (RayActorError, EngineDied) as error:
                 return await self._after_death(flight, recorder, error)
         return part if part.token_ids or part.stop_reason not in ABORTED else None
+
+    async def _growing(self, answer: asyncio.Task[Any], flight: Flight, patience: Patience) -> Any:
+        """Wait for ``answer`` as long as tokens of it arrive; raise TimeoutError if none arrives for too long."""
+        try:
+            limit_s = patience.left_s
+            while True:
+                sampled = len(flight.token_ids)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(limit_s):
+                        return await asyncio.shield(answer)
+                if answer.done() or len(flight.token_ids) == sampled:
+                    raise TimeoutError
+                # `Patience.spent` subtracts the time of this method afterwards.
+                patience.left_s += self._timeout_s
+                limit_s = self._timeout_s
+        finally:
+            answer.cancel()
 
     async def _after_death(self, flight: Flight, recorder: TrajectoryRecorder, error: Exception) -> TokenOutput | None:
         logger.error(

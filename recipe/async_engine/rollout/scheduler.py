@@ -320,7 +320,7 @@ class RolloutScheduler:
         """
 
         def drained() -> bool:
-            return not (self.manager.running or (fill and self._may_be_filled()))
+            return not (self.manager.running or (fill and not self._ending and self._may_be_filled()))
 
         with self._changed:
             if not fill:
@@ -427,6 +427,9 @@ class RolloutScheduler:
 
     def _issue_some(self) -> bool:
         """Begin up to about `PORTION` trajectories, and return whether more may be able to begin."""
+        if self._error is not None or self._ending:
+            # No further batch will be trained, so prompts stay for the next launch.
+            return False
         with self._changed:
             picks = self.manager.picks(self._issue_next, PORTION)
             picked = [self._runs[trajectory.group_id].trajectories[trajectory.index] for trajectory in picks]
@@ -521,7 +524,8 @@ class RolloutScheduler:
         """
         if self._failures_in_a_row < self._settings.max_consecutive_failures:
             return False
-        return not any(not (run.is_complete or run.given_up) for group, run in self._runs.items() if group < last)
+        with self._changed:
+            return not any(not (run.is_complete or run.given_up) for group, run in self._runs.items() if group < last)
 
     def _abandon(self, run: GroupRun, end: Callable[[int, str], Group], reason: str) -> None:
         run.given_up = True

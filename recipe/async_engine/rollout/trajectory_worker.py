@@ -32,7 +32,7 @@ from verl.utils.rollout_trace import rollout_trace_attr
 
 from recipe.async_engine.actors.control import EarlyCancellations, was_restarted
 from recipe.async_engine.actors.stacks import waits
-from recipe.async_engine.actors.worker_set import WorkerRestarted
+from recipe.async_engine.actors.worker_set import WorkerDied, WorkerRestarted
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
 from recipe.async_engine.core.deadlines import CANCELLED_S
 from recipe.async_engine.core.plain import told
@@ -87,6 +87,8 @@ CANCELLED = (
 )
 
 REWARD_METRIC = "reward"
+MOST_DEATHS = 2
+"""Number of reward workers that may die while computing one reward, without using up an attempt."""
 """Value of ``algorithm.filter_groups.metric`` for the reward itself. Other values name fields that the reward function
 returns.
 """
@@ -471,7 +473,9 @@ class TrajectoryWorker(AgentLoopWorker):
             return
         recorder = current_recorder()
         validates = recorder is not None and recorder.validates
-        for attempt in range(1, self._reward_attempts + 1):
+        attempts, deaths = 0, 0
+        while attempts < self._reward_attempts:
+            attempts += 1
             try:
                 with nullcontext() if validates else self._away.at(Away.REWARD):
                     async with asyncio.timeout(self._reward_timeout_s):
@@ -486,7 +490,9 @@ class TrajectoryWorker(AgentLoopWorker):
                 )
             except Exception as error:  # a user's reward function may raise anything
                 cause = error
-            logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, told(cause))
+                if isinstance(error, WorkerDied) and deaths < MOST_DEATHS:
+                    deaths, attempts = deaths + 1, attempts - 1
+            logger.warning("reward attempt %d of %d failed: %s", attempts, self._reward_attempts, told(cause))
         raise explained(RewardError, f"the reward failed {self._reward_attempts} times, last with ", cause)
 
     def _check_reward(self, output: AgentLoopOutput, trained: Sequence[str]) -> None:

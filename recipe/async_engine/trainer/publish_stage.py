@@ -55,6 +55,11 @@ class PublishStage:
         self._published, self._unchanged, self._alarms = published, unchanged, alarms
         self._timeline = timeline
         self._drains = plan.settings.weights.at_swap == "drain"
+        training = plan.settings.async_training
+        # A trajectory may fail at its deadline while the engines drain, and is then tried again.
+        self._drain_s = (1 + training.max_group_retries) * training.timeouts.trajectory
+        self._places_each, self._live_at_first = plan.engine_places // plan.rollout_replicas, plan.rollout_replicas
+        self._live = plan.rollout_replicas
         self._way = self._new_way(fail)
 
     def _new_way(self, fail: Callable[[BaseException], None]) -> Beside[dict[str, float]]:
@@ -64,8 +69,8 @@ class PublishStage:
         setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
         seconds = parts * timeouts.weight_sync
         if self._drains:
-            setting += f" and timeouts.trajectory={timeouts.trajectory:g}"
-            seconds += timeouts.trajectory
+            setting += f" and {self._drain_s:g} s by timeouts.trajectory and max_group_retries"
+            seconds += self._drain_s
 
         def late(version: int) -> PublishFailed:
             return PublishFailed(f"version {version} was not announced within {seconds:g} s ({setting})")
@@ -126,23 +131,31 @@ class PublishStage:
 
     def _bring(self, version: int) -> dict[str, float]:
         """Send a sealed version to the replicas, announce it, and return the metrics of the weight sync."""
-        self._timeline.note(f"version {version} is sealed")
+        self._timeline.note("a version is sealed")
         with self._timeline.during("stage", version):
             staged = self._publisher.stage(version)
-        training = self._plan.settings.async_training
         if self._drains:
+            fill = self._plan.settings.async_training.whole_batches
             with self._timeline.during("drain", version):
-                self._scheduler.pause_until_drained(training.timeouts.trajectory, fill=training.whole_batches)
+                self._scheduler.pause_until_drained(self._drain_s, fill)
         with self._timeline.during("swap", version):
             self._publisher.swap(staged)
         # No replica generates at this point, so every group that starts from now on starts with the new version.
         self._scheduler.version_announced()
         with self._timeline.during("resume", version):
             metrics = self._publisher.resume(staged)
+        self._use_live_places()
         if self._drains:
             self._scheduler.open_turn()
-        self._timeline.note(f"version {version} is announced")
+        self._timeline.note("a version is announced")
         return metrics
+
+    def _use_live_places(self) -> None:
+        """Have the scheduler use the sequence slots of the replicas that are alive, if their number has changed."""
+        live = self._publisher.live_replicas
+        if live != self._live:
+            self._live = live
+            self._scheduler.use_places(self._places_each * live, live / self._live_at_first)
 
     def _note_arrived(self) -> int:
         """Tell the alarms whether the announced version has the weights of the version before.
