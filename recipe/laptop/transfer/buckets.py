@@ -54,14 +54,6 @@ class Frame:
     body: torch.Tensor
 
 
-@dataclass
-class Totals:
-    """Numbers of tensors and bytes in a stream so far."""
-
-    tensors: int = 0
-    nbytes: int = 0
-
-
 @dataclass(frozen=True)
 class Header:
     """Those fields of a frame's header that describe its body; ``kind`` is DATA, END or ABORT."""
@@ -123,7 +115,7 @@ class BucketWriter:
         self._bucket_bytes = bucket_bytes
         self._version = NO_VERSION if version is None else version
         self._sequence = 0
-        self.totals = Totals()
+        self.tensors = self.nbytes = 0
 
     def frames(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Frame]:
         """Yield DATA frames with all tensors of ``weights``, and then the END frame."""
@@ -133,8 +125,7 @@ class BucketWriter:
             if len(name.encode()) > MAX_NAME_BYTES:
                 raise WeightStreamError(f"tensor name {name!r} is longer than {MAX_NAME_BYTES} bytes")
             flat = tensor.detach().reshape(-1).view(torch.uint8)
-            self.totals.tensors += 1
-            self.totals.nbytes += flat.numel()
+            self.tensors, self.nbytes = self.tensors + 1, self.nbytes + flat.numel()
             offset = -(-used // ALIGNMENT) * ALIGNMENT
             if entries and (offset + flat.numel() > self._bucket_bytes or len(entries) == MAX_TENSORS):
                 yield self._data_frame(entries, used)
@@ -148,7 +139,7 @@ class BucketWriter:
                 entries, used = [], 0
         if entries:
             yield self._data_frame(entries, used)
-        yield self._frame(END, 0, asdict(self.totals))
+        yield self._frame(END, 0, [self.tensors, self.nbytes])
 
     def abort(self, reason: str) -> Frame:
         """Return the ABORT frame, which ends a stream after an error; it uses the next bucket, like any frame."""
@@ -180,7 +171,7 @@ class BucketReader:
         self._version = version
         self._sequence = 0
         self._last_name = "none yet"
-        self.totals = Totals()
+        self._arrived = [0, 0]
 
     @property
     def position(self) -> str:
@@ -212,14 +203,16 @@ class BucketReader:
         if header.kind == ABORT:
             raise WeightStreamError(f"the sender gave up: {content['reason']} ({self.position})")
         if header.kind == END:
-            self._check_end(content)
+            if content != self._arrived:
+                raise WeightStreamError(
+                    f"the sender sent {content}, but {self._arrived} (tensors, bytes) arrived ({self.position})"
+                )
             return
         payload = body[: header.payload_bytes]
         for fields in content:
             entry = Entry(*fields)
             tensor = self._tensor(entry, payload)
-            self.totals.tensors += 1
-            self.totals.nbytes += tensor.nbytes
+            self._arrived = [self._arrived[0] + 1, self._arrived[1] + tensor.nbytes]
             self._last_name = entry.name
             yield entry.name, tensor
 
@@ -231,10 +224,6 @@ class BucketReader:
         if not 0 <= entry.offset <= end <= payload.numel():
             raise WeightStreamError(f"tensor {entry.name!r} is not within its frame ({self.position})")
         return payload[entry.offset : end].view(dtype).view(tuple(entry.shape))
-
-    def _check_end(self, announced: dict[str, int]) -> None:
-        if asdict(self.totals) != announced:
-            raise WeightStreamError(f"the sender sent {announced}, but {asdict(self.totals)} arrived ({self.position})")
 
 
 def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
