@@ -84,7 +84,7 @@ class Facts:
     speeds: Mapping[str, float] = field(default_factory=dict)
 
     def share(self, side: str, what: Class) -> float:
-        """Return the share of a class in the time, without start-up, of one ``side``: trainer, engines or servers."""
+        """Return the share of class ``what`` in the time of ``side`` (trainer, engines or servers) after start-up."""
         return _shares(sides(self.account).get(side, {})).get(what, 0.0)
 
     @property

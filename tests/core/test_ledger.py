@@ -168,7 +168,7 @@ def test_prompt_is_issued_once_per_epoch_whatever_became_of_it() -> None:
 
 def test_one_batch_is_leased_at_a_time() -> None:
     ledger = SampleLedger(GateSettings(1, 2, 1, 1))
-    with pytest.raises(LedgerError, match="no batch may be taken"):
+    with pytest.raises(LedgerError, match="no batch of version 0 can be taken"):
         ledger.take()
     with pytest.raises(LedgerError, match="no batch is leased"):
         ledger.mark_trained()
@@ -301,7 +301,7 @@ def test_group_counted_in_another_state_is_noticed() -> None:
     ledger = SampleLedger(TWO_AHEAD)
     group = issue(ledger, 2)[0]
     ledger._live._groups[group.id] = replace(group, start=1)
-    with pytest.raises(LedgerIdentityError, match="by state and start"):
+    with pytest.raises(LedgerIdentityError, match="the ledger counts live groups as"):
         ledger.check_identity()
 
 

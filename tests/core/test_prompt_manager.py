@@ -162,7 +162,7 @@ def test_only_a_group_of_which_nothing_runs_is_adopted_and_only_once() -> None:
     group = manager.ledger.issue(prompt(0))
     pending, running = TrajectoryState.PENDING, TrajectoryState.RUNNING
     for states in ([pending], [pending] * 3, [pending, running]):
-        with pytest.raises(LedgerError, match="needs 2 states other than RUNNING"):
+        with pytest.raises(LedgerError, match=r"2 trajectories of group \d need a state each, none of them RUNNING"):
             manager.adopt(group, states)
     manager.adopt(group, [pending, pending])
     with pytest.raises(LedgerError, match="known already"):

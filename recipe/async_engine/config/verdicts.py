@@ -84,7 +84,10 @@ def judged(context: RuleContext) -> bool:
 
 
 def _expanded(names: str) -> Iterator[str]:
-    """Yield the settings in a text: ``a.{b,c}`` stands for `a.b` and `a.c`, and keys of `_SECTIONS` for sections."""
+    """Yield the full name of each setting in the text ``names``.
+
+    In the text, ``a.{b,c}`` stands for `a.b` and `a.c`, and a key of `_SECTIONS` stands for the name of that section.
+    """
     for name in names.split():
         for parts in itertools.product(*(part.split(",") for part in re.split("[{}]", name))):
             first, dot, rest = "".join(parts).partition(".")

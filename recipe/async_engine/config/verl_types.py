@@ -147,7 +147,7 @@ ADDED: Mapping[str, Expected] = {
     "ray_kwargs.ray_init.num_gpus": NATURAL,
     "actor_rollout_ref.ref.strategy": PATH,
 }
-# Settings without which no run can be planned; an absent setting counts as null.
+# Settings that every plan of a run needs, with their types. A missing setting is judged as if it were null.
 NEEDED: Mapping[str, Expected] = {
     **dict.fromkeys((f"{ROLLOUT}.n", f"{ROLLOUT}.agent.num_workers", f"{ACTOR}.ppo_mini_batch_size"), COUNT),
     **dict.fromkeys(("data.max_prompt_length", "data.max_response_length", "reward.num_workers"), COUNT),

@@ -217,7 +217,8 @@ class PromptManager:
             raise LedgerError(f"group {group.id} is {group.state} or known already: it cannot be adopted")
         if len(states) != self.group_size or TrajectoryState.RUNNING in states:
             raise LedgerError(
-                f"group {group.id} needs {self.group_size} states other than RUNNING, but got {list(states)}"
+                f"the {self.group_size} trajectories of group {group.id} need a state each, none of them RUNNING, but "
+                f"the states are {list(states)}"
             )
         self._states[group.id] = list(states)
         self._groups_in[_group_state(states)] += 1
@@ -250,7 +251,7 @@ class PromptManager:
         """Mark a group as ready for training, because all of its trajectories are sampled and rewarded."""
         unfinished = [state for state in self._states[group_id] if state is not TrajectoryState.SAMPLED]
         if unfinished:
-            raise LedgerError(f"group {group_id} has trajectories that are {[state.value for state in unfinished]}")
+            raise LedgerError(f"group {group_id} is not complete: its trajectories are {[state.value for state in unfinished]}")
         self._leave(group_id)
         return self.ledger.mark_ready(group_id, oldest_version)
 

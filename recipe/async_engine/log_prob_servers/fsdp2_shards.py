@@ -6,7 +6,7 @@ Every rank gets every full tensor and cuts its own shard out of it, without a co
 
 Transformers 5 packs the experts of a layer into one parameter, but a stream contains a tensor for each expert. To find
 where each expert is in the packed parameter, the functions of verl and Transformers that export a model as a stream are
-run once on tensors without data. A stream may also contain packed tensors, which verl's function then splits. If the
+run once on tensors without data. If a stream contains packed tensors, verl's `unfuse_moe_params` splits them. If the
 tensors of a model's stream cannot be mapped to its parameters, the server does not start. Shown by
 tests/integration/test_staged_shards.py and test_staged_experts.py.
 """

@@ -188,7 +188,7 @@ class EngineActivity:
         """Record that the engine has sampled ``tokens`` tokens in total for a request."""
         request = self._requests[name]
         if (new := tokens - request.tokens) <= 0:
-            return  # The last output of an interrupted request has no new token.
+            return  # Nothing is to be counted: the last output of an interrupted request has no new token.
         if request.work in TRAINED_WORK:
             self.sampled += new
         request.tokens = tokens

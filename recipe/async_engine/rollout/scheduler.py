@@ -653,6 +653,7 @@ class RolloutScheduler:
                 records = [record for of_group in kept.values() for record in of_group if record is not None]
                 tokens = self.tokens + account
                 tokens.cut += sum(record.under_way_tokens for record in records)
+                complete = sum(run.cut_tokens for run in self._runs.values())
                 return {
                     "ledger": self.ledger.snapshot(),
                     # Copy the position, because the data loader may change the object that it returned.
@@ -662,6 +663,7 @@ class RolloutScheduler:
                         "cut": tokens.cut,
                         "trained": tokens.trained,
                         "lost": tokens.lost,
+                        "cached": complete + sum(record.cut_tokens for record in records),
                     },
                 }
 

@@ -339,8 +339,8 @@ class AsyncPPOTrainer(SavedRun):
             self._validated_at = self.global_steps
             self.publishing.finish(self.metrics)
             if self.is_within_version:
-                # The run ends between two versions. Publish the newest weights, so that they are validated, under the
-                # number of the version that they follow.
+                # The run ends after training steps that belong to no version yet. Publish the weights of these steps,
+                # so that they can be validated, and use the number of the last version once more.
                 self.metrics.update(self.publisher.publish(version))
             self.metrics.update(self._validate_now())
 

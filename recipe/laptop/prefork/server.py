@@ -100,7 +100,7 @@ class Server:
         if pid == 0:
             self._become(connection)
         self._launchers[pid] = connection
-        with suppress(OSError):  # The launcher has died; its fork will notice this and end.
+        with suppress(OSError):  # Sending fails if the launcher has died. Its fork notices this by itself and ends.
             connection.sendall(marshal.dumps(pid))
 
     def _reap(self) -> None:
