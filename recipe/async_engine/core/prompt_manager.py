@@ -251,7 +251,8 @@ class PromptManager:
         """Mark a group as ready for training, because all of its trajectories are sampled and rewarded."""
         unfinished = [state for state in self._states[group_id] if state is not TrajectoryState.SAMPLED]
         if unfinished:
-            raise LedgerError(f"group {group_id} is not complete: its trajectories are {[state.value for state in unfinished]}")
+            found = [state.value for state in unfinished]
+            raise LedgerError(f"group {group_id} is not complete: some of its trajectories are {found}")
         self._leave(group_id)
         return self.ledger.mark_ready(group_id, oldest_version)
 
