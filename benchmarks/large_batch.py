@@ -244,7 +244,7 @@ def new_scheduler(live: int, pool: Replicas, turns: bool = False) -> Any:
     gc.freeze()
     bound = live // ANSWERS - 1
     ledger = SampleLedger(GateSettings(ANSWERS // GROUP, 1, bound, bound), policy=Turns() if turns else OldestReady())
-    settings = SchedulerSettings(group_size=GROUP, slots=live, max_retries=1, max_consecutive_failures=9, turns=turns)
+    settings = SchedulerSettings(group_size=GROUP, slots=live, max_retries=1, max_consecutive_failures=9)
     return RolloutScheduler(ledger, Source(), pool, settings, Timeline(time.monotonic, live))
 
 
@@ -269,23 +269,25 @@ def collections() -> Iterator[list[float]]:
 def measure_turn(live: int) -> dict[str, Any]:
     pool = Replicas()
     scheduler = new_scheduler(live, pool, turns=True)
+    scheduler.use_places(0, 0.0, 600)
     scheduler.start()
     waits: list[float] = []
     over = threading.Event()
     prober = threading.Thread(target=probe, args=(scheduler, over, waits), daemon=True)
     prober.start()
-    scheduler.open_turn()
+    scheduler.use_places(live, 1.0, 600)
     while len(pool.begun) < live:
         time.sleep(0.02)
     for done in pool.begun[:ANSWERS]:
         pool.loop.call_soon_threadsafe(done.set_result, None)
     batch = scheduler.take_batch(600)
     assert batch is not None and len(batch) == ANSWERS // GROUP
+    scheduler.use_places(0, 0.0, 600).result(600)
     scheduler.batch_trained()
     scheduler.version_sealed()
     scheduler.version_announced()
     began = time.perf_counter()
-    scheduler.open_turn()
+    scheduler.use_places(live, 1.0, 600)
     while scheduler.manager.running < live - ANSWERS:
         time.sleep(0.002)
     turn = time.perf_counter() - began

@@ -63,8 +63,8 @@ def hours(wanted: float) -> dict[str, float]:
 def decisions(groups: int) -> float:
     """Return microseconds per group over the last tenth of the groups."""
     ledger = SampleLedger(GateSettings(BATCH, 1, 4, 4), target_groups=groups)
-    manager = PromptManager(ledger, ANSWERS, 4 * BATCH * ANSWERS, stream=True)
-    manager.open_turn()
+    manager = PromptManager(ledger, ANSWERS, 4 * BATCH * ANSWERS)
+    manager.open()
     draw = random.Random(0)
     issued = trained = 0
     running: dict[int, list] = {}

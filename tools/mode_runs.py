@@ -38,7 +38,6 @@ class Mode:
 
     name: str
     package: str
-    trainer: str
     overrides: tuple[str, ...]
     says: str
     shared: bool = False
@@ -50,19 +49,17 @@ class Mode:
 AT_ONCE, AHEAD = "async_training.staleness_threshold=0", "async_training.staleness_threshold=2"
 BOUND = "async_training.max_staleness=3"
 MODES = (
-    Mode("synchronous", "fully_async", "SlowApart", (AT_ONCE,), "a batch is generated, then trained"),
-    Mode("one-step-off", "one_step_off", "SlowApart", (), "the next batch is generated while one is trained"),
+    Mode("synchronous", "fully_async", (AT_ONCE,), "a batch is generated, then trained"),
+    Mode("one-step-off", "one_step_off", (), "the next batch is generated while one is trained"),
     Mode(
         "fully async",
         "fully_async",
-        "SlowApart",
         (AHEAD, BOUND),
         "both sides stream; at a weight sync, answers go on under the new version",
     ),
     Mode(
         "partial rollout",
         "partial_rollout",
-        "SlowPartialRollout",
         (BOUND,),
         "turns on the same devices; unfinished answers are kept and go on in the next turn",
         shared=True,
@@ -122,7 +119,7 @@ def run(mode: Mode, folder: Path) -> None:
         **Emulation(decode_step_s=DECODE_S).environment(),
         "UPDATE_S": str(UPDATE_S),
         "MODE": mode.package,
-        "TRAINER": f"timed_answers.{mode.trainer}",
+        "TRAINER": "timed_answers.SlowUpdate",
         "DECODE_RECORD": str(record),
     }
     # Ray's sockets are in this folder, and their paths must be short.

@@ -22,7 +22,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from benchmarks.emulation.engine import EmulatedExtension
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 MEDIAN_TOKENS, SPREAD, MOST_TOKENS = 12, 0.9, 48
 
@@ -65,19 +64,11 @@ class TimedDecodeExtension(EmulatedExtension):
         return super().update_weights_from_ipc(*args, **kwargs)
 
 
-class SlowUpdate:
-    """Mixed into a trainer to slow down its updates."""
+class SlowUpdate(AsyncPPOTrainer):
+    """A trainer with slow updates."""
 
     def _update(self, batch: Any) -> Any:
         ready = time.monotonic() + float(os.environ["UPDATE_S"])
         updated = super()._update(batch)
         time.sleep(max(0.0, ready - time.monotonic()))
         return updated
-
-
-class SlowApart(SlowUpdate, AsyncPPOTrainer):
-    """The trainer of the modes with separate devices, with slow updates."""
-
-
-class SlowPartialRollout(SlowUpdate, PartialRolloutTrainer):
-    """The trainer of partial rollout, with slow updates."""

@@ -24,7 +24,7 @@ class Mode:
 MODES = {
     "fully_async": Mode(counts_mini_batches=True),
     "one_step_off": Mode(),
-    "partial_rollout": Mode("recipe.partial_rollout.trainer.PartialRolloutTrainer"),
+    "partial_rollout": Mode(),
 }
 
 FEATURES = (

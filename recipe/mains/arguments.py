@@ -8,6 +8,7 @@ import os
 from omegaconf import DictConfig, open_dict, read_write
 
 from recipe.async_engine.config.fields import is_count
+from recipe.async_engine.config.legacy import placement
 from recipe.async_engine.config.problems import ConfigError, Problem, render
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verdicts import PLACEHOLDER as MANAGER
@@ -66,7 +67,7 @@ def take_arguments(config: DictConfig, mode: str) -> None:
         config.transfer_queue.enable = False
         # A synchronous DAPO script sets how many prompts are generated at a time; the modes start them one by one.
         config.data.gen_batch_size = None
-        if config.async_training.placement != SHARED:
+        if placement(config) != SHARED:
             _take_resources(config)
         if MODES[mode].counts_mini_batches:
             _count_in_mini_batches(config)

@@ -12,6 +12,7 @@ import sys
 
 from omegaconf import DictConfig
 
+from recipe.async_engine.config.legacy import placement
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.v1_validation import as_placed, judge_v1
 from recipe.async_engine.config.validation import Findings, Judge, warnings_of
@@ -60,8 +61,7 @@ def show(config: DictConfig, trainer: str) -> int:
 
 
 def _mode(config: DictConfig) -> str:
-    """Return the mode of a run without a flag, which follows from its settings."""
-    training = config.async_training
-    if training.get("placement") == SHARED:
+    """Return the mode of one of this package's mains, derived from its settings."""
+    if placement(config) == SHARED:
         return "partial_rollout"
-    return "one_step_off" if training.get("admission_policy") == "whole_batches" else "fully_async"
+    return "one_step_off" if config.async_training.get("admission_policy") == "whole_batches" else "fully_async"

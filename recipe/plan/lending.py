@@ -16,7 +16,7 @@ import heapq
 from dataclasses import dataclass, replace
 from itertools import count
 
-from recipe.async_engine.core.lending import Demand, LendingPolicy, Places
+from recipe.async_engine.core.lending import Demand, LendingPolicy, PlaceMeter, Places
 from recipe.async_engine.record.events import Class
 from recipe.plan.engine import Engine, Process, Request
 from recipe.plan.simulation import Result, Scenario, Simulation
@@ -57,10 +57,9 @@ class LendingSimulation(Simulation):
         self._asleep = set(range(self.standalone, self.standalone + self.hybrid))
         self._queue: list[tuple[int, int, int, Request]] = []
         self._numbers = count()
-        self._entered: dict[str, float] = {}
-        # These have the total seconds of each group's requests in engines, and its number of unfinished trajectories.
-        self._spent: dict[int, float] = {}
-        self._unsampled: dict[int, int] = {}
+        self._meter = PlaceMeter(self.clock, self.standalone * scenario.places)
+        # What the meter gave at the begin of each request that is at an engine.
+        self._began: dict[str, float] = {}
         self._sampled_at: dict[int, float] = {}
         for number in self._asleep:
             self.engines[number].close(Class.WAIT_OTHER_SIDE)
@@ -129,16 +128,16 @@ class LendingSimulation(Simulation):
             waiting -= sum(max(0, scenario.slots - engine.load) for engine in self.engines[: self.standalone])
         taken = sum(len(engine.running) for engine in self.engines[self.standalone :])
         places = Places(self.standalone * scenario.places, self.hybrid * scenario.places, max(0, waiting), taken)
-        sampled = sum(left == 0 for left in self._unsampled.values())
-        spent = sum(self._spent.get(group, 0.0) for group, left in self._unsampled.items() if left)
-        demand = Demand(
-            scenario.batch_groups, counts.ready, sampled, spent, self.ledger.may_take(), self.ledger.most_live
+        sampled, may_take = self.manager.counts().sampled, self.ledger.may_take()
+        return places, Demand(
+            scenario.batch_groups, counts.ready, sampled, self._meter.spent, may_take, self.ledger.most_live
         )
-        return places, demand
 
     def _use_slots(self) -> None:
-        """Set the number of generation slots to that of the replicas that are awake."""
-        self.manager.slots = (len(self.engines) - len(self._asleep)) * self.scenario.slots
+        """Give trajectories the slots of the replicas that are awake."""
+        awake = len(self.engines) - len(self._asleep)
+        self.manager.slots = awake * self.scenario.slots
+        self._meter.use(awake * self.scenario.places)
 
     def _serving(self) -> list[Engine]:
         return [engine for number, engine in enumerate(self.engines) if number not in self._asleep]
@@ -161,15 +160,13 @@ class LendingSimulation(Simulation):
             _, number = heapq.heappop(loads)
             *_, request = heapq.heappop(self._queue)
             self._at[request.name] = number
-            self._entered[request.name] = self.clock.now
-            self._unsampled.setdefault(request.group, self.scenario.answers)
+            self._began[request.name] = self._meter.begin()
             self.engines[number].submit(request)
             heapq.heappush(loads, (self.engines[number].load, number))
 
     def _leave(self, engine: Engine, request: Request) -> None:
         super()._leave(engine, request)
-        spent = self.clock.now - self._entered.pop(request.name, self.clock.now)
-        self._spent[request.group] = self._spent.get(request.group, 0.0) + spent
+        self._meter.leave(self._began.pop(request.name), request.group)
 
     def _sampled(self, request: Request) -> None:
         self._leave(self.engines[self._at[request.name]], request)
@@ -177,14 +174,13 @@ class LendingSimulation(Simulation):
         self._give_places()
 
     def _free(self, request: Request) -> None:
-        self._unsampled[request.group] -= 1
-        if not self._unsampled[request.group]:
-            self._sampled_at[request.group] = self.clock.now
         super()._free(request)
+        if self.manager.is_sampled(request.group):
+            self._meter.sampled(request.group)
+            self._sampled_at[request.group] = self.clock.now
 
     def _scored(self, request: Request) -> None:
         if self._groups[request.group].left == 1:
-            del self._unsampled[request.group]
             self.policy.reward_s.add(self.clock.now - self._sampled_at.pop(request.group))
-            self.policy.group_place_s.add(self._spent.pop(request.group))
+            self.policy.group_place_s.add(self._meter.end(request.group))
         super()._scored(request)

@@ -130,9 +130,7 @@ class Simulation:
         target = scenario.steps * scenario.batch_groups
         kind = Turns if scenario.shared else WholeBatches if scenario.whole_batches else OldestReady
         self.ledger = SampleLedger(gate, target_groups=target, policy=kind())
-        self.manager = PromptManager(
-            self.ledger, scenario.answers, scenario.slots * scenario.replicas, stream=not scenario.shared
-        )
+        self.manager = PromptManager(self.ledger, scenario.answers, scenario.slots * scenario.replicas)
         self._timeline = Timeline(self.clock)
         self._timeline.lane.take()
         self._lane = Lane(self.clock, Why.GATE)
@@ -170,9 +168,10 @@ class Simulation:
     def begin(self) -> None:
         """Schedule the first actions of the run for the beginning of virtual time."""
         self._timeline.restart()
-        if not self.scenario.shared:
-            self.manager.open_turn()
-            self._issue()
+        self.manager.open()
+        if self.scenario.shared:
+            self.manager.slots = 0
+        self._issue()
         self.clock.start(self._train())
 
     # The methods below simulate the trainer, in the order of the steps of `AsyncPPOTrainer`.
@@ -211,7 +210,7 @@ class Simulation:
         """Wait until the trainer may take a batch; if training and generation take turns, begin a generation turn."""
         if self.scenario.shared:
             self._open_engines()
-            self.manager.open_turn()
+            self.manager.slots = self.scenario.slots * self.scenario.replicas
             self._go_on()
             self._issue()
         self._why()
@@ -257,8 +256,7 @@ class Simulation:
         self._timed(self.ledger.announce)
         if not scenario.shared:
             self._open_engines()
-            if not self.manager.is_open:
-                self.manager.open_turn()
+            self.manager.open()
         self._publishing = False
         self._issue()
 
@@ -299,7 +297,7 @@ class Simulation:
             for request in self._interrupt(engine):
                 self._held[request.group, request.index] = request
             engine.close(Class.WAIT_OTHER_SIDE)
-        self._timed(self.manager.close_turn)
+        self.manager.slots = 0
         self._why()
         return rest
 
@@ -342,7 +340,7 @@ class Simulation:
         self.clock.after(wait, lambda: self._send(request))
 
     def _send(self, request: Request) -> None:
-        if self.scenario.shared and not self.manager.is_open:
+        if not self.manager.slots:
             self._held[request.group, request.index] = request
             return
         number = self._least_loaded()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from recipe.async_engine.record.events import ROLLOUT, TRAINER, WEIGHTS, Class
+from recipe.async_engine.record.events import ROLLOUT, SWITCH, TRAINER, WEIGHTS, Class
 from recipe.async_engine.record.schema import LIMIT, BadFile, unsaid
 from recipe.plan.device import DeviceTimes
 from recipe.plan.engine_steps import fit_steps
@@ -133,7 +133,9 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         raise CannotPlan(f"the event record in {folder} has no trained group: let the run train some steps first")
     parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
     resumes = [event.end - event.start for event in synced if event.what == "resume"]
-    swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])
+    # In turns, engines go to sleep and wake with the weights between two updates.
+    switch = 2 * statistics.mean(_phases(run, SWITCH) or [0.0])
+    swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0]) + switch
     rewards = about(run.trajectories, "reward")
     scored = zip(rewards["start"].to_pylist(), rewards["end"].to_pylist(), strict=True)
     times = Times(

@@ -183,8 +183,7 @@ def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[
         if event.lane in starting:
             begins, _ = starting.pop(event.lane)
             yield Piece(event.lane, begins, min(event.start, until), Class.START_UP, 1.0)
-        shared, lent = devices.is_of_trainer(event.lane), devices.hybrid > 0
-        for start, end, what in context.during(event, min(event.end, until), shared, lent):
+        for start, end, what in context.during(event, min(event.end, until), devices.is_of_trainer(event.lane)):
             yield Piece(event.lane, start, end, what, event.share)
     for device, (begins, ends) in starting.items():
         yield Piece(device, begins, ends, Class.START_UP, 1.0)

@@ -122,11 +122,8 @@ class Context(NamedTuple):
             _any_of(lanes[AGENTS], lambda event: () if event.what == NOWHERE else event.what.split("+")),
         )
 
-    def during(self, event: Event, until: float, shared: bool, lent: bool = False) -> Iterator[Part]:
-        """Split an event, up to the time ``until``, into parts of one class each.
-
-        ``shared`` is whether trainer and engine share accelerators; ``lent`` is whether the trainer lends them.
-        """
+    def during(self, event: Event, until: float, shared: bool) -> Iterator[Part]:
+        """Yield the parts of an event up to ``until``; ``shared`` is whether trainer and engine share accelerators."""
         if event.lane == TRAINER and event.what != WAIT:
             yield event.start, until, PHASES.get(event.what, Class.NOT_KNOWN)
             return
@@ -140,7 +137,7 @@ class Context(NamedTuple):
             for start, end, phase in self.phases.during(begin, stop):
                 if phase in (None, Class.START_UP) and event.what == Class.WAIT_OTHER_SIDE:
                     yield start, end, Class.START_UP
-                elif lent and phase in (WAIT, VALIDATE) and event.what == Class.WAIT_OTHER_SIDE:
+                elif phase in (WAIT, VALIDATE) and event.what == Class.WAIT_OTHER_SIDE:
                     asleep = self._of_waiting_trainer(start, end, why)
                     yield from asleep if phase == WAIT else [(start, end, Class.WAIT_VALIDATION)]
                 elif phase not in (WAIT, VALIDATE, Class.START_UP, None):

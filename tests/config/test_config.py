@@ -770,3 +770,22 @@ def test_stocks_lending_means_the_elastic_placement() -> None:
         changes = {"async_training.use_dynamic_resource_scheduling": True, "async_training.placement": placement}
         settings, problems = read_settings(configured(changes))
         assert not problems and settings.async_training.placement == meant
+
+
+@pytest.mark.parametrize("placement", ["separate", "elastic"])
+def test_without_nodes_of_its_own_generation_shares_the_trainers(placement: str) -> None:
+    changes = {"rollout.nnodes": 0, "async_training.placement": placement}
+    settings, problems = read_settings(configured(changes))
+    assert not problems and settings.async_training.placement == "shared"
+    (refused,) = judge(configured(changes | {"async_training.trigger_parameter_sync_step": 4}))[0]
+    assert refused.setting == "async_training.trigger_parameter_sync_step" and "set it to 1" in refused.advice
+
+
+def test_a_free_place_on_lent_accelerators_goes_to_any_groups_answer() -> None:
+    elastic = {"async_training.placement": "elastic"}
+    for changes, policy in (
+        (elastic, "turns"),
+        (elastic | {f"{WEIGHTS}.at_swap": "drain"}, "oldest_ready"),
+        ({}, "oldest_ready"),
+    ):
+        assert read_settings(configured(changes))[0].async_training.policy == policy

@@ -75,7 +75,6 @@ def test_what_has_no_effect_or_is_refused_says_what_to_do() -> None:
         ),
         ({"trainer.device": "npu"}, "trainer.device", "cuda or cpu"),
         ({"trainer.device": "xpu"}, "trainer.device", "cuda or cpu"),
-        ({"rollout.nnodes": 0}, "rollout.nnodes", "partial_rollout"),
         # Settings by their older names.
         ({"reward_model": {"enable": True}}, "reward.reward_model.enable_resource_pool", "of its own"),
         ({"reward_model": {"num_workers": 0}}, "reward.num_workers", "an integer >= 1"),

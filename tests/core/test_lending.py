@@ -178,7 +178,7 @@ class Trajectory:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["begin", "leave", "fail", "end", "places"]),
+            st.sampled_from(["begin", "leave", "fail", "sampled", "end", "places"]),
             st.integers(0, 3),
             st.floats(0, 10),
             st.integers(1, 6),
@@ -191,6 +191,7 @@ def test_place_seconds_are_those_of_a_recount(steps: list[tuple[str, int, float,
     meter = PlaceMeter(lambda: now, places)
     running: list[Trajectory] = []
     ended: dict[int, float] = {}
+    sampled: set[int] = set()
     for what, group, seconds, count in steps:
         for each in running:
             each.spent += seconds * min(1.0, places / len(running))
@@ -205,6 +206,12 @@ def test_place_seconds_are_those_of_a_recount(steps: list[tuple[str, int, float,
             meter.leave(each.began, each.group if what == "leave" else None)
             if what == "leave":
                 ended[each.group] = ended.get(each.group, 0.0) + each.spent
+                sampled.discard(each.group)
+        elif what == "sampled":
+            meter.sampled(group)
+            sampled.add(group)
         elif what == "end":
             assert meter.end(group) == pytest.approx(ended.pop(group, 0.0), abs=1e-6)
-        assert meter.spent == pytest.approx(sum(ended.values()) + sum(each.spent for each in running), abs=1e-6)
+            sampled.discard(group)
+        spent = sum(ended[each] for each in ended.keys() - sampled) + sum(each.spent for each in running)
+        assert meter.spent == pytest.approx(spent, abs=1e-6)

@@ -67,8 +67,8 @@ class Run:
         self.bound, self.seed = bound, seed
         self.policy = RandomPolicy(random.Random(seed), malicious)
         self.ledger = SampleLedger(gate, policy=self.policy)
-        self.manager = PromptManager(self.ledger, rng.randint(1, 2), 4, stream=True)
-        self.manager.open_turn()
+        self.manager = PromptManager(self.ledger, rng.randint(1, 2), 4)
+        self.manager.open()
         self.data = [Prompt(0, n, {}) for n in range(200)]
         self.refused = 0
 
@@ -139,8 +139,8 @@ def test_a_policy_that_raises_is_named_with_its_words() -> None:
         def rank(self, group: Group, index: int) -> float:
             raise KeyError("difficulty")
 
-    manager = PromptManager(SampleLedger(GateSettings(1, 1, 0, 0), policy=Broken()), 1, 1, stream=True)
-    manager.open_turn()
+    manager = PromptManager(SampleLedger(GateSettings(1, 1, 0, 0), policy=Broken()), 1, 1)
+    manager.open()
     with pytest.raises(PolicyError, match=r"Broken.rank raised KeyError: 'difficulty'"):
         manager.issue(PromptRef(0, 0, "0"))
 
@@ -150,8 +150,8 @@ def test_groups_begin_whole_whatever_the_ranks_of_their_trajectories() -> None:
         def rank(self, group: Group, index: int) -> float:
             return index
 
-    manager = PromptManager(SampleLedger(GateSettings(2, 1, 0, 0), policy=Mixed()), 2, 3, stream=True)
-    manager.open_turn()
+    manager = PromptManager(SampleLedger(GateSettings(2, 1, 0, 0), policy=Mixed()), 2, 3)
+    manager.open()
     for n in range(2):
         manager.issue(PromptRef(n, 0, str(n)))
     assert list(manager.picks(lambda: False)) == [Trajectory(0, 0), Trajectory(0, 1)]
@@ -180,8 +180,8 @@ def test_the_documented_policy_works_as_it_is_written(tmp_path: Path, monkeypatc
     sys.modules.pop("my_policy")
 
     ledger = SampleLedger(GateSettings(2, 1, 1, 1), policy=policy)
-    manager = PromptManager(ledger, 1, 8, stream=True)
-    manager.open_turn()
+    manager = PromptManager(ledger, 1, 8)
+    manager.open()
     data = [Prompt(0, n, {"extra_info": [{"difficulty": level}]}) for n, level in enumerate([5, 1, 4, 2, 3, 0])]
     issued: list[int] = []
 

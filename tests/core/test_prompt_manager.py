@@ -26,10 +26,10 @@ from recipe.async_engine.core.prompt_manager import (
 
 
 def new_manager(
-    batch: int = 2, depth: float = 1, bound: int = 1, size: int = 2, slots: int = 4, stream: bool = False
+    batch: int = 2, depth: float = 1, bound: int = 1, size: int = 2, slots: int = 4, whole_groups: bool = False
 ) -> PromptManager:
-    policy = OldestReady() if stream else Turns()
-    return PromptManager(SampleLedger(GateSettings(batch, 1, bound, depth), policy=policy), size, slots, stream)
+    policy = OldestReady() if whole_groups else Turns()
+    return PromptManager(SampleLedger(GateSettings(batch, 1, bound, depth), policy=policy), size, slots)
 
 
 def prompt(index: int) -> PromptRef:
@@ -57,9 +57,9 @@ def finish(manager: PromptManager, group_id: int, version: int = 0) -> None:
 
 
 def train(manager: PromptManager) -> None:
-    """Close the turn with a batch, train it and publish."""
+    """End the turn with a batch, train it and publish."""
     manager.ledger.take()
-    manager.close_turn()
+    manager.slots = 0
     manager.ledger.mark_trained()
     manager.ledger.seal()
     manager.ledger.announce()
@@ -73,23 +73,23 @@ def test_groups_and_slots_are_at_least_one(size: int, slots: int) -> None:
 
 @pytest.mark.parametrize(("portion", "picked"), [(1, 2), (2, 2), (3, 4), (None, 6)])
 def test_a_portion_of_a_stream_ends_with_a_whole_group(portion: int | None, picked: int) -> None:
-    manager = new_manager(batch=3, size=2, slots=6, stream=True)
-    manager.open_turn()
+    manager = new_manager(batch=3, size=2, slots=6, whole_groups=True)
+    manager.open()
     prompts = iter(map(prompt, range(3)))
     found = list(manager.picks(lambda: bool(manager.issue(next(prompts))), portion))
     assert len(found) == picked
 
 
 def test_while_nothing_generates_it_is_said_what_keeps_the_run_from_going_on() -> None:
-    manager = new_manager(stream=True)
+    manager = new_manager(whole_groups=True)
     assert [manager.why(True, True), manager.why(True, False)] == [Why.REWARD, Why.DRAIN]
-    manager.open_turn()
+    manager.open()
     assert [manager.why(True, False), manager.why(False, False)] == [Why.PROMPTS, Why.END]
 
 
 def test_slots_are_filled_trajectory_by_trajectory() -> None:
     manager = new_manager(size=2, slots=3)
-    manager.open_turn()
+    manager.open()
     assert fill(manager) == [Trajectory(0, 0), Trajectory(0, 1), Trajectory(1, 0)]
     manager.sampled(Trajectory(0, 1))
     assert fill(manager, 2) == [Trajectory(1, 1)]
@@ -99,20 +99,20 @@ def test_slots_are_filled_trajectory_by_trajectory() -> None:
 
 def test_oversampling_ends_at_the_ledgers_limit() -> None:
     manager = new_manager(batch=2, depth=1, slots=100)
-    manager.open_turn()
+    manager.open()
     assert len({trajectory.group_id for trajectory in fill(manager)}) == 4
     assert not manager.wants_prompt()
 
 
 def test_what_was_interrupted_keeps_its_slot_and_the_oldest_that_waits_gets_a_free_one() -> None:
     manager = new_manager(batch=1, depth=2, bound=2, size=1, slots=2)
-    manager.open_turn()
+    manager.open()
     assert fill(manager) == [Trajectory(0, 0), Trajectory(1, 0)]
     finish(manager, 0)
     assert fill(manager, 2) == [Trajectory(2, 0)]
     train(manager)
     assert manager.counts() == PromptCounts(0, 2, 0, 2, 0)
-    manager.open_turn()
+    manager.slots = 2
     assert manager.counts() == PromptCounts(0, 0, 2, 0, 0)
     assert manager.begin_again(Trajectory(1, 0)), "a failed attempt has its slot still"
     assert fill(manager, 3) == []
@@ -120,40 +120,39 @@ def test_what_was_interrupted_keeps_its_slot_and_the_oldest_that_waits_gets_a_fr
     assert fill(manager, 3) == [Trajectory(3, 0)]
 
 
-def test_nothing_begins_between_turns() -> None:
+def test_nothing_begins_before_generation_or_without_slots() -> None:
     manager = new_manager()
     assert manager.next() is None
     assert not manager.wants_prompt()
-    with pytest.raises(LedgerError, match="only in a generation turn"):
+    with pytest.raises(LedgerError, match="before generation begins"):
         manager.issue(prompt(0))
-    manager.open_turn()
+    manager.open()
     running = fill(manager)
-    assert manager.close_turn() == len(running)
+    manager.slots = 0
     assert manager.generating == 0
     assert manager.counts().interrupted_trajectories == len(running)
-    assert manager.next() is None
-    with pytest.raises(LedgerError, match="no generation turn is open"):
-        manager.close_turn()
+    assert manager.why(True, False) is Why.TURN
+    assert manager.next() is None and not manager.wants_prompt()
 
 
 def test_a_last_token_may_be_reported_after_its_turn() -> None:
     manager = new_manager(size=1)
-    manager.open_turn()
+    manager.open()
     late = fill(manager)[0]
-    manager.close_turn()
+    manager.slots = 0
     manager.sampled(late)
     manager.complete(late.group_id, 0)
     assert manager.ledger.counts().ready == 1
-    manager.open_turn()
+    manager.slots = 4
     assert late not in fill(manager, 10)
 
 
 def test_an_incomplete_group_is_never_complete() -> None:
     manager = new_manager(size=2)
-    manager.open_turn()
+    manager.open()
     fill(manager)
     manager.sampled(Trajectory(0, 0))
-    with pytest.raises(LedgerError, match="not complete"):
+    with pytest.raises(LedgerError, match="trajectories that are"):
         manager.complete(0, 0)
 
 
@@ -174,7 +173,7 @@ def test_only_a_group_of_which_nothing_runs_is_adopted_and_only_once() -> None:
 
 def test_a_trajectory_that_has_not_begun_has_no_last_token_and_no_failed_attempt() -> None:
     manager = new_manager(size=2, slots=1)
-    manager.open_turn()
+    manager.open()
     fill(manager)
     with pytest.raises(LedgerError, match="is pending, expected running"):
         manager.sampled(Trajectory(0, 1))
@@ -182,26 +181,26 @@ def test_a_trajectory_that_has_not_begun_has_no_last_token_and_no_failed_attempt
         manager.begin_again(Trajectory(0, 1))
 
 
-def test_in_a_stream_a_group_begins_when_all_of_it_may() -> None:
-    manager = new_manager(size=2, slots=3, stream=True)
-    manager.open_turn()
+def test_a_whole_group_begins_when_all_of_it_may() -> None:
+    manager = new_manager(size=2, slots=3, whole_groups=True)
+    manager.open()
     assert fill(manager) == [Trajectory(0, 0), Trajectory(0, 1)]
     manager.sampled(Trajectory(0, 0))
     assert fill(manager, 1) == [Trajectory(1, 0), Trajectory(1, 1)]
 
 
 def test_what_is_left_of_a_restored_group_fits_where_a_whole_one_does_not() -> None:
-    manager = new_manager(size=2, slots=3, stream=True)
+    manager = new_manager(size=2, slots=3, whole_groups=True)
     for index, states in enumerate((["sampled", "pending"], ["pending", "pending"], ["pending", "pending"])):
         manager.adopt(manager.ledger.issue(prompt(index)), [TrajectoryState(state) for state in states])
     assert manager.counts() == PromptCounts(3, 0, 0, 0, 0)
-    manager.open_turn()
+    manager.open()
     assert fill(manager, 3) == [Trajectory(0, 1), Trajectory(1, 0), Trajectory(1, 1)]
 
 
-def test_a_stream_that_is_drained_lets_what_runs_go_on_and_begins_nothing() -> None:
-    manager = new_manager(size=1, slots=3, stream=True)
-    manager.open_turn()
+def test_a_drain_lets_what_runs_go_on_and_begins_nothing() -> None:
+    manager = new_manager(size=1, slots=3, whole_groups=True)
+    manager.open()
     running, rewarded, _ = fill(manager)
     manager.sampled(rewarded)
     manager.drain()
@@ -210,7 +209,7 @@ def test_a_stream_that_is_drained_lets_what_runs_go_on_and_begins_nothing() -> N
     assert fill(manager, 3) == []
     assert manager.running == 2
     manager.sampled(running)
-    manager.open_turn()
+    manager.open()
     assert fill(manager, 3) == [rewarded, Trajectory(3, 0)]
 
 
@@ -229,19 +228,19 @@ class TurnsMachine(RuleBasedStateMachine):
         self.manager = PromptManager(SampleLedger(self.settings, policy=Turns()), size, slots)
         self.prompts = 0
         self.versions: dict[int, int] = {}
-        self.trained = 0
-        self.manager.open_turn()
+        self.trained, self.slots = 0, slots
+        self.manager.open()
 
     def _open_group_ids(self) -> list[int]:
         return [group.id for group in self.manager.ledger.in_state(GroupState.RUNNING)]
 
     @rule()
-    @precondition(lambda self: not self.manager.is_open)
+    @precondition(lambda self: not self.manager.slots)
     def open(self) -> None:
-        self.manager.open_turn()
+        self.manager.slots = self.slots
 
     @rule(count=st.integers(1, 8))
-    @precondition(lambda self: self.manager.is_open)
+    @precondition(lambda self: self.manager.slots)
     def pick(self, count: int) -> None:
         for _ in range(count):
             waiting = self._waiting()
@@ -309,28 +308,30 @@ class TurnsMachine(RuleBasedStateMachine):
             self.manager.ledger.fail(group_id, "test")
 
     @rule(next_one=st.booleans())
-    @precondition(lambda self: self.manager.is_open)
+    @precondition(lambda self: self.manager.slots)
     def close(self, next_one: bool) -> None:
         """A turn ends with its batch; the ledger's own checks raise if a group were past its bound."""
         ledger = self.manager.ledger
         self._sample_a_batch()
         ledger.take()
-        self.manager.close_turn()
+        self.manager.slots = 0
         ledger.mark_trained()
         ledger.seal()
         ledger.announce()
         self.trained += self.settings.batch_groups
         if next_one:
-            self.manager.open_turn()
+            self.open()
 
     @rule()
-    @precondition(lambda self: not self.manager.is_open)
+    @precondition(lambda self: not self.manager.slots)
     def resume_from_a_checkpoint(self) -> None:
         """Every group keeps its start, so that what was interrupted goes on before what is newer."""
         old = self.manager
         snapshot = json.loads(json.dumps(old.ledger.snapshot()))
         ledger = SampleLedger.restore(snapshot, self.settings, policy=Turns())
-        self.manager = PromptManager(ledger, old.group_size, old.slots)
+        self.manager = PromptManager(ledger, old.group_size, self.slots)
+        self.manager.open()
+        self.manager.slots = 0
         for group in ledger.in_state(GroupState.RUNNING):
             known = old.ledger.find(group.id)
             assert known is not None and known.start == group.start
@@ -347,15 +348,15 @@ class TurnsMachine(RuleBasedStateMachine):
         ledger.check_identity()
         counts, in_ledger = manager.counts(), ledger.counts()
         running = self._in_state(TrajectoryState.RUNNING)
-        assert manager.running == len(running) <= manager.slots
-        assert manager.generating == counts.running_trajectories == (len(running) if manager.is_open else 0)
-        assert counts.interrupted_trajectories == (0 if manager.is_open else len(running))
+        assert manager.running == len(running) <= self.slots
+        assert manager.generating == counts.running_trajectories == (len(running) if manager.slots else 0)
+        assert counts.interrupted_trajectories == (0 if manager.slots else len(running))
         groups = [
             {manager.state(Trajectory(group.id, index)) for index in range(manager.group_size)}
             for group in ledger.in_state(GroupState.RUNNING)
         ]
         run, wait = TrajectoryState.RUNNING, TrajectoryState.PENDING
-        assert counts.interrupted == (0 if manager.is_open else sum(run in states for states in groups))
+        assert counts.interrupted == (0 if manager.slots else sum(run in states for states in groups))
         assert counts.pending == sum(wait in states and run not in states for states in groups)
         assert in_ledger.live <= (1 + self.settings.pipeline_depth) * self.settings.batch_groups
         assert ledger.staleness.max <= self.settings.max_staleness
@@ -371,8 +372,9 @@ def test_turns_never_come_to_a_stop(bound: int) -> None:
     """Whatever is interrupted how often, each turn ends with a batch once its trajectories do."""
     manager = new_manager(batch=2, depth=bound, bound=bound, size=2, slots=3)
     issued = 0
+    manager.open()
     for turn in range(20):
-        manager.open_turn()
+        manager.slots = 3
         for _ in range(100):
             given = fill(manager, issued)
             issued = manager.ledger.counts().issued

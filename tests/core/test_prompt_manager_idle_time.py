@@ -33,8 +33,9 @@ def generate(batch: int, answers: int, slots: int, bound: int, turns: int, skip:
     left: dict[Trajectory, int] = {}
     running: set[Trajectory] = set()
     result = Generated(0, 0, 0)
+    manager.open()
     for turn in range(turns):
-        manager.open_turn()
+        manager.slots = slots
         steps, busy = TURN_STEPS, 0
         while manager.ledger.next_batch() is None:
             _fill(manager, left, running, tail)
@@ -45,7 +46,7 @@ def generate(batch: int, answers: int, slots: int, bound: int, turns: int, skip:
                     running.remove(trajectory)
                     _end(manager, trajectory)
         manager.ledger.take()
-        manager.close_turn()
+        manager.slots = 0
         manager.ledger.mark_trained()
         manager.ledger.seal()
         manager.ledger.announce()

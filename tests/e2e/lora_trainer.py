@@ -13,7 +13,6 @@ from verl.single_controller.base.decorator import Dispatch, register
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.shared_worker import HybridActorWorker
-from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 COLUMNS = ("input_ids", "attention_mask", "responses", "rollout_log_probs", "old_log_probs", "ref_log_prob")
 
@@ -78,7 +77,7 @@ class Apart(Recording, AsyncPPOTrainer):
     actor_worker = DumpingWorker
 
 
-class InTurns(Recording, PartialRolloutTrainer):
+class InTurns(Recording, AsyncPPOTrainer):
     """The recording trainer with shared placement."""
 
     actor_worker = DumpingHybridWorker
@@ -114,7 +113,7 @@ class FrozenApart(AsyncPPOTrainer):
     actor_worker = SendingBaseWorker
 
 
-class FrozenInTurns(PartialRolloutTrainer):
+class FrozenInTurns(AsyncPPOTrainer):
     """A trainer with the defective worker, for shared placement."""
 
     actor_worker = SendingBaseHybridWorker

@@ -20,7 +20,6 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.weights.replica_set import generates
-from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 LOST_AT, WAITS_AT = 3, 6
 TOKENS, ANSWER_TOKENS = 3, 24
@@ -47,26 +46,30 @@ def sampled_tokens(server: Any) -> int:
     return max((len(output.outputs[0].token_ids) for output in newest if output.outputs), default=0)
 
 
-class Losing:
-    """Mixed into a trainer to lose a replica."""
+class Losing(AsyncPPOTrainer):
+    """A trainer that loses a replica."""
 
     def _next_groups(self) -> Any:
         if self.global_steps == LOST_AT:
             threading.Thread(target=self._lose, daemon=True).start()
         if self.global_steps == WAITS_AT:
-            self._wait()
+            wait_for_replacements(self.publisher)
         return super()._next_groups()
 
     def _train(self, groups: list[Any]) -> Any:
         batch = super()._train(groups)
         if self.is_last_step:
-            replica = next(replica for replica in reversed(self.publisher.replicas) if generates(replica))
-            Path(os.environ["LOST"]).write_text(json.dumps({"asked_of_the_new_one": asked_of(self.publisher, replica)}))
+            replica = next(replica for replica in reversed(self._serving.replicas) if generates(replica))
+            Path(os.environ["LOST"]).write_text(json.dumps({"asked_of_the_new_one": asked_of(self._serving, replica)}))
         return batch
+
+    @property
+    def _serving(self) -> Any:
+        return self.hybrid or self.publisher
 
     def _lose(self) -> None:
         """Kill the replica when an unfinished answer has had tokens long enough for them to be fetched."""
-        replica = self.publisher.replicas[1]
+        replica = self._serving.replicas[1]
         pids = [ray.get(actor.__ray_call__.remote(pid), timeout=ASK_S) for actor in self._parts(replica)]
         deadline = time.monotonic() + ASK_S
         while time.monotonic() < deadline:
@@ -79,22 +82,5 @@ class Losing:
             os.kill(number, signal.SIGKILL)
 
     def _parts(self, replica: Any) -> list[Any]:
-        return [*replica.workers, *replica.servers]
-
-    def _wait(self) -> None:
-        wait_for_replacements(self.publisher)
-
-
-class LosingApart(Losing, AsyncPPOTrainer):
-    """The losing trainer with separate placement."""
-
-
-class LosingPartialRollout(Losing, PartialRolloutTrainer):
-    """The losing trainer with shared placement."""
-
-    def _parts(self, replica: Any) -> list[Any]:
-        # Its workers are the trainer's ranks.
-        return replica.servers
-
-    def _wait(self) -> None:
-        """Do nothing, because the weight sync has already waited."""
+        # The workers of a hybrid replica are the trainer's ranks.
+        return replica.servers if self.hybrid else [*replica.workers, *replica.servers]

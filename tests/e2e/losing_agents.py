@@ -16,15 +16,14 @@ from recording import pid_of
 from replacing import wait_for_agents
 
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 LOST_AT, WAITS_AT = 4, 7
 # Answers take about two seconds.
 MIDWAY_S = 1.0
 
 
-class LosingAgents:
-    """Mixed into a trainer to lose an agent-loop worker."""
+class LosingAgents(AsyncPPOTrainer):
+    """A trainer that loses an agent-loop worker."""
 
     def _next_groups(self) -> Any:
         if self.global_steps == LOST_AT:
@@ -37,11 +36,3 @@ class LosingAgents:
         pid = pid_of(self.async_rollout_manager.agent_loop_workers[0])
         time.sleep(MIDWAY_S)
         os.kill(pid, signal.SIGKILL)
-
-
-class LosingFullyAsync(LosingAgents, AsyncPPOTrainer):
-    """The losing trainer with separate placement."""
-
-
-class LosingPartialRollout(LosingAgents, PartialRolloutTrainer):
-    """The losing trainer with shared placement."""

@@ -20,7 +20,6 @@ from typing import Any
 from recipe.async_engine.core.columns import TOKEN_VERSIONS
 from recipe.async_engine.record.event_file import files, read
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 SOME_TOKENS = 3
 MIDWAY_S = RECORD_S = 60.0
@@ -92,7 +91,7 @@ class Midway(Recording):
         return snapshot
 
 
-class RecordingTrainer(Recording, PartialRolloutTrainer):
+class RecordingTrainer(Recording, AsyncPPOTrainer):
     """The recording trainer with shared placement, which is killed after the first write of its event record."""
 
     def before_the_kill(self) -> None:

@@ -240,5 +240,5 @@ def test_a_rollout_that_gets_the_frozen_base_alone_ends_the_run(
     assert "async_training.alarms.unchanged_weights=2" in run.summary["error"]["message"]
     assert run.summary["unchanged_versions"] == 2
     key = "fully_async/weight_sync/unchanged"
-    assert [step[key] for step in run.metrics if key in step] == [0, 1, 1]
+    assert [step[key] for step in run.metrics if key in step][-3:] == [0, 1, 1]
     assert "alarm unchanged_weights, 2 versions" in run.output

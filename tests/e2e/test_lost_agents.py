@@ -15,8 +15,8 @@ from test_fully_async import check_books
 from recipe.laptop.task import TaskPaths
 
 STEPS = 12
-FULLY_ASYNC = ("fully_async:losing_agents.LosingFullyAsync", "async_training.max_staleness=1", 1)
-PARTIAL = ("partial_rollout:losing_agents.LosingPartialRollout", "async_training.max_staleness=2", 2)
+FULLY_ASYNC = ("fully_async:losing_agents.LosingAgents", "async_training.max_staleness=1", 1)
+PARTIAL = ("partial_rollout:losing_agents.LosingAgents", "async_training.max_staleness=2", 2)
 
 
 @pytest.mark.e2e

@@ -21,10 +21,10 @@ APART = ["rollout.n_gpus_per_node=2", "async_training.max_staleness=1"]
 @pytest.mark.parametrize(
     ("main", "settings", "bound"),
     [
-        pytest.param("fully_async:losing.LosingApart", APART, 1, id="fully_async"),
-        pytest.param("one_step_off:losing.LosingApart", APART[:1], 1, id="one_step_off"),
+        pytest.param("fully_async:losing.Losing", APART, 1, id="fully_async"),
+        pytest.param("one_step_off:losing.Losing", APART[:1], 1, id="one_step_off"),
         pytest.param(
-            "partial_rollout:losing.LosingPartialRollout",
+            "partial_rollout:losing.Losing",
             ["trainer.n_gpus_per_node=2", "async_training.max_staleness=2"],
             2,
             id="partial_rollout",

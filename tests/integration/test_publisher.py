@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError
 from remote_fakes import Handle
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from recipe.async_engine.actors.replacement import Replacements
+from recipe.async_engine.actors.replacement import Replacements, Restarts
 from recipe.async_engine.config.sections import Weights
 from recipe.async_engine.core.errors import WeightLoadError, WeightStreamError
 from recipe.async_engine.weights import publisher as module
@@ -642,19 +642,20 @@ def begun(replacements: Replacements) -> None:
 
 
 def test_what_took_a_lost_ones_place_gets_weights_from_the_next_publication_on() -> None:
-    fleet, replacements = Fleet((), ("die",)), Replacements(1, 5.0, lambda lost: None)
+    restarts = Restarts(1)
+    fleet, replacements = Fleet((), ("die",)), Replacements(restarts, 5.0, lambda lost: None)
     fleet.publisher.replace_lost(replacements, lambda: Replica(2, fleet.journal))
     fleet.publish(1)
     assert fleet.routed == ["server-0"]
     begun(replacements)
     fleet.publish(2)
     assert fleet.routed == ["server-0", "server-2"]
-    assert fleet.publisher.restarts == 1
+    assert restarts.begun == 1
 
 
 def test_agent_loops_are_told_of_the_log_prob_servers_that_are_there() -> None:
     told: list[list[str]] = []
-    fleet, replacements = Fleet(()), Replacements(1, 5.0, lambda lost: None)
+    fleet, replacements = Fleet(()), Replacements(Restarts(1), 5.0, lambda lost: None)
     fleet.publisher.replace_lost(replacements, lambda: pytest.fail("no rollout replica was lost"))
     first, second = LogProbServer(1, fleet.journal, "die"), LogProbServer(2, fleet.journal)
     fleet.publisher.use_servers(
@@ -670,4 +671,4 @@ def test_agent_loops_are_told_of_the_log_prob_servers_that_are_there() -> None:
 def test_what_is_lost_and_not_replaced_stays_with_the_publisher() -> None:
     fleet = Fleet((), ("die",))
     fleet.publish(1)
-    assert fleet.publisher.replicas == fleet.replicas and fleet.publisher.restarts == 0
+    assert fleet.publisher.replicas == fleet.replicas

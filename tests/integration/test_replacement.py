@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from recipe.async_engine.actors import replacement
-from recipe.async_engine.actors.replacement import Replacements, clear_replica, cleared_on_failure
+from recipe.async_engine.actors.replacement import Replacements, Restarts, clear_replica, cleared_on_failure
 from recipe.async_engine.core.errors import NothingFree
 
 SOON_S = 5.0
@@ -30,7 +30,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 def test_lost_part_is_cleared_away_before_another_one_starts_and_handed_out_once() -> None:
     events: list[Any] = []
-    replacements = Replacements(1, SOON_S, lambda lost: events.append(("clear", lost)))
+    replacements = Replacements(Restarts(1), SOON_S, lambda lost: events.append(("clear", lost)))
 
     def start() -> str:
         events.append("start")
@@ -39,18 +39,18 @@ def test_lost_part_is_cleared_away_before_another_one_starts_and_handed_out_once
     replacements.begin("a replica", "old", start)
     assert wait_for(replacements.take) == ["new"]
     assert events == [("clear", "old"), "start"]
-    assert (replacements.take(), replacements.under_way, replacements.begun) == ([], 0, 1)
+    assert (replacements.take(), replacements.under_way, replacements._restarts.begun) == ([], 0, 1)
 
 
 def test_failed_start_is_repeated_until_the_budget_is_used_up(caplog: pytest.LogCaptureFixture) -> None:
-    replacements = Replacements(3, SOON_S, lambda lost: None)
+    replacements = Replacements(Restarts(3), SOON_S, lambda lost: None)
 
     def start() -> None:
         raise OSError("no accelerator is free")
 
     replacements.begin("a replica", "old", start)
     wait_for(lambda: not replacements.take() and replacements.under_way == 0)
-    assert replacements.begun == 3
+    assert replacements._restarts.begun == 3
     assert caplog.text.count("no accelerator is free") == 3
     assert "async_training.max_replica_restarts=3" in caplog.text
 
@@ -71,16 +71,16 @@ class Cluster:
 
 def test_attempts_that_find_nothing_free_are_made_again_and_use_up_no_budget(caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster()
-    replacements = Replacements(2, SOON_S, lambda lost: None)
+    replacements = Replacements(Restarts(2), SOON_S, lambda lost: None)
     for name in "abc":
         replacements.begin(f"replica {name}", name, cluster.start)
     wait_for(lambda: not replacements.take() and cluster.asked > 20)
-    assert replacements.begun <= 2
+    assert replacements._restarts.begun <= 2
     cluster.free = 5
     came: list[int] = []
     wait_for(lambda: came.extend(replacements.take()) or len(came) == 2)
     assert sorted(came) == [1, 2]
-    assert (replacements.take(), replacements.under_way, replacements.begun, cluster.started) == ([], 0, 2, 2)
+    assert (replacements.take(), replacements.under_way, replacements._restarts.begun, cluster.started) == ([], 0, 2, 2)
     # Said once of each, not at each attempt; the third has no budget left.
     assert 2 <= caplog.text.count("tried again at each weight sync") <= 3
     assert caplog.text.count("is not started: 2 have been (async_training.max_replica_restarts=2)") == 1
@@ -92,19 +92,19 @@ def test_another_error_after_a_wait_is_said_and_counts(caplog: pytest.LogCapture
     def start() -> None:
         raise errors.pop(0)
 
-    replacements = Replacements(1, SOON_S, lambda lost: None)
+    replacements = Replacements(Restarts(1), SOON_S, lambda lost: None)
     replacements.begin("a replica", "old", start)
     wait_for(lambda: not replacements.take() and replacements.under_way == 0)
-    assert not errors and replacements.begun == 1
+    assert not errors and replacements._restarts.begun == 1
     assert "a replica could not be started: no port is free" in caplog.text
 
 
 def test_past_the_budget_a_lost_part_is_cleared_away_and_not_replaced() -> None:
     cleared: list[Any] = []
-    replacements = Replacements(0, SOON_S, cleared.append)
+    replacements = Replacements(Restarts(0), SOON_S, cleared.append)
     replacements.begin("a replica", "old", lambda: pytest.fail("it was started"))
     wait_for(lambda: cleared == ["old"])
-    assert (replacements.begun, replacements.take()) == (0, [])
+    assert (replacements._restarts.begun, replacements.take()) == (0, [])
 
 
 def test_start_that_takes_too_long_is_given_up_and_cleared_away_when_it_is_up(
@@ -112,7 +112,7 @@ def test_start_that_takes_too_long_is_given_up_and_cleared_away_when_it_is_up(
 ) -> None:
     late = threading.Event()
     cleared: list[str] = []
-    replacements = Replacements(1, 0.02, cleared.append)
+    replacements = Replacements(Restarts(1), 0.02, cleared.append)
 
     def start() -> str:
         assert late.wait(SOON_S)

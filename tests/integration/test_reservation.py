@@ -86,7 +86,7 @@ class DelayedTrainer(Startup):
     def __init__(self, taken: list[Any]) -> None:
         config, self_settings = settings()
         self.config = OmegaConf.create(config)
-        self.plan = SimpleNamespace(settings=self_settings)
+        self.plan = SimpleNamespace(settings=self_settings, hybrid_replicas=0)
         self.timeouts = SimpleNamespace(startup=SOON_S, weight_sync=SOON_S)
         self.taken, self.rollout_is_placed = taken, threading.Event()
 
@@ -96,14 +96,14 @@ class DelayedTrainer(Startup):
         self.taken.append(pool)
         pool.get_placement_groups(device_name="cpu")
 
-    def _start_rollout(self) -> None:
+    def _start_rollout(self, hybrid: Any) -> None:
         replicas = [self.reservations.pool(f"rollout_pool_{number}", 1, 1) for number in range(8)]
         self.taken.extend(replicas)
         for pool in replicas:
             pool.get_placement_groups(device_name="cpu")
         self.rollout_is_placed.set()
 
-    def use_rollout(self, rollout: Any) -> None: ...
+    def use_rollout(self, rollout: Any, hybrid: Any) -> None: ...
 
 
 def test_a_trainer_that_comes_later_than_small_replicas_has_its_node_whole(groups: list[Any]) -> None:

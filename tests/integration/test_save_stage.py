@@ -23,9 +23,9 @@ from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.core.errors import CheckpointError
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer import checkpoints, rollout_state
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, RunState
 from recipe.async_engine.trainer.save_stage import SaveStage
-from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 SOON = 20.0
 
@@ -144,13 +144,12 @@ def test_one_that_fails_is_told_at_the_next_step_with_its_own_error_and_costs_no
     assert saving.told == [2]
 
 
-class Trainer(PartialRolloutTrainer):
+class Trainer(AsyncPPOTrainer):
     """A trainer whose stages say in ``done`` what they do, and have no processes."""
 
-    def __init__(self, done: list[str], stopped_by: str | None = None) -> None:
-        self.done, self.stopped_by = done, stopped_by
-        trainer = {"save_freq": 1 if stopped_by is None else 100, "test_freq": 1}
-        self.config = OmegaConf.create({"trainer": trainer})
+    def __init__(self, done: list[str]) -> None:
+        self.done = done
+        self.config = OmegaConf.create({"trainer": {"save_freq": 1, "test_freq": 1}})
         self.ledger: Any = SimpleNamespace(version=0, batches_left=0)
         self.plan: Any = SimpleNamespace(batches_per_version=1)
         self.metrics, self.timing_raw = {}, {}
@@ -159,10 +158,8 @@ class Trainer(PartialRolloutTrainer):
         self.global_steps, self.is_last_step, self._validated_at = 1, False, -1
         self.alarms, self.validation = Alarms({}), {"last": 0.5}
         self.alarms.note("skipped_updates", True)
-        self.publisher: Any = SimpleNamespace(is_awake=False, begin_generation=lambda: None, pause=lambda: None)
-        self.publisher.release = lambda: done.append("free the engines")
         self.publishing: Any = SimpleNamespace(
-            seal=self.seal, send=lambda *_: done.append("wake the engines"), finish=lambda metrics: None
+            seal=self.seal, send=lambda *_: done.append("send"), finish=lambda metrics: None
         )
         self.saving: Any = SimpleNamespace(save=self.save, finish=lambda: done.append("wait for the last one"), step=-1)
         self.scheduler: Any = SimpleNamespace(snapshot=lambda timeout_s: {"groups": {}})
@@ -194,14 +191,8 @@ def test_next_one_waits_for_the_one_under_way_and_has_the_results_so_far_as_they
     }
 
 
-@pytest.mark.parametrize("stopped_by", [None, "SIGTERM"])
-def test_partial_rollout_saves_a_version_before_the_engines_have_its_weights(stopped_by: str | None) -> None:
-    trainer = Trainer(done := [], stopped_by)
+def test_a_version_is_saved_when_it_is_sent_and_before_its_validation() -> None:
+    trainer = Trainer(done := [])
     trainer._publish()
     trainer._save_and_validate()
-    assert done == ["seal", "wait for the last one", "save", "wake the engines", "validate"]
-    # The last save of a run that ends without a further version: its engines have weights, and give them back.
-    trainer.publisher.is_awake = True
-    trainer.global_steps += 1
-    trainer.save_once()
-    assert done[5:] == ["wait for the last one", "free the engines", "save"]
+    assert done == ["seal", "send", "wait for the last one", "save", "validate"]

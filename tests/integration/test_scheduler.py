@@ -389,7 +389,7 @@ def test_prompts_that_were_taken_and_not_issued_are_in_the_snapshot(start: Any) 
     resumed = new_scheduler(SampleLedger.restore(snapshot["ledger"], ledger.settings), restored, ScriptedPool())
     assert resumed._prompts.left == 19
     pool.of(0).reward()
-    scheduler.open_turn()
+    scheduler.end_drain()
     assert [pool.of(group).group.prompt.index for group in (1,)] == [1], "the run itself goes on with it too"
 
 
@@ -426,7 +426,7 @@ def drained_run(groups: int, seed: int, size: int = 1, **settings: Any) -> Rollo
                     scheduler.version_sealed()
                     scheduler.version_announced()
                 assert scheduler.manager.running == 0, batch
-                scheduler.open_turn()
+                scheduler.end_drain()
             pool.calls.clear()
     finally:
         scheduler.stop(SOON)
@@ -451,7 +451,7 @@ def test_attempt_that_gave_its_slot_back_begins_again_after_the_weight_sync(star
     settled(scheduler)
     assert len(pool.calls) == 2
     assert scheduler.manager.running == 0
-    scheduler.open_turn()
+    scheduler.end_drain()
     pool.of(0, attempt=1).finish()
     assert train(scheduler) == [0]
 
@@ -577,7 +577,7 @@ def test_drain_waits_for_generation_issues_nothing_and_goes_on_after_it(start: A
     drain.join(SOON)
     settled(scheduler)
     assert len(pool.calls) == 2
-    scheduler.open_turn()
+    scheduler.end_drain()
     assert len(pool.began(4)) == 4
 
 

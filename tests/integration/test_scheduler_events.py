@@ -54,7 +54,7 @@ def test_lane_says_why_nothing_begins(running: list[RolloutScheduler]) -> None:
     scheduler.pause_until_drained(SOON)
     assert whys(scheduler)[-1] == Why.DRAIN
     scheduler.version_announced()
-    scheduler.open_turn()
+    scheduler.end_drain()
     pool.of(1).finish()
     assert scheduler.take_batch(SOON) is not None
     assert whys(scheduler)[-1] == Why.END

@@ -10,7 +10,6 @@ import pytest
 from remote_fakes import make_source
 from scripted_pool import SOON, ScriptedPool, new_ledger, wait_until
 
-from recipe.async_engine.core.errors import LedgerError
 from recipe.async_engine.core.groups import GroupState
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.policy import Turns
@@ -52,10 +51,22 @@ def new_turns(
     source: PromptSource | None = None,
 ) -> RolloutScheduler:
     ticks = iter(range(10**9))
-    settings = SchedulerSettings(size, slots, retries, 2, turns=True)
-    return RolloutScheduler(
+    settings = SchedulerSettings(size, slots, retries, 2)
+    scheduler = RolloutScheduler(
         ledger, source or make_source(16), pool, settings, Timeline(lambda: float(next(ticks)), slots)
     )
+    scheduler.use_places(0, 0.0, SOON)
+    return scheduler
+
+
+def open_turn(scheduler: RolloutScheduler, slots: int = 4) -> None:
+    scheduler.use_places(slots, 1.0, SOON)
+
+
+def end_turn(scheduler: RolloutScheduler) -> None:
+    held = scheduler.use_places(0, 0.0, SOON)
+    assert held is not None
+    held.result(SOON)
 
 
 @pytest.fixture
@@ -76,7 +87,7 @@ def end(scheduler: RolloutScheduler) -> list[int]:
     """Take the batch, close the turn, train and publish; the group ids."""
     batch = scheduler.take_batch(SOON)
     assert batch is not None
-    scheduler.end_turn(SOON).result(SOON)
+    end_turn(scheduler)
     scheduler.batch_trained()
     scheduler.version_sealed()
     scheduler.version_announced()
@@ -88,7 +99,7 @@ def test_nothing_begins_before_the_first_turn_or_between_two(start: Any) -> None
     scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2, policy=Turns()), pool))
     scheduler.snapshot(SOON)
     assert not pool.calls
-    scheduler.open_turn()
+    open_turn(scheduler)
     pool.began(4)
     pool.of(0, 0).finish()
     pool.of(0, 1).finish()
@@ -102,14 +113,14 @@ def test_nothing_begins_before_the_first_turn_or_between_two(start: Any) -> None
 def test_interrupted_trajectories_go_on_in_the_next_turn_before_new_prompts(start: Any) -> None:
     pool = TurnPoolFake()
     scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2, policy=Turns()), pool, slots=4))
-    scheduler.open_turn()
+    open_turn(scheduler)
     pool.began(4)
     pool.of(0, 0).finish()
     pool.of(0, 1).finish()
     assert end(scheduler) == [0]
     waiting = pool.of(1, 0), pool.of(1, 1)
     assert scheduler.metrics()["partial_rollout/trajectories_interrupted"] >= 2
-    scheduler.open_turn()
+    open_turn(scheduler)
     wait_until(scheduler, lambda: pool.told == ["go on", "hold", "go on"])
     assert not any(call.cancelled for call in waiting)
     assert scheduler.manager.running == 4, "what was interrupted has its slots still"
@@ -121,7 +132,7 @@ def test_interrupted_trajectories_go_on_in_the_next_turn_before_new_prompts(star
 def test_a_slot_is_given_away_trajectory_by_trajectory(start: Any) -> None:
     pool = TurnPoolFake()
     scheduler = start(new_turns(new_ledger(b=2, bound=1, depth=1, policy=Turns()), pool, slots=3))
-    scheduler.open_turn()
+    open_turn(scheduler)
     assert [call.key for call in pool.began(3)] == ["0-0-0", "0-1-0", "1-0-0"]
     pool.of(0, 1).generate()
     assert [call.key for call in pool.began(4)][3] == "1-1-0"
@@ -130,7 +141,7 @@ def test_a_slot_is_given_away_trajectory_by_trajectory(start: Any) -> None:
 def test_an_answer_that_ends_as_its_turn_is_closed_is_complete(start: Any) -> None:
     pool = TurnPoolFake()
     scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1, policy=Turns()), pool, slots=4))
-    scheduler.open_turn()
+    open_turn(scheduler)
     pool.began(4)
     pool.of(0, 0).finish()
     pool.of(0, 1).finish()
@@ -138,14 +149,14 @@ def test_an_answer_that_ends_as_its_turn_is_closed_is_complete(start: Any) -> No
     pool.of(1, 0).finish()
     pool.of(1, 1).finish()
     wait_until(scheduler, lambda: scheduler.ledger.counts().ready == 1)
-    scheduler.open_turn()
+    open_turn(scheduler)
     assert end(scheduler) == [1]
 
 
 def test_a_failed_attempt_is_followed_by_the_next_one_in_its_slot(start: Any) -> None:
     pool = TurnPoolFake()
     scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1, policy=Turns()), pool, slots=4))
-    scheduler.open_turn()
+    open_turn(scheduler)
     pool.began(4)
     pool.of(0, 0).finish()
     pool.of(0, 1).finish()
@@ -153,7 +164,7 @@ def test_a_failed_attempt_is_followed_by_the_next_one_in_its_slot(start: Any) ->
     pool.of(1, 0).fail(TrajectoryFailed("its worker died"))
     again = pool.of(1, 0, attempt=1)
     assert again.avoid == "worker-0"
-    scheduler.open_turn()
+    open_turn(scheduler)
     again.finish()
     pool.of(1, 1).finish()
     assert end(scheduler) == [1]
@@ -162,7 +173,7 @@ def test_a_failed_attempt_is_followed_by_the_next_one_in_its_slot(start: Any) ->
 def test_a_group_that_fails_for_good_gives_its_slots_back(start: Any) -> None:
     pool = TurnPoolFake()
     scheduler = start(new_turns(new_ledger(b=1, bound=1, depth=0, policy=Turns()), pool, slots=2, retries=0))
-    scheduler.open_turn()
+    open_turn(scheduler)
     pool.began(2)
     pool.of(0, 0).fail(TrajectoryFailed("no answer"))
     pool.of(1, 0).finish()
@@ -176,7 +187,7 @@ def test_a_group_that_fails_for_good_gives_its_slots_back(start: Any) -> None:
 def test_a_restored_scheduler_goes_on_with_what_was_kept(start: Any) -> None:
     pool = TurnPoolFake()
     scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2, policy=Turns()), pool, slots=6))
-    scheduler.open_turn()
+    open_turn(scheduler)
     pool.began(6)
     for n in (0, 1):
         pool.of(0, n).finish()
@@ -196,7 +207,7 @@ def test_a_restored_scheduler_goes_on_with_what_was_kept(start: Any) -> None:
     restored = new_turns(ledger, fresh, slots=6, source=source)
     restored.restore_groups(saved["groups"])
     start(restored)
-    restored.open_turn()
+    open_turn(restored)
     began = {call.key for call in fresh.began(5)}
     # What waits goes first: two records, then the one that had no token yet, then a new prompt.
     assert began == {"1-1-0", "2-0-0", "2-1-0", "3-0-0", "3-1-0"}
@@ -210,7 +221,7 @@ def test_a_restored_scheduler_goes_on_with_what_was_kept(start: Any) -> None:
 def test_a_payload_on_its_way_when_the_workers_tell_what_they_keep_is_in_the_snapshot(start: Any) -> None:
     pool = TurnPoolFake()
     scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1, policy=Turns()), pool, slots=4))
-    scheduler.open_turn()
+    open_turn(scheduler)
     pool.began(4)
     pool.of(0, 0).finish()
     pool.of(0, 1).finish()
@@ -230,7 +241,7 @@ def test_a_payload_on_its_way_when_the_workers_tell_what_they_keep_is_in_the_sna
 def test_a_group_whose_last_payload_came_with_the_checkpoint_is_ready_after_it() -> None:
     pool = TurnPoolFake()
     first = new_turns(new_ledger(b=1, bound=1, policy=Turns()), pool)
-    first.manager.open_turn()
+    first.manager.open()
     group = first.manager.issue(make_source(1).take().reference)
     ledger = SampleLedger.restore(first.ledger.snapshot(), first.ledger.settings, policy=Turns())
     restored = new_turns(ledger, TurnPoolFake())
@@ -241,23 +252,16 @@ def test_a_group_whose_last_payload_came_with_the_checkpoint_is_ready_after_it()
     assert ledger.next_batch() is not None
 
 
-def test_turns_cannot_overlap(start: Any) -> None:
-    scheduler = start(new_turns(new_ledger(b=1, policy=Turns()), TurnPoolFake()))
-    scheduler.open_turn()
-    with pytest.raises(LedgerError, match="open already"):
-        scheduler.open_turn()
-
-
 def test_answers_that_are_lost_are_generated_again_in_the_next_turn(start: Any) -> None:
     pool = TurnPoolFake()
     scheduler = start(new_turns(new_ledger(b=1, bound=1, depth=0, policy=Turns()), pool, slots=2))
-    scheduler.open_turn()
+    open_turn(scheduler)
     for n in (0, 1):
         pool.of(0, n).finish()
     (run,) = scheduler.take_batch(SOON)
-    scheduler.end_turn(SOON).result(SOON)
+    end_turn(scheduler)
     scheduler.payloads_lost([run.group.id])
-    scheduler.open_turn()
+    open_turn(scheduler)
     pool.began(4)
     for call in pool.calls[2:]:
         call.finish()

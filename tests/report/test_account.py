@@ -86,7 +86,7 @@ def test_shared_accelerators_are_the_engines_while_the_trainer_waits() -> None:
     assert account.devices.keys() == {ENGINE}
     assert seconds(account, ENGINE) == {
         Class.START_UP: 2,
-        Class.WAIT_OTHER_SIDE: 1 + 1,
+        Class.WAIT_BATCH: 1 + 1,
         Class.DECODING: 2,
         Class.TRAINING: 3,
         Class.VALIDATING: 1,

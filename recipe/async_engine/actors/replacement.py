@@ -47,21 +47,37 @@ class _Attempt:
         return _Attempt(self.what, self.start, waited=waited)
 
 
+@dataclass
+class Restarts:
+    """The budget of a run for all its replicas and servers.
+
+    Attributes:
+        most: largest number of attempts in the run.
+        begun: number of attempts so far, without those that found no free accelerators.
+    """
+
+    most: int
+    begun: int = 0
+
+    def begin(self) -> bool:
+        """Count one more attempt, and return True, if the budget allows it."""
+        if self.begun >= self.most:
+            return False
+        self.begun += 1
+        return True
+
+
 class Replacements:
     """Replaces lost replicas as the module's contract describes.
 
     Args:
-        budget: largest number of attempts in the run.
+        restarts: the run's budget.
         timeout_s: seconds that one attempt may take.
         clear: ends the remaining processes of a lost replica and frees its resources.
-
-    Attributes:
-        begun: number of attempts so far that count against the budget.
     """
 
-    def __init__(self, budget: int, timeout_s: float, clear: Callable[[Any], None]) -> None:
-        self.begun = 0
-        self._budget = budget
+    def __init__(self, restarts: Restarts, timeout_s: float, clear: Callable[[Any], None]) -> None:
+        self._restarts = restarts
         self._timeout_s = timeout_s
         self._clear = clear
         self._attempts: list[_Attempt] = []
@@ -100,7 +116,7 @@ class Replacements:
                 if not waits:
                     logger.error("%s could not be started: %s", what, error)
                     continue
-                self.begun -= 1
+                self._restarts.begun -= 1
                 if not attempt.waited:
                     logger.error("%s waits, and is tried again at each weight sync: %s", what, error)
         for attempt in again:
@@ -109,8 +125,7 @@ class Replacements:
 
     def _fill(self, attempt: _Attempt) -> None:
         what = attempt.what
-        if self.begun < self._budget:
-            self.begun += 1
+        if self._restarts.begin():
             attempt.deadline = time.monotonic() + self._timeout_s
             self._attempts.append(attempt)
             threading.Thread(target=self._work, args=[attempt], name=f"start {what}", daemon=True).start()
@@ -118,8 +133,8 @@ class Replacements:
         if self._attempts:
             self._waiting.append(attempt.again(attempt.waited))
         else:
-            limit = f"async_training.max_replica_restarts={self._budget}"
-            logger.error("%s is not started: %d have been (%s)", what, self.begun, limit)
+            limit = f"async_training.max_replica_restarts={self._restarts.most}"
+            logger.error("%s is not started: %d have been (%s)", what, self._restarts.begun, limit)
         threading.Thread(target=self._clear_away, args=[attempt.lost], name="clear a lost replica", daemon=True).start()
 
     def _work(self, attempt: _Attempt) -> None:

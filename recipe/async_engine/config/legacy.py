@@ -88,12 +88,21 @@ LENDS = "use_dynamic_resource_scheduling"
 """Stock's setting for hybrid replicas on the trainer's accelerators, which this package calls `placement=elastic`."""
 
 
+def placement(config: Mapping[str, Any]) -> Any:
+    """Return `async_training.placement` of a configuration, in which `LENDS` or `rollout.nnodes=0` may say it."""
+    said, nodes = lookup(config, "async_training.placement"), lookup(config, "rollout.nnodes")
+    if said in ("separate", "elastic") and type(nodes) is int and nodes == 0:
+        return "shared"
+    return "elastic" if said == "separate" and lookup(config, f"async_training.{LENDS}") is True else said
+
+
 def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with settings of stock verl's modes translated, or removed if they are ignored."""
+    """Return the configuration without `UNREAD_OF_STOCK`, with `INTERRUPTS` translated and the right `placement`."""
     found = dict(config)
-    training = found.get("async_training")
-    if isinstance(training, Mapping) and training.get(LENDS) is True and training.get("placement") == "separate":
-        found["async_training"] = {**training, "placement": "elastic"}
+    if (where := placement(config)) is not None:
+        found["async_training"] = {**found["async_training"], "placement": where}
+        if where == "shared" and isinstance(rollout := found.get("rollout"), Mapping):
+            found["rollout"] = {key: value for key, value in rollout.items() if key != "nnodes"}
     for setting in (*UNREAD_OF_STOCK, INTERRUPTS):
         name, _, last = setting.partition(".")
         if isinstance(section := found.get(name), Mapping) and last in section:

@@ -18,6 +18,7 @@ from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.core.deadlines import TRACKERS_S
 from recipe.async_engine.core.scoring import Anchor
 
+SEPARATE: Final = "separate"
 SHARED: Final = "shared"
 ELASTIC: Final = "elastic"
 
@@ -168,8 +169,8 @@ class AsyncTraining:
         "separate",
         "Where trainer and replicas run: `separate` gives the replicas accelerators of their own (`rollout.nnodes`,"
         " `rollout.n_gpus_per_node`); `elastic` has further replicas on the trainer's, which generate while the trainer"
-        " waits (docs/elastic.md); `shared` has both take turns on the trainer's, and these two settings have no"
-        " effect. Each mode's own configuration sets it.",
+        " waits (docs/elastic.md); `shared` has both take turns on the trainer's (`rollout.nnodes=0` means this)."
+        " Each mode's own configuration sets it.",
     )
     off_policy_mask: int | None = setting(
         None,
@@ -189,7 +190,7 @@ class AsyncTraining:
         " a step trains the oldest prompts whose answers are ready; `whole_batches`, a prompt's batch is fixed when the"
         " prompt is issued, as in synchronous training (one-step-off); `turns`, as `oldest_ready`, but each free place"
         " at an engine is filled by one answer; or a class of your own by its dotted name (docs/extending.md). null:"
-        " `turns` with `placement=shared`, else `oldest_ready`.",
+        " `turns`, or `oldest_ready` with `placement=separate` or `at_swap=drain`.",
     )
     concurrent_samples_per_replica: int | None = setting(
         16,
@@ -280,7 +281,8 @@ class AsyncTraining:
     @property
     def policy(self) -> str:
         """The admission policy: `admission_policy` if set, else the default for the placement."""
-        return self.admission_policy or ("turns" if self.placement == SHARED else "oldest_ready")
+        whole_groups = self.placement == SEPARATE or self.weights.at_swap == "drain"
+        return self.admission_policy or ("oldest_ready" if whole_groups else "turns")
 
     @property
     def whole_batches(self) -> bool:

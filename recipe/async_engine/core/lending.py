@@ -97,6 +97,7 @@ class PlaceMeter:
         # over all running trajectories, of the value of `_of_each` when each of them began.
         self._of_each = self._begun = self._of_groups = 0.0
         self._of_group: dict[int, float] = {}
+        self._sampled: set[int] = set()
 
     def use(self, places: int) -> None:
         """Set the number of places of all engines that are awake from now on."""
@@ -116,19 +117,26 @@ class PlaceMeter:
         self._running -= 1
         self._begun -= began
         if group is not None:
-            spent = self._of_each - began
-            self._of_group[group] = self._of_group.get(group, 0.0) + spent
+            spent = self.end(group) + self._of_each - began
+            self._of_group[group] = spent
             self._of_groups += spent
+
+    def sampled(self, group: int) -> None:
+        """Leave a group out of :attr:`spent` from now on, because it only waits for rewards."""
+        self._of_group[group] = self.end(group)
+        self._sampled.add(group)
 
     def end(self, group: int) -> float:
         """Return the place-seconds of a group that has ended, and remove the group."""
         spent = self._of_group.pop(group, 0.0)
-        self._of_groups -= spent
+        if group not in self._sampled:
+            self._of_groups -= spent
+        self._sampled.discard(group)
         return spent
 
     @property
     def spent(self) -> float:
-        """Return the place-seconds so far of all groups that have not ended."""
+        """Place-seconds of all trajectories that run, and of the groups of which some are still to be sampled."""
         self._advance()
         return max(0.0, self._of_groups + self._running * self._of_each - self._begun)
 

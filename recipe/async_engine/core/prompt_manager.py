@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which trajectory generates next, in a continuous stream or in turns that alternate with training.
+"""Decides which trajectory generates next.
 
 Contract. The ledger has the state of each prompt group; the prompt manager has that of each trajectory whose group is
 not complete: PENDING (waiting for a slot), RUNNING or SAMPLED (all tokens generated).
@@ -7,12 +7,13 @@ not complete: PENDING (waiting for a slot), RUNNING or SAMPLED (all tokens gener
 - A trajectory starts only while generation is open, and takes one of `slots` generation slots. The admission policy
   sets the priorities of waiting trajectories, and whether a group starts only when all of its trajectories get slots.
 - A new prompt is issued only if no trajectory waits and the ledger admits one more group.
-- A running trajectory keeps its slot until its last token is sampled: also while the end of a turn interrupts it, and
-  during a retry. If an attempt fails after that, for example in its reward, the trajectory is PENDING again.
+- A running trajectory keeps its slot until its last token is sampled: also while there are no slots, and during a
+  retry. If an attempt fails after that, for example in its reward, the trajectory is PENDING again.
 
-A stream is a turn that does not end. It can be drained before a weight sync: then no trajectory starts, and running
-trajectories finish. The prompt manager has no clock and no threads; its caller holds the ledger's lock. Tests:
-tests/core/test_prompt_manager.py, tests/core/test_policy.py.
+The number of slots may change at any time; while it is 0, all running trajectories are interrupted. Generation can also
+be drained before a weight sync: then no trajectory starts, and running trajectories finish. The prompt manager has no
+clock and no threads; its caller holds the ledger's lock. Tests: tests/core/test_prompt_manager.py,
+tests/core/test_policy.py.
 """
 
 import heapq
@@ -79,8 +80,7 @@ class PromptCounts:
     """Numbers of incomplete groups, or of trajectories where the name says so.
 
     pending: groups with no running trajectory and at least one that waits for a slot. interrupted: groups with running
-    trajectories that the end of a turn has interrupted. sampled: groups whose trajectories are all sampled, but not all
-    rewarded.
+    trajectories while there are no slots. sampled: groups whose trajectories are all sampled, but not all rewarded.
     """
 
     pending: int
@@ -93,17 +93,16 @@ class PromptCounts:
 class PromptManager:
     """Assigns generation slots to trajectories.
 
-    group_size: number of trajectories in a group. slots: number of trajectories that may run at once; it may change.
-    stream: whether generation is one continuous stream, instead of turns that alternate with training.
+    group_size: number of trajectories in a group. slots: number of trajectories that may run at once; it may change,
+    also to 0.
     """
 
-    def __init__(self, ledger: SampleLedger, group_size: int, slots: int, stream: bool = False) -> None:
+    def __init__(self, ledger: SampleLedger, group_size: int, slots: int) -> None:
         if group_size < 1 or slots < 1:
             raise LedgerError(f"{group_size} trajectories per group on {slots} slots: both must be at least 1")
         self.ledger = ledger
         self.group_size = group_size
         self.slots = slots
-        self.stream = stream
         self.is_open = False
         self._states: dict[int, list[TrajectoryState]] = {}
         self._groups_in: Counter[TrajectoryState] = Counter()
@@ -122,24 +121,15 @@ class PromptManager:
 
     @property
     def generating(self) -> int:
-        """Return the number of trajectories that have a slot and are not interrupted by the end of a turn."""
-        return self.running if self.is_open or self.stream else 0
+        """Return the number of trajectories that run and are not interrupted."""
+        return self.running if self.slots else 0
 
-    def open_turn(self) -> None:
-        """Start a generation turn, or continue a stream after a drain."""
-        if self.is_open:
-            raise LedgerError("a generation turn is open already")
+    def open(self) -> None:
+        """Assign slots from now on."""
         self.is_open = True
 
-    def close_turn(self) -> int:
-        """End the turn and return the number of running trajectories, which the caller must interrupt."""
-        if not self.is_open:
-            raise LedgerError("no generation turn is open")
-        self.is_open = False
-        return self.running
-
     def drain(self) -> None:
-        """Assign no more slots until `open_turn` is called again; running trajectories continue."""
+        """Assign no more slots until `open` is called; running trajectories continue."""
         self.is_open = False
 
     def next(self) -> Trajectory | None:
@@ -188,9 +178,11 @@ class PromptManager:
         return Why.REWARD if waits_for_rewards else self._held_by(prompts_left)
 
     def _held_by(self, prompts_left: bool) -> Why:
-        """Return what keeps further trajectories from starting while slots are free."""
+        """Return why no new trajectory may start although slots are free."""
+        if not self.slots:
+            return Why.TURN
         if not self.is_open:
-            return Why.DRAIN if self.stream else Why.TURN
+            return Why.DRAIN
         if self.ledger.all_issued or not prompts_left:
             return Why.END
         return Why.PROMPTS if self.ledger.can_issue() else Why.GATE
@@ -206,7 +198,7 @@ class PromptManager:
     def issue(self, prompt: PromptRef) -> Group:
         """Issue a group for this prompt and queue its trajectories for slots."""
         if not self.is_open:
-            raise LedgerError("a prompt may be issued only in a generation turn")
+            raise LedgerError("no prompt may be issued before generation begins, or in a drain")
         group = self.ledger.issue(prompt)
         self.adopt(group, [TrajectoryState.PENDING] * self.group_size)
         return group
@@ -235,6 +227,10 @@ class PromptManager:
         """Free the slot of a trajectory, because its last token is sampled."""
         self._expect(trajectory, TrajectoryState.RUNNING)
         self._set(trajectory, TrajectoryState.SAMPLED)
+
+    def is_sampled(self, group_id: int) -> bool:
+        """Return whether all trajectories of a group that is not complete are sampled."""
+        return _group_state(self._states[group_id]) is TrajectoryState.SAMPLED
 
     def begin_again(self, trajectory: Trajectory) -> bool:
         """Record that an attempt at a trajectory failed, so that it must be generated from scratch.

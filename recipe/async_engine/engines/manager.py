@@ -40,6 +40,8 @@ class ReplicaManager(LLMServerManager):
         engine = engine_class(config.actor_rollout_ref.rollout.name)
         self.rollout_replica_class = partial(engine, reservations=reservations)
         super().__init__(config, start_rank=first)
+        self.rollout_replicas: list[RolloutReplica] = []
+        self.server_addresses: list[str] = []
         self.global_load_balancer = load_balancer or self._new_load_balancer()
 
     def _new_load_balancer(self) -> Any:

@@ -44,7 +44,7 @@ class RolloutBooks:
     """
 
     def __init__(self, clock: Clock, capacity: int, lane_clock: Clock | None = None) -> None:
-        self._clock, self._places = clock, capacity
+        self._clock = clock
         self.lane = Lane(lane_clock or clock, Class.START_UP)
         # The current numbers of trajectories that generate, that could generate and whose reward is computed; `waiting`
         # is 1 while the trainer waits for a batch.
@@ -124,19 +124,13 @@ class RolloutBooks:
             "fully_async/rollouter/step_generated_samples": groups,
         }
 
-    def wait_for_turns(self) -> None:
-        """Record that generation and training take turns, so that there is no capacity outside a generation turn."""
-        self.set(capacity=0)
-        self._turn_occupancy = 0.0
-
-    def begin_turn(self) -> None:
-        self.set(capacity=self._places)
-        self._turn_began = self.offered, self.used
-
-    def end_turn(self, interrupted: int) -> None:
-        """Record that a generation turn ends and interrupts ``interrupted`` trajectories."""
-        self._interruptions += interrupted
-        self.set(capacity=0)
+    def use_places(self, places: int, running: int) -> None:
+        """Set the capacity. A capacity of 0 ends a generation turn and interrupts the ``running`` trajectories."""
+        self.set(capacity=places)
+        if places:
+            self._turn_began = self.offered, self.used
+            return
+        self._interruptions += running
         offered, used = self._turn_began
         offered, used = self.offered - offered, self.used - used
         self._turn_occupancy = used / offered if offered else 0.0

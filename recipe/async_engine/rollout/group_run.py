@@ -69,9 +69,7 @@ class SchedulerSettings:
         filter_limit: number of groups that may be dropped for one batch before the run ends; 0 means no limit.
         on_non_finite: whether a group with a log-prob or reward that is NaN, infinite or missing fails or is dropped.
         prompt_timeout_s: seconds within which the data loader has to return a prompt.
-        turns: whether generation alternates with training. A generation turn then ends when the trainer takes a batch.
-            Otherwise generation is a continuous stream.
-        places: number of sequence slots of all engines together; 0 means ``slots``.
+        places: sequence slots of all engines together; 0 means ``slots``.
     """
 
     group_size: int
@@ -83,7 +81,6 @@ class SchedulerSettings:
     filter_limit: int = 0
     on_non_finite: OnNonFinite = OnNonFinite.FAIL
     prompt_timeout_s: float = 600.0
-    turns: bool = False
     places: int = 0
 
 

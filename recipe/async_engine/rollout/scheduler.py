@@ -15,11 +15,11 @@ finished trajectory is a Ray object reference until the trainer fetches its batc
 while generation continues. It has the answers of all unfinished trajectories, so that a resumed run does not sample
 their tokens again.
 
-The admission policy chooses which prompt begins, which trajectory generates next and which batch is taken. If
-generation and training alternate in turns, the generation turn ends when a batch is taken, and no trajectory begins
-until the next turn. Trajectories that are still running keep their slots and tokens, and their next requests wait in
-the client (`TurnGate`). Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker
-actors), tests/e2e/test_fully_async.py and test_partial_rollout.py.
+The admission policy chooses which prompt begins, which trajectory generates next and which batch is taken. The number
+of the engines' places changes when replicas wake or go to sleep. While there are none, trajectories that have begun
+keep their slots and tokens, and their next requests wait in the client (`TurnGate`). Shown by
+tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker actors), tests/e2e/test_fully_async.py
+and test_partial_rollout.py.
 """
 
 import asyncio
@@ -98,15 +98,13 @@ class RolloutScheduler:
                 group. If it returns an error, the run ends with that error.
         """
         self.ledger = ledger
-        self.manager = PromptManager(ledger, settings.group_size, settings.slots, stream=not settings.turns)
+        self.manager = PromptManager(ledger, settings.group_size, settings.slots)
         self._slots = Slots(settings.slots, settings.slots_with_tools or settings.slots)
         self._prompts = PromptFeed(source, settings.prompt_timeout_s, ledger.policy)
         self._pool = pool
         self._settings = settings
         self._timeline = timeline
         self._books = timeline.rollout
-        if settings.turns:
-            self._books.wait_for_turns()
         self.lending, self.places = LendingPolicy(), PlaceMeter(time.monotonic, settings.places or settings.slots)
         self._rescore = rescore
         self._group_ended = group_ended
@@ -125,11 +123,10 @@ class RolloutScheduler:
     # The trainer's thread calls the following methods.
 
     def start(self) -> None:
-        """Start the thread. If generation is a continuous stream, generation begins, with restored groups first."""
+        """Start the thread, and begin to generate as far as there are places, restored groups first."""
         with self._changed:
             self._score(self.ledger.in_state(GroupState.READY))
-            if self.manager.stream:
-                self.manager.open_turn()
+            self.manager.open()
             self._account()
         self._thread.start(self._issue_forever())
 
@@ -153,21 +150,14 @@ class RolloutScheduler:
             live = sum(run.sampled_tokens for run in self._runs.values())
             return self._books.close(live, None if workers is None else vars(workers), before, engines)
 
-    def open_turn(self) -> None:
-        """Begin a generation turn, or continue a stream after `pause_until_drained`.
-
-        Interrupted trajectories continue before new trajectories begin.
-        """
+    def end_drain(self) -> None:
+        """Let trajectories begin again."""
         with self._changed:
-            self.manager.open_turn()
-            if self._settings.turns:
-                self._books.begin_turn()
-        if self._settings.turns:
-            self._thread.submit(self._pool.go_on())
+            self.manager.open()
         self._poke()
 
     def take_batch(self, timeout_s: float) -> list[GroupRun] | None:
-        """Wait for the next batch and lease its groups from the ledger. This also ends the generation turn, if any.
+        """Wait for the next batch, and lease its groups from the ledger.
 
         Returns:
             The groups of the batch in the order of training, or None if no further batch can form or
@@ -177,13 +167,9 @@ class RolloutScheduler:
             RolloutFailed: generation cannot continue, or no batch was ready in time. The message lists what is running.
         """
         with self._changed:
-            try:
-                may_take = self.wait_for(lambda: self.ledger.may_take() or None, timeout_s)
-                batch = [self._runs[group.id] for group in self.ledger.take()] if may_take else None
-            finally:
-                if self._settings.turns:
-                    self._books.end_turn(self.manager.close_turn())
-                self._account()
+            may_take = self.wait_for(lambda: self.ledger.may_take() or None, timeout_s)
+            batch = [self._runs[group.id] for group in self.ledger.take()] if may_take else None
+            self._account()
         self._poke()
         return batch
 
@@ -228,14 +214,30 @@ class RolloutScheduler:
                 raise RolloutFailed(self._diagnosis(timeout_s))
             return found
 
-    def use_places(self, places: int, share: float) -> None:
-        """Use ``places`` sequence slots of engines from now on, ``share`` times as many as when the run began."""
+    def use_places(self, places: int, share: float, timeout_s: float) -> Future[TokenAccount] | None:
+        """Generate in ``places`` places from now on, ``share`` times as many as the settings' slots are for.
+
+        Without any place, the workers hold their trajectories' requests. They continue before new trajectories begin.
+
+        Returns:
+            With 0 places, a future of the workers' token account, which is done when every worker that answers within
+                ``timeout_s`` seconds holds its requests. Answers that this interrupts may still be in transit, and are
+                only counted later.
+        """
         with self._changed:
+            before = self.manager.slots
             self._slots.share = share
             self.manager.slots = self._slots.count
             self.places.use(places)
-            self._books.set(capacity=places)
+            self._books.use_places(places, self.manager.running)
+            self._account()
+        held = None
+        if places == 0 and self._thread.is_alive:
+            held = self._thread.submit(self._pool.hold(timeout_s))
+        elif places and before == 0:
+            self._thread.submit(self._pool.go_on())
         self._poke()
+        return held
 
     def demand(self) -> tuple[Demand, int, int]:
         """Return what the trainer needs next, how many trajectories run, and how many more could run at once.
@@ -255,15 +257,6 @@ class RolloutScheduler:
         )
         new = ledger.most_live - counts.live if ledger.can_issue() and self._prompts.left else 0
         return demand, manager.running, manager.pending + max(0, new) * n
-
-    def end_turn(self, timeout_s: float) -> Future[TokenAccount]:
-        """Tell all workers to hold the requests of trajectories from now on.
-
-        Returns:
-            A future of the workers' token counts, which is done when all workers hold their requests. Answers that are
-                being interrupted may be in transit then, and are counted in the next turn.
-        """
-        return self._thread.submit(self._pool.hold(timeout_s))
 
     def want_no_more(self) -> None:
         """Make all present and later calls of :meth:`take_batch` return None. Any thread may call this."""
@@ -307,7 +300,7 @@ class RolloutScheduler:
         return self._ask(self._announced(), SCHEDULER_S)
 
     def pause_until_drained(self, timeout_s: float, fill: bool = False) -> None:
-        """Wait until no trajectory of a stream generates, and then start none until :meth:`open_turn`.
+        """Wait until no trajectory generates, and then start none until :meth:`end_drain`.
 
         Args:
             timeout_s: deadline in seconds.
@@ -611,6 +604,8 @@ class RolloutScheduler:
         self.places.leave(place_began, each.of.group.id)
         each.of.sampled_at = time.monotonic()
         self.manager.sampled(Trajectory(each.of.group.id, each.n))
+        if self.manager.is_sampled(each.of.group.id):
+            self.places.sampled(each.of.group.id)
 
     def _take_in(self, each: TrajectoryRun) -> None:
         scored = each.scored

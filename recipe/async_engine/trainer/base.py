@@ -12,6 +12,7 @@ test_faults.py.
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,7 @@ from recipe.async_engine.trainer.alarm_stage import (
 from recipe.async_engine.trainer.checkpoints import RunState
 from recipe.async_engine.trainer.data_sets import data_sets
 from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStage, PrometheusExporter
+from recipe.async_engine.trainer.hybrid_rehearsal import HybridRehearsal
 from recipe.async_engine.trainer.lending_stage import LendingStage
 from recipe.async_engine.trainer.log_probs.proximal import (
     ProximalLogProbs,
@@ -61,6 +63,7 @@ from recipe.async_engine.trainer.step_metrics import StepMetrics
 from recipe.async_engine.trainer.trackers import Trackers, begin_tracking
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 from recipe.async_engine.trainer.verl_trainer import VerlTrainer
+from recipe.async_engine.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +74,7 @@ class AsyncPPOTrainer(SavedRun):
     The constructor writes derived settings into ``config``, in place, where verl reads them.
     """
 
-    rehearsal_class: type[Rehearsal] = Rehearsal
     rehearsal: Rehearsal | None = None
-    in_turns = False
-    """Whether generation and training alternate in turns. Otherwise generation is a continuous stream."""
 
     def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
         settings = OmegaConf.to_container(config)
@@ -133,19 +133,22 @@ class AsyncPPOTrainer(SavedRun):
             self.ledger,
             self.prompts,
             pool,
-            scheduler_settings(self.config, self.plan, self.in_turns),
+            scheduler_settings(self.config, self.plan),
             self.timeline,
             rescore,
             self.alarms.group_ended,
         )
 
+    def publishers(self) -> list[WeightPublisher]:
+        """Return the publishers of the hybrid and of the standalone replicas, or none before these have started."""
+        return [each for each in (self.hybrid, self.publisher) if each is not None] if self.is_up else []
+
     def _asked(self) -> Sequence[Any]:
-        """Return the replicas and log-prob servers whose activity is recorded, in the event record and in profiles."""
-        hybrid = [] if self.hybrid is None else self.hybrid.replicas
-        return [*hybrid, *self.publisher.replicas, *self.references] if self.is_up else ()
+        """Return the servers whose activity the event record has."""
+        return [*(replica for each in self.publishers() for replica in each.replicas), *self.references]
 
     def _live_replicas(self) -> int:
-        return self.publisher.live_replicas + (0 if self.hybrid is None else self.hybrid.live_replicas)
+        return sum(publisher.live_replicas for publisher in self.publishers())
 
     def _agents(self) -> Sequence[Any]:
         """Return the agent-loop workers whose activity the event record contains."""
@@ -183,13 +186,15 @@ class AsyncPPOTrainer(SavedRun):
             self.fail,
         )
         if self.hybrid is not None:
-            parts = self.hybrid, self.publisher, self.published
+            parts = self.hybrid, self.publisher, self.publishing, self.published
             self.lending = LendingStage(self.plan, self.scheduler, *parts, self.timeline)
         self._publish_again()
         rehearsed = self._rehearse()
         if self.config.get("rehearse_only"):
             yield rehearsed
             return
+        if self.lending is not None:
+            self.lending.begin()
         self.timeline.restart()
         self.scheduler.start()
         # The first batch is generated during the first validation.
@@ -274,8 +279,6 @@ class AsyncPPOTrainer(SavedRun):
             self.profiling.end(self.global_steps, self.is_last_step)
             if ends_version := self.ledger.batches_left == 0:
                 self._publish()
-        # Some modes write a checkpoint within the step, before they send the weights. The step's time excludes that.
-        self.timing_raw["step"] -= self.timing_raw.get("save_checkpoint", 0.0)
         self.max_steps_duration = max(self.max_steps_duration, self.timing_raw["step"])
         self._save_if_instance_expires()
         if ends_version or self.is_last_step:
@@ -284,8 +287,7 @@ class AsyncPPOTrainer(SavedRun):
         self.metrics.update(self.step_metrics.of_step(batch, self.metrics, self.timing_raw))
         if self.publishing.is_over:
             self.publishing.finish(self.metrics)
-        hybrid_restarts = 0 if self.hybrid is None else self.hybrid.restarts
-        self.metrics["fully_async/count/restarts"] = self.publisher.restarts + hybrid_restarts
+        self.metrics["fully_async/count/restarts"] = self.restarts.begun
         if self.plan.settings.servers.enabled:
             self.metrics.update(self.server_meter.read(self.publisher.told, self.ledger.announced))
         assert self.figures is not None
@@ -319,9 +321,7 @@ class AsyncPPOTrainer(SavedRun):
 
     def _next_groups(self) -> list[GroupRun] | None:
         if self.lending is not None:
-            finish = partial(self.publishing.finish, self.metrics)
-            self.lending.wait(self.timeouts.batch_wait, self.is_within_version, finish)
-            self.metrics.update(self.lending.metrics())
+            self.lending.wait(self.metrics, self.is_within_version)
         return self.running.take_batch(self.timeouts.batch_wait)
 
     def _end_without_batch(self) -> None:
@@ -347,11 +347,7 @@ class AsyncPPOTrainer(SavedRun):
     def _publish(self) -> None:
         """Copy the weights as the next version, and send the copy to the replicas, before or during the next batch."""
         self.publishing.seal(self.metrics, self.timing_raw)
-        self.sealed()
         self.publishing.send(self.metrics, self.timing_raw)
-
-    def sealed(self) -> None:
-        """Do nothing. A subclass may override this hook, which is called when a version is copied but not yet sent."""
 
     def _publish_again(self) -> None:
         self.publishing.again(self.is_within_version)
@@ -359,23 +355,23 @@ class AsyncPPOTrainer(SavedRun):
     def _rehearse(self) -> dict[str, float]:
         if not rehearses(self.config, self.plan.settings.async_training):
             return {}
-        self.rehearsal = self.rehearsal_class.of(self)
-        self.rehearsal.run()
+        self.rehearsal = Rehearsal.of(self, self.publisher)
+        if self.publisher.replicas:
+            self.rehearsal.run()
         if self.hybrid is not None:
-            with self.rehearsal.checking("hybrid replicas wake with the weights, and give their memory back"):
-                with self.rehearsal.published():
-                    self.hybrid.wake(self.ledger.version)
-                self.hybrid.sleep()
+            HybridRehearsal.of(self, self.hybrid, self.rehearsal.result).run()
         return self.rehearsal.result.metrics()
 
     def _validate_now(self) -> dict[str, float]:
-        """Validate the published weights on the replicas, while these also generate for training."""
+        """Validate the published weights on the replicas. Standalone replicas also generate for training meanwhile."""
         with (
             self.timeline.phase("validate"),
             marked_timer("testing", self.timing_raw, color="green"),
+            nullcontext() if self.lending is None else self.lending.validating(),
             self.async_rollout_manager.validation(self.timeouts.batch_wait),
         ):
-            self.async_rollout_manager.validation_slots = self.running.manager.slots
+            slots = self.running.manager.slots or self.plan.max_concurrent_trajectories
+            self.async_rollout_manager.validation_slots = slots
             metrics = self.stages.validate(self.global_steps, self.trackers and self.trackers.generations)
         self.validation["failed"] = (self.validation.get("failed") or 0) + metrics["val-aux/num_failed"]
         scores = [value for key, value in metrics.items() if key.startswith("val-core/") and "/mean@" in key]
@@ -412,7 +408,7 @@ class AsyncPPOTrainer(SavedRun):
             "interrupted": rollout.get("fully_async/partial/interrupted_trajectories", 0),
             "trainer_wait_share": self.timeline.trainer_wait_share,
             "rollout_idle_share": rollout.get("fully_async/rollouter/idle_share"),
-            "weight_sync_seconds": self.publisher.seconds if self.is_up else 0.0,
+            "weight_sync_seconds": sum(publisher.seconds for publisher in self.publishers()),
             "rehearsal": None if self.rehearsal is None else self.rehearsal.result.summary(),
             RECORDED: self.record.recorded,
         }

@@ -46,7 +46,7 @@ def _asked(trainer: Any) -> dict[str, Any]:
     asked = {}
     for number, worker in enumerate(trainer.async_rollout_manager.agent_loop_workers):
         asked[f"agent-loop worker {number}"] = worker.describe.remote()
-    for replica in trainer.publisher.replicas:
+    for replica in (replica for publisher in trainer.publishers() for replica in publisher.replicas):
         kind = "rollout server" if generates(replica) else "log-prob server"
         for server in replica.servers:
             asked[f"{kind} {replica.replica_rank}"] = server.describe.remote()

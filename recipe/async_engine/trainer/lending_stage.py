@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lends the trainer's accelerators to hybrid replicas while the trainer waits for a batch (``placement=elastic``).
+"""Lends the trainer's accelerators to hybrid replicas while the trainer waits for a batch.
 
 Contract: hybrid replicas are on the trainer's accelerators and sleep while it trains, saves or publishes. While the
 trainer waits, the lending policy (`recipe.async_engine.core.lending`) decides when they wake and when they go back to
@@ -9,28 +9,41 @@ sleep, they leave routing; their unfinished answers are interrupted, keep their 
 replicas. If a hybrid replica dies, its answers continue elsewhere, and the next wake-up first starts it again. If that
 is not possible, nothing is lent any more.
 
-Shown by tests/e2e/test_elastic.py and tests/integration/test_hybrid_publisher.py.
+Without standalone replicas (``placement=shared``), accelerators are lent whenever generation has something to do, until
+a batch may be taken: a generation turn. Interrupted answers then wait for the next one, with their tokens, and the run
+ends if no replica can wake. Validation wakes the replicas between two turns.
+
+Shown by tests/e2e/test_elastic.py and test_partial_rollout.py, tests/integration/test_hybrid_publisher.py.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from recipe.async_engine.config.plan import RunPlan
+from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.core.lending import Demand, Places
 from recipe.async_engine.record.events import SWITCH
 from recipe.async_engine.record.timeline import Timeline
+from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
+from recipe.async_engine.trainer.publish_stage import PublishStage
 from recipe.async_engine.weights.hybrid_publisher import CannotRestart, HybridPublisher
 from recipe.async_engine.weights.publisher import NoReplicaLeft, WeightPublisher
 
 logger = logging.getLogger(__name__)
 
 TAKE, LEND = "take", "lend"
+
+INTERRUPT_S = "partial_rollout/interrupt_seconds"
+OF_TURNS = (INTERRUPT_S, *(f"partial_rollout/{name}" for name in ("cut_tokens", "lost_tokens", "interrupted_in_tools")))
+"""Metrics of generation turns (docs/partial-rollout.md)."""
 
 
 class LendingStage:
@@ -39,7 +52,8 @@ class LendingStage:
     Args:
         scheduler: tells what the trainer needs and how many trajectories wait, and has the policy's measurements.
         hybrid: wakes the hybrid replicas and puts them to sleep.
-        standalone: sends weights to the standalone replicas.
+        standalone: sends weights to the standalone replicas, if there are any.
+        publishing: publishes versions, and is told which weights arrived with a version.
         published: the trainer's copy of the published weights, for lending within a version.
         timeline: receives the phase `SWITCH`.
     """
@@ -50,35 +64,44 @@ class LendingStage:
         scheduler: RolloutScheduler,
         hybrid: HybridPublisher,
         standalone: WeightPublisher,
+        publishing: PublishStage,
         published: PublishedWeights,
         timeline: Timeline,
     ) -> None:
         self._scheduler, self._hybrid, self._standalone = scheduler, hybrid, standalone
-        self._published, self._timeline = published, timeline
+        self._publishing, self._published, self._timeline = publishing, published, timeline
+        self._in_turns = plan.settings.async_training.placement == SHARED
+        self._limits = plan.settings.async_training.timeouts
         self._policy = scheduler.lending
         self._at_each = plan.engine_places // plan.rollout_replicas
         self._at_first = plan.rollout_replicas
         self._is_awake = self._is_over = False
         self._taken_at: float | None = None
         self._switches, self._lent_s = 0, 0.0
+        self._of_turns = dict.fromkeys(OF_TURNS, 0.0) if self._in_turns else {}
 
-    def wait(self, timeout_s: float, is_within_version: bool, finish: Callable[[], None]) -> None:
-        """Wait until a batch may be taken or no further batch can form, and lend accelerators meanwhile if that helps.
+    def begin(self) -> None:
+        """Tell the scheduler how many places there are while hybrid replicas sleep."""
+        self._use_places()
+
+    def wait(self, metrics: dict[str, Any], is_within_version: bool) -> None:
+        """Wait until a batch may be taken or no further batch can form, with hybrid replicas where these help.
 
         Args:
-            timeout_s: deadline of each wait, in seconds.
+            metrics: the metrics of the step, to which those of lending are added.
             is_within_version: whether the trainer's weights are newer than the announced ones.
-            finish: a function that waits for the end of a publication.
         """
-        asked = time.monotonic()
+        asked, timeout_s = time.monotonic(), self._limits.batch_wait
+        self._of_turns |= {INTERRUPT_S: 0.0} if self._in_turns else {}
         if self._taken_at is not None:
             self._policy.train_s.add(asked - self._taken_at)
         while self._scheduler.wait_for(self._decide, timeout_s) == LEND:
-            finish()
-            if self._lend(is_within_version):
-                self._scheduler.wait_for(lambda: TAKE if self._policy.calls_back(*self._view()) else None, timeout_s)
+            self._publishing.finish(metrics)
+            if self._lend(metrics, is_within_version):
+                self._scheduler.wait_for(self._decide_on_return, timeout_s)
                 self._call_back()
         self._taken_at = time.monotonic()
+        metrics.update(self.metrics())
 
     def again(self) -> None:
         """Do not count the time since the last batch as training, because answers of that batch were lost."""
@@ -91,6 +114,7 @@ class LendingStage:
             "fully_async/lending/lent_seconds": self._lent_s,
             "fully_async/lending/wake_seconds": self._policy.wake_s.value or 0.0,
             "fully_async/lending/sleep_seconds": self._policy.sleep_s.value or 0.0,
+            **self._of_turns,
         }
 
     def _decide(self) -> str | None:
@@ -102,6 +126,26 @@ class LendingStage:
             # A version is being published. Its announcement calls this function again.
             return None
         return LEND if self._policy.lends(places, demand) else None
+
+    def _decide_on_return(self) -> str | None:
+        places, demand = self._view()
+        is_over = demand.may_take if self._in_turns else self._policy.calls_back(places, demand)
+        return TAKE if is_over else None
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """Have replicas serve validation inside the ``with`` block, in turns hybrid ones with the trainer's weights.
+
+        Answers for training that wait for their next turn continue to wait.
+        """
+        if not self._in_turns:
+            yield
+            return
+        self._hybrid.wake(self._scheduler.ledger.announced)
+        try:
+            yield
+        finally:
+            self._hybrid.sleep()
 
     def _view(self) -> tuple[Places, Demand]:
         demand, running, waiting = self._scheduler.demand()
@@ -115,25 +159,31 @@ class LendingStage:
     def _places_of(self, publisher: WeightPublisher) -> int:
         return self._at_each * publisher.live_replicas
 
-    def _lend(self, is_within_version: bool) -> bool:
+    def _lend(self, metrics: dict[str, Any], is_within_version: bool) -> bool:
         """Wake the hybrid replicas, and return whether any of them generates."""
-        began, restarts = time.monotonic(), self._hybrid.restarts
+        began, restarts = time.monotonic(), self._hybrid.restarts.begun
         with self._timeline.phase(SWITCH):
             try:
                 with self._published.in_use() if is_within_version else nullcontext():
-                    self._hybrid.wake(self._scheduler.ledger.announced)
+                    arrived = self._hybrid.wake(self._scheduler.ledger.announced)
             except (NoReplicaLeft, CannotRestart) as error:
+                if self._in_turns:
+                    raise
                 logger.error("the trainer's accelerators are not lent any more: %s", error)
                 self._is_over = True
-                if self._hybrid.is_awake:
+                if isinstance(error, NoReplicaLeft):
+                    # The engines have their memory, but none of them could resume.
                     self._hybrid.sleep()
                 return False
             self._is_awake = True
             self._use_places()
-            self._hybrid.spread(self._standalone.serving)
+            if self._in_turns:
+                self._publishing.arrived(metrics, arrived, self._hybrid.checksum)
+            else:
+                self._hybrid.spread(self._standalone.serving)
         self._woken_at = time.monotonic()
         self._switches += 1
-        if self._hybrid.restarts == restarts:
+        if self._hybrid.restarts.begun == restarts:
             self._policy.woke(self._woken_at - began)
         return True
 
@@ -142,10 +192,15 @@ class LendingStage:
         self._lent_s += began - self._woken_at
         with self._timeline.phase(SWITCH):
             self._is_awake = False
-            self._use_places()
-            self._hybrid.sleep()
+            held = self._use_places()
+            seconds = self._hybrid.sleep(others_serve=held is None)
+        if held is not None:
+            workers = held.result(self._limits.trajectory)
+            account = self._scheduler.tokens + workers
+            values = seconds, account.cut, account.lost, workers.in_tools
+            self._of_turns = dict(zip(OF_TURNS, values, strict=True))
         self._policy.sleep_s.add(time.monotonic() - began)
 
-    def _use_places(self) -> None:
+    def _use_places(self) -> Future[TokenAccount] | None:
         live = self._standalone.live_replicas + (self._hybrid.live_replicas if self._is_awake else 0)
-        self._scheduler.use_places(self._at_each * live, live / self._at_first)
+        return self._scheduler.use_places(self._at_each * live, live / self._at_first, self._limits.trajectory)

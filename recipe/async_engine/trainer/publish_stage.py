@@ -104,9 +104,19 @@ class PublishStage:
         """Wait until the replicas generate with the last sealed version; raise PublishFailed on failure or lateness."""
         with self._timeline.phase("sync"):
             arrived = self._way.wait()
-        if arrived:
-            metrics.update(arrived)
-            metrics["fully_async/weight_sync/unchanged"] = self._note_arrived()
+        if arrived and self._publisher.known.records:
+            self.arrived(metrics, arrived, self._publisher.checksum)
+
+    def arrived(self, metrics: Metrics, of_sync: Metrics, checksum: str | None) -> None:
+        """Note that the announced version has reached replicas, which hold weights with this checksum.
+
+        ``of_sync`` are the metrics of the weight sync. If the weights should have changed but did not, an alarm gets to
+        know.
+        """
+        unchanged = self._unchanged.published(self._scheduler.ledger.announced, checksum)
+        if unchanged is not None:
+            self._alarms.note("unchanged_weights", unchanged)
+        metrics |= {**of_sync, "fully_async/weight_sync/unchanged": int(bool(unchanged))}
 
     def again(self, is_within_version: bool) -> None:
         """Publish the ledger's version when the run begins: the initial weights, or the weights of a checkpoint.
@@ -146,23 +156,14 @@ class PublishStage:
             metrics = self._publisher.resume(staged)
         self._use_live_places()
         if self._drains:
-            self._scheduler.open_turn()
+            self._scheduler.end_drain()
         self._timeline.note("a version is announced")
         return metrics
 
     def _use_live_places(self) -> None:
         """Have the scheduler use the sequence slots of the replicas that are alive, if their number has changed."""
         live = self._publisher.live_replicas
-        if live != self._live:
+        if live != self._live and self._publisher.known.records:
             self._live = live
-            self._scheduler.use_places(self._places_each * live, live / self._live_at_first)
-
-    def _note_arrived(self) -> int:
-        """Tell the alarms whether the announced version has the weights of the version before.
-
-        Return 1 if the weights should have changed but did not, else 0.
-        """
-        unchanged = self._unchanged.published(self._scheduler.ledger.announced, self._publisher.checksum)
-        if unchanged is not None:
-            self._alarms.note("unchanged_weights", unchanged)
-        return int(bool(unchanged))
+            timeout_s = self._plan.settings.async_training.timeouts.trajectory
+            self._scheduler.use_places(self._places_each * live, live / self._live_at_first, timeout_s)

@@ -74,11 +74,14 @@ class Rehearsal:
     result: Rehearsed = field(default_factory=Rehearsed)
 
     @classmethod
-    def of(cls, trainer: Any) -> Self:
-        """Return the rehearsal of an `AsyncPPOTrainer` whose first version is published."""
+    def of(cls, trainer: Any, publisher: WeightPublisher, result: Rehearsed | None = None) -> Self:
+        """Return the rehearsal of one publisher of an `AsyncPPOTrainer` whose first version is published.
+
+        With ``result`` the checks are added to those that it has.
+        """
         rollout, timeout_s = trainer.config.actor_rollout_ref.rollout, trainer.timeouts.rehearsal
         return cls(
-            trainer.publisher,
+            publisher,
             trainer.actor_rollout_wg,
             trainer.plan.trainer_ranks,
             trainer.ledger.version,
@@ -89,6 +92,7 @@ class Rehearsal:
             timeout_s,
             # verl's agent loops use 4 rows for positions in images (experimental/agent_loop/agent_loop.py:964).
             position_rows=4 if hasattr(trainer.processor, "get_rope_index") else 1,
+            result=result or Rehearsed(),
         )
 
     def run(self) -> None:
@@ -97,7 +101,7 @@ class Rehearsal:
         try:
             self.rehearse()
         finally:
-            self.result.seconds = time.monotonic() - began
+            self.result.seconds += time.monotonic() - began
 
     def rehearse(self) -> None:
         present = self.generating()
@@ -130,7 +134,7 @@ class Rehearsal:
         check.seconds = time.monotonic() - began
         self.result.checks.append(check)
 
-    # The following methods send the weights. `recipe.partial_rollout.rehearsal` overrides `send_again`.
+    # The following methods send the weights. `HybridRehearsal` overrides this part.
 
     def send_again(self, before: list[Answer]) -> None:
         """Send the version again with the run's settings, or with fallbacks if that fails, and compare log-probs."""

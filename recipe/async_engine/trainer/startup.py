@@ -2,7 +2,8 @@
 """Starts the processes of a run in parallel.
 
 Contract: accelerators are reserved first (`engines.reservation`). Then the training workers, the rollout and the
-log-prob servers start in parallel, within one deadline (``async_training.timeouts.startup``). The first of them that
+log-prob servers start in parallel, within one deadline (``async_training.timeouts.startup``). Replicas on the
+trainer's accelerators start after the training workers, and sleep when the run begins. The first of them that
 fails ends the launch with its own error. A server gets no requests before it has weights. If the run has a critic, it
 is verl's critic, as another role of the training workers. The critic trains on every batch, and the actor only from
 step ``trainer.critic_warmup`` on.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from omegaconf import OmegaConf
@@ -26,11 +27,11 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.utils import update_prometheus_config
 
 from recipe.async_engine.actors.control import sign_of_life
-from recipe.async_engine.actors.replacement import Replacements, clear_replica
+from recipe.async_engine.actors.replacement import Replacements, Restarts, clear_replica
 from recipe.async_engine.config.log_prob_servers import LogProbServers
 from recipe.async_engine.config.placement import wanted
 from recipe.async_engine.config.plan import RunPlan
-from recipe.async_engine.config.sections import ELASTIC, Timeouts
+from recipe.async_engine.config.sections import SHARED, Timeouts
 from recipe.async_engine.config.verdicts import PLACEHOLDER
 from recipe.async_engine.core.groups import OnNonFinite
 from recipe.async_engine.core.plain import postponed
@@ -49,6 +50,8 @@ from recipe.async_engine.trainer.verl_settings import for_hybrid_replicas
 from recipe.async_engine.weights.hybrid_publisher import HybridPublisher
 from recipe.async_engine.weights.publisher import Handles, WeightPublisher
 from recipe.async_engine.weights.snapshot import widest
+
+Publisher = TypeVar("Publisher", bound=WeightPublisher)
 
 
 @dataclass(frozen=True)
@@ -83,14 +86,10 @@ def _users_manager(config: Any) -> str | None:
     return None if named == PLACEHOLDER else named
 
 
-def start_agents(config: Any, reservations: Reservations, first: int = 0) -> RolloutSide:
-    """Create the agent-loop workers, the reward workers and the replicas, whose servers are launched later.
-
-    The replicas have numbers from ``first`` on.
-    """
+def start_agents(config: Any, reservations: Reservations, replicas: ReplicaManager) -> RolloutSide:
+    """Create the agent-loop workers and the reward workers; the servers of ``replicas`` are launched later."""
     manager = manager_class(_users_manager(config))
     rewards = ScoringManager(config, reservations)
-    replicas = ReplicaManager(config, reservations, first)
     agents = manager.create(
         config=config,
         llm_client=replicas.get_client(ResumingClient),
@@ -136,8 +135,8 @@ def _result(name: str, part: Future[Any]) -> Any:
         raise TrainingFailed(f"{name} could not be made: {words}{said}") from error
 
 
-def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerSettings:
-    """Return the settings of a run's scheduler. ``in_turns`` says whether generation and training alternate."""
+def scheduler_settings(config: Any, plan: RunPlan) -> SchedulerSettings:
+    """Return the settings of a run's scheduler."""
     training = plan.settings.async_training
     filtering = filter_metric(config) is not None
     batches = config.algorithm.filter_groups.get("max_num_gen_batches", 0) if filtering else 0
@@ -151,7 +150,6 @@ def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerS
         filter_groups=filtering,
         filter_limit=max(0, batches or 0) * plan.batch_groups,
         prompt_timeout_s=training.timeouts.prompt,
-        turns=in_turns,
         places=plan.engine_places,
     )
 
@@ -168,7 +166,6 @@ class Startup:
     """verl's name for the role of the workers that train the policy."""
     references: Sequence[ModelEngineReplica] = ()
     """The servers of the reference policy."""
-    publisher_class: type[WeightPublisher] = WeightPublisher
     server_class: type[ModelEngineReplica] = ModelEngineReplica
     """The class of the log-prob servers."""
     reservations: Reservations
@@ -177,21 +174,19 @@ class Startup:
     publisher: WeightPublisher
     published: PublishedWeights
     hybrid: HybridPublisher | None = None
-    """Wakes the hybrid replicas that stand beside standalone ones (``placement=elastic``)."""
-
-    @property
-    def hybrid_replicas(self) -> int:
-        """Number of hybrid replicas beside standalone ones. Replica numbers begin with the hybrid replicas."""
-        return self.plan.hybrid_replicas if self.plan.settings.async_training.placement == ELASTIC else 0
+    """Wakes the replicas on the trainer's accelerators, if there are any. They have the first numbers."""
+    restarts: Restarts
+    """The budget for lost replicas and servers."""
 
     def init_workers(self) -> None:
         """Start every process of the run."""
         self.reserve()
         servers = self.plan.settings.servers
         launch_servers = self._server_launcher()
+        hybrid = ReplicaManager(for_hybrid_replicas(self.config)) if self.plan.hybrid_replicas else None
         parts: dict[str, Callable[[], Any]] = {
-            "the training workers": self.start_training,
-            "the rollout side": self._start_rollout,
+            "the training workers": partial(self._start_training_side, hybrid),
+            "the rollout side": partial(self._start_rollout, hybrid),
         }
         if servers.enabled:
             parts["the log-prob servers"] = launch_servers
@@ -199,9 +194,7 @@ class Startup:
             numbers = range(servers.replicas, servers.replicas + servers.reference_replicas)
             parts["the servers of the reference policy"] = partial(launch_servers, numbers=numbers, static=True)
         started = side_by_side(parts, self.timeouts.startup)
-        self.use_rollout(started["the rollout side"])
-        if self.hybrid_replicas:
-            self._start_hybrid(started["the rollout side"])
+        self.use_rollout(started["the rollout side"], hybrid)
         if servers.enabled:
             self._use_servers(started["the log-prob servers"], servers)
         if servers.reference_replicas:
@@ -229,52 +222,57 @@ class Startup:
         # than the error of a late launch.
         self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
 
-    def _start_rollout(self) -> RolloutSide:
-        side = start_agents(self.config, self.reservations, self.hybrid_replicas)
-        timeout_s = self.timeouts.startup
-        side_by_side({"the rollout servers": side.replicas.launch, **side.workers(timeout_s)}, timeout_s)
+    def _start_training_side(self, hybrid: ReplicaManager | None) -> None:
+        """Start the training workers, and then the hybrid replicas, to which these pass weights."""
+        self.start_training()
+        if hybrid is not None:
+            side_by_side({"the hybrid replicas": partial(hybrid.launch, self.actor_rollout_wg)}, self.timeouts.startup)
+
+    def _start_rollout(self, hybrid: ReplicaManager | None) -> RolloutSide:
+        balancer = None if hybrid is None else hybrid.global_load_balancer
+        replicas = ReplicaManager(self.config, self.reservations, self.plan.hybrid_replicas, balancer)
+        side, timeout_s = start_agents(self.config, self.reservations, replicas), self.timeouts.startup
+        parts = side.workers(timeout_s)
+        if self.plan.settings.async_training.placement != SHARED:
+            parts["the rollout servers"] = replicas.launch
+        side_by_side(parts, timeout_s)
         return side
 
-    def use_rollout(self, rollout: RolloutSide) -> None:
-        """Store the started rollout, and create the publisher that sends weights to its replicas."""
+    def use_rollout(self, rollout: RolloutSide, hybrid: ReplicaManager | None) -> None:
+        """Store the started rollout, and create the publishers that send weights to its replicas."""
         self.async_rollout_manager = rollout.agents
         self.reward_loop_manager = rollout.rewards
-        self.publisher = self.publisher_class(
-            config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
+        self.restarts = Restarts(self.plan.settings.async_training.max_replica_restarts)
+        replacements = Replacements(self.restarts, self.timeouts.startup, clear_replica)
+        self.publisher = self._new_publisher(WeightPublisher, rollout.replicas)
+        self.publisher.replace_lost(replacements, rollout.replicas.start_another)
+        self.stages.use_rollout(rollout.agents, rollout.replicas, rollout.rewards, self.publisher)
+        self.published = PublishedWeights(self.actor_rollout_wg, self.plan, self.config.trainer.save_freq > 0)
+        if hybrid is not None:
+            self._use_hybrid(hybrid, rollout.replicas.get_addresses())
+        self.is_up = True
+
+    def _use_hybrid(self, replicas: ReplicaManager, standalone: Sequence[str]) -> None:
+        """Create the publisher of the hybrid replicas, and put these to sleep."""
+        self.hybrid = self._new_publisher(HybridPublisher, replicas)
+        self.hybrid.ranks_agree = self.config.actor_rollout_ref.actor.strategy != "megatron"
+        self.hybrid.restart_lost(lambda lost: replicas.start_again(lost, self.timeouts.startup), self.restarts)
+        prometheus = self.config.actor_rollout_ref.rollout.prometheus
+        if prometheus.enable:
+            addresses = [*standalone, *replicas.get_addresses()]
+            update_prometheus_config(prometheus, addresses, self.config.actor_rollout_ref.rollout.name)
+        self.hybrid.sleep()
+
+    def _new_publisher(self, kind: type[Publisher], replicas: ReplicaManager) -> Publisher:
+        return kind(
+            config=omega_conf_to_dataclass(replicas.rollout_config.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
-            replicas=rollout.replicas.get_replicas(),
-            load_balancer=rollout.replicas.global_load_balancer,
+            replicas=replicas.get_replicas(),
+            load_balancer=replicas.global_load_balancer,
             timeout_s=self.timeouts.weight_sync,
             weights=self.plan.settings.weights,
             dtype=widest(*self._dtypes_of_receivers()),
         )
-        self.stages.use_rollout(rollout.agents, rollout.replicas, rollout.rewards, self.publisher)
-        self.published = PublishedWeights(self.actor_rollout_wg, self.plan, self.config.trainer.save_freq > 0)
-        self._replace_lost(rollout)
-        self.is_up = True
-
-    def _start_hybrid(self, rollout: RolloutSide) -> None:
-        """Start the hybrid replicas on the trainer's accelerators, and put them to sleep."""
-        config, timeout_s = for_hybrid_replicas(self.config), self.timeouts.startup
-        replicas = ReplicaManager(config, load_balancer=rollout.replicas.global_load_balancer)
-        side_by_side({"the hybrid replicas": lambda: replicas.launch(self.actor_rollout_wg)}, timeout_s)
-        self.hybrid = HybridPublisher(
-            config=omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine),
-            actor_wg=self.actor_rollout_wg,
-            replicas=replicas.get_replicas(),
-            load_balancer=rollout.replicas.global_load_balancer,
-            timeout_s=self.timeouts.weight_sync,
-            weights=self.plan.settings.weights,
-        )
-        self.hybrid.ranks_agree = self.config.actor_rollout_ref.actor.strategy != "megatron"
-        budget = self.plan.settings.async_training.max_replica_restarts
-        self.hybrid.restart_lost(lambda lost: replicas.start_again(lost, timeout_s), budget)
-        prometheus = self.config.actor_rollout_ref.rollout.prometheus
-        if prometheus.enable:
-            addresses = [*rollout.replicas.get_addresses(), *replicas.get_addresses()]
-            update_prometheus_config(prometheus, addresses, self.config.actor_rollout_ref.rollout.name)
-        self.hybrid.pause()
-        self.hybrid.release()
 
     def _dtypes_of_receivers(self) -> list[str]:
         """Return the dtypes, by verl's names, in which the rollout engines and log-prob servers compute."""
@@ -286,11 +284,6 @@ class Startup:
             fsdp = mixed.get("param_dtype", "bf16") if mixed else "bf16"
             dtypes.append(engine.dtype if self.plan.settings.servers.backend == "megatron" else fsdp)
         return dtypes
-
-    def _replace_lost(self, rollout: RolloutSide) -> None:
-        budget = self.plan.settings.async_training.max_replica_restarts
-        replacements = Replacements(budget, self.timeouts.startup, clear_replica)
-        self.publisher.replace_lost(replacements, rollout.replicas.start_another)
 
     def _use_servers(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
         """Have the publisher send weights to the log-prob servers, and the agent-loop workers use these servers."""

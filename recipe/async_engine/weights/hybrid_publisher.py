@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight publisher for hybrid replicas, whose engines are on the trainer's accelerators and sleep while it trains.
 
-Contract: engines generate only between :meth:`begin_generation` and :meth:`pause`. `pause` returns when every live
-engine has returned its requests. Requests that reach a server later are returned unanswered, so no request waits at a
-server during the trainer's turn. :meth:`release` then frees the replicas' memory for the trainer. :meth:`swap`
-allocates the memory again and loads new weights, which each trainer rank passes to the engine on its accelerators. The
-version is announced when all replicas have committed it. A replica that died gets no requests for the rest of the turn.
-The next publication first restarts it on the same accelerators, within the restart budget, since every trainer rank
-needs an engine to which it passes weights.
+Contract: engines generate only between :meth:`wake` and :meth:`sleep`. To wake them is to publish a version: `swap`
+allocates their memory again and loads the weights, which each trainer rank passes to the engine on its accelerators,
+and `resume` begins generation. `sleep` interrupts all requests. Requests that reach a server later are returned
+unanswered, so no request waits at a server while the trainer has its turn. Then the engines free their memory. A
+replica that died gets no requests. The next wake-up first restarts it on the same accelerators, within the restart
+budget, since every trainer rank needs an engine to which it passes weights.
 
 FSDP ranks gather their weights from the same shards, so all must pass identical weights; otherwise the run ends.
 Megatron ranks each pass their own copy of parameters that are not sharded (norms, biases, routers), and these copies
 may differ in single bits; with Megatron a difference is only logged, once.
-
-If other replicas generate meanwhile (``placement=elastic``), :meth:`wake` and :meth:`sleep` also change the routing.
 
 Shown by tests/integration/test_hybrid_publisher.py, tests/e2e/test_partial_rollout.py, test_elastic.py and
 test_lost_replica.py.
@@ -27,7 +24,7 @@ from typing import Any
 
 from verl.workers.rollout.replica import RolloutReplica
 
-from recipe.async_engine.actors.replacement import end_servers
+from recipe.async_engine.actors.replacement import Restarts, end_servers
 from recipe.async_engine.core.deadlines import PING_S, SERVERS_END_S
 from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, StagedVersion, WeightPublisher
 from recipe.async_engine.weights.replica_set import Action, ReplicaRecord
@@ -41,70 +38,57 @@ class CannotRestart(PublishFailed):
 
 
 class HybridPublisher(WeightPublisher):
-    """Publishes weights between a turn of the trainer and a turn of the rollout.
+    """Wakes replicas with the trainer's weights, and puts them to sleep.
 
     Attributes:
-        is_awake: whether the engines have their memory allocated, including the weights.
+        restarts: the run's budget for lost replicas.
     """
 
-    is_awake = True
-
+    restarts: Restarts
     ranks_agree = True
     """Whether all trainer ranks must pass identical weights; False for Megatron."""
     _told_of_difference = False
     _restart: Callable[[RolloutReplica], RolloutReplica]
-    _budget = _restarts = 0
 
-    def restart_lost(self, restart: Callable[[RolloutReplica], RolloutReplica], budget: int) -> None:
-        """Use ``restart``, which returns when a replica is up, to restart lost replicas, at most ``budget`` times."""
-        self._restart, self._budget = restart, budget
+    def restart_lost(self, restart: Callable[[RolloutReplica], RolloutReplica], restarts: Restarts) -> None:
+        """Use ``restart``, which returns when a replica is up, to restart lost replicas within the budget."""
+        self._restart, self.restarts = restart, restarts
 
-    @property
-    def restarts(self) -> int:
-        return self._restarts
-
-    def begin_generation(self) -> None:
-        """Resume generation on all live replicas and route requests to them; raise NoReplicaLeft if none is alive."""
-        asyncio.run(self._begin())
-
-    async def _begin(self) -> None:
-        # The engines' memory, including the KV cache, was allocated again when the weights were loaded.
-        await self.known.each("resume", self.known.present, lambda record: record.replica.resume_generation())
-        await self.known.route(self.known.present)
-        await self._unroute_dead()
-        if not self.live_replicas:
-            raise NoReplicaLeft(f"no rollout replica is alive: {self.known.errors}")
-
-    def pause(self) -> float:
-        """Interrupt generation; return the number of seconds until all engines have stopped generating."""
-        began = time.monotonic()
-        self._each("stop generating", lambda record: record.replica.abort_all_requests(reject_request=True))
-        return time.monotonic() - began
-
-    def release(self) -> None:
-        """Free the memory of all engines, including their weights."""
-        self._each("free its memory", lambda record: record.replica.sleep())
-        self.is_awake = False
-
-    def wake(self, version: int) -> None:
+    def wake(self, version: int) -> dict[str, float]:
         """Load the trainer's weights as ``version``, and have the load balancer route to the replicas.
+
+        Returns:
+            The metrics of a weight sync.
 
         Raises:
             NoReplicaLeft: no replica is alive.
             CannotRestart: a lost replica could not be started again.
             PublishFailed: the weights did not arrive.
         """
-        self.swap(self.stage(version))
-        self.begin_generation()
+        staged = self.stage(version)
+        self.swap(staged)
+        return self.resume(staged)
 
-    def sleep(self) -> None:
-        """Take the replicas out of routing, interrupt their requests, and free their memory, by force if need be."""
-        asyncio.run(self.known.unroute([record for record in self.known.records if record.routed]))
-        self.pause()
-        self.release()
+    def sleep(self, others_serve: bool = False) -> float:
+        """Interrupt the replicas' requests, and free their memory, by force if need be.
+
+        If ``others_serve``, the replicas leave routing. Otherwise requests have nowhere else to go, and those that
+        still reach a replica are returned unanswered.
+
+        Returns:
+            The seconds until all engines have stopped generating.
+        """
+        began = time.monotonic()
+        if others_serve:
+            asyncio.run(self.known.unroute([record for record in self.known.records if record.routed]))
+        self._each("stop generating", lambda record: record.replica.abort_all_requests(reject_request=True))
+        seconds = time.monotonic() - began
+        self._each("free its memory", lambda record: record.replica.sleep())
+        asyncio.run(self._unroute_dead())
         for record in (record for record in self.known.records if record.dead):
             # A replica that counts as dead may only be late, and would keep the memory that the trainer needs.
             end_servers(record.replica, SERVERS_END_S)
+        return seconds
 
     def spread(self, servers: Sequence[Any]) -> None:
         """Have ``servers`` give back the requests that wait there without a token, so that other servers get them."""
@@ -142,12 +126,11 @@ class HybridPublisher(WeightPublisher):
         return StagedVersion(version)
 
     def _in_place_of(self, lost: RolloutReplica, cause: str) -> RolloutReplica:
-        if self._restarts >= self._budget:
+        if not self.restarts.begin():
             raise CannotRestart(
-                f"rollout replica {lost.replica_rank} died ({cause}) after {self._restarts} restarts, as many as "
-                f"async_training.max_replica_restarts={self._budget} allows"
+                f"rollout replica {lost.replica_rank} died ({cause}) after {self.restarts.begun} restarts, as many as "
+                f"async_training.max_replica_restarts={self.restarts.most} allows"
             )
-        self._restarts += 1
         logger.warning("rollout replica %d died and is started again: %s", lost.replica_rank, cause)
         try:
             return self._restart(lost)
@@ -165,7 +148,6 @@ class HybridPublisher(WeightPublisher):
         if len(set(checksums)) > 1:
             self._judge_difference(version, checksums)
         self.checksum = next(iter(checksums), None)
-        self.is_awake = True
 
     def _judge_difference(self, version: int, checksums: list[str]) -> None:
         if self.ranks_agree:
@@ -181,7 +163,12 @@ class HybridPublisher(WeightPublisher):
             )
 
     async def _resume(self, staged: StagedVersion) -> None:
-        """Do nothing, because :meth:`begin_generation` resumes generation at the next turn."""
+        # The engines' memory, including the KV cache, was allocated again when the weights were loaded.
+        await self.known.each("resume", self.known.present, lambda record: record.replica.resume_generation())
+        await self.known.route(self.known.present)
+        await self._unroute_dead()
+        if not self.live_replicas:
+            raise NoReplicaLeft(f"no rollout replica is alive: {self.known.errors}")
 
     async def _unroute_dead(self) -> None:
         """Remove dead replicas from the load balancer; their requests fail by themselves."""

@@ -21,7 +21,8 @@ Contract:
 * A member that fails repeatedly does not block the others: after the second attempt they load without it.
 * Members that a publication finds dead are replaced while the run goes on, within the restart budget; a replacement
   takes part in the next publication. Agent-loop workers get the handles of the present log-prob servers.
-* If no replica is left, :class:`NoReplicaLeft` ends the run with the cause.
+* If no replica is left, :class:`NoReplicaLeft` ends the run with the cause. A publisher that has had none from the
+  beginning, because all replicas are hybrid, sends nothing.
 
 Shown by tests/integration/test_publisher.py and, with replicas killed in real syncs, by test_nccl_engine.py there and
 tests/e2e/test_faults.py and test_replacement.py.
@@ -155,11 +156,6 @@ class WeightPublisher(CheckpointEngineManager):
     def servers(self) -> list[RolloutReplica]:
         return [record.replica for record in self.known.records if not record.generates]
 
-    @property
-    def restarts(self) -> int:
-        """Number of attempts to replace a replica or server so far."""
-        return 0 if self._replacements is None else self._replacements.begun
-
     def take_lost(self) -> list[RolloutReplica]:
         """Remove and return the replicas and servers that died."""
         lost = [record.replica for record in self.known.records if record.dead]
@@ -288,8 +284,7 @@ class WeightPublisher(CheckpointEngineManager):
             [record for record in wrong if not record.generates],
             lambda record: record.replica.server_handle.refuse.remote(version, str(record.error)),
         )
-        if not any(record.generates for record in staged.holders):
-            raise self._no_replica(f"no rollout replica holds version {version}", self.known.records)
+        self._check_left(staged.holders, f"no rollout replica holds version {version}")
 
     async def _swap(self, staged: StagedVersion) -> None:
         staged.paused_at = time.monotonic()
@@ -305,8 +300,7 @@ class WeightPublisher(CheckpointEngineManager):
             )
         staged.holders = [record for record in staged.holders if not record.dead]
         await self._unroute([record for record in self.known.records if record not in staged.holders])
-        if not any(record.generates for record in staged.holders):
-            raise self._no_replica(f"no rollout replica holds version {staged.version}", self.known.records)
+        self._check_left(staged.holders, f"no rollout replica holds version {staged.version}")
 
     async def _load_with_retries(self, staged: StagedVersion) -> list[ReplicaRecord]:
         """Return the receivers that loaded the version; raise PublishFailed if the trainer itself failed repeatedly."""
@@ -335,10 +329,11 @@ class WeightPublisher(CheckpointEngineManager):
                 refused = []
         return committed
 
-    def _no_replica(self, what: str, records: list[ReplicaRecord]) -> NoReplicaLeft:
-        error = NoReplicaLeft(f"{what}: {self.known.errors}")
-        error.__cause__ = next((record.error for record in records if record.error is not None), None)
-        return error
+    def _check_left(self, records: list[ReplicaRecord], what: str) -> None:
+        """Raise NoReplicaLeft with the message ``what`` if none of ``records`` generates."""
+        if self.known.records and not any(record.generates and not record.dead for record in records):
+            errors = (record.error for record in self.known.records if record.error is not None)
+            raise NoReplicaLeft(f"{what}: {self.known.errors}") from next(errors, None)
 
     def _is_the_cause(self, trainer_error: BaseException | None) -> bool:
         """Return whether the trainer failed by itself, and not because a receiver left in the middle of a transfer."""
@@ -420,5 +415,4 @@ class WeightPublisher(CheckpointEngineManager):
         await self.known.each("resume", records, resume)
         await self._unroute([record for record in records if record.dead])
         await self.known.route([record for record in records if not record.dead])
-        if not self.live_replicas:
-            raise self._no_replica(f"no rollout replica resumed with version {staged.version}", records)
+        self._check_left(records, f"no rollout replica resumed with version {staged.version}")

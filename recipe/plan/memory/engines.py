@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recipe.async_engine.config.legacy import placement
 from recipe.async_engine.config.log_prob_servers import LogProbServers
 from recipe.async_engine.config.plan import adapter_rank, replica_size, trainer_ranks
 from recipe.async_engine.config.problems import lookup
@@ -225,7 +226,7 @@ def rollout_engine(config: Mapping[str, Any], shape: ModelShape, hybrid: bool = 
 def standalone_share(config: Mapping[str, Any]) -> float | None:
     """Return `standalone_gpu_memory_utilization` if it is set and replicas have their own accelerators, else None."""
     share = lookup(config, f"{ROLLOUT}.standalone_gpu_memory_utilization")
-    separate = lookup(config, "async_training.placement") != SHARED
+    separate = placement(config) != SHARED
     return float(share) if separate and isinstance(share, int | float) else None
 
 

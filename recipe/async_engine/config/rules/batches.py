@@ -112,7 +112,7 @@ def shared_placement(context: RuleContext) -> Iterator[Problem]:
     training = context.settings.async_training
     if synchronous_batch(training) and training.trigger_parameter_sync_step != 1:
         allowed = f"1 with {'placement=shared' if training.placement == SHARED else 'whole batches'}"
-        advice = "Weights are published after every batch; remove the setting."
+        advice = "Weights are published after every batch: set it to 1."
         yield context.problem("async_training.trigger_parameter_sync_step", allowed, advice)
     if training.placement in (SHARED, ELASTIC) and training.whole_batches:
         advice = "A step trains the oldest prompts whose answers are ready. Remove the setting."

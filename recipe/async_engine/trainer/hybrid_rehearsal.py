@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rehearsal of partial rollout: one turn of the rollout and one turn of the trainer before the first step.
+"""The rehearsal of hybrid replicas: they wake, sleep and wake again before the first step.
 
 Contract: that of `recipe.async_engine.trainer.rehearsal`. The engines are interrupted and free their memory for the
 trainer, whose ranks train and compute log-probs. Then the engines allocate their memory again and load the version that
@@ -12,18 +12,19 @@ from __future__ import annotations
 from recipe.async_engine.trainer.probe import Answer, RehearsalFailed
 from recipe.async_engine.trainer.rehearsal import Rehearsal
 from recipe.async_engine.weights.hybrid_publisher import HybridPublisher
-from recipe.async_engine.weights.publisher import PublishFailed
+from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed
 
 
-class TurnRehearsal(Rehearsal):
-    """Rehearses one turn of the rollout and one turn of the trainer."""
+class HybridRehearsal(Rehearsal):
+    """Rehearses two turns of hybrid replicas, with one of the trainer between them."""
 
     publisher: HybridPublisher
 
     def rehearse(self) -> None:
-        self.publisher.begin_generation()
+        with self.checking("engines wake with the weights"):
+            self._wake()
         super().rehearse()
-        self.publisher.pause()
+        self.publisher.sleep(others_serve=True)
 
     def send_again(self, before: list[Answer]) -> None:
         """Interrupt the engines for a turn of the trainer while each has a request, and check that requests go on."""
@@ -32,8 +33,7 @@ class TurnRehearsal(Rehearsal):
 
     def _turn(self, before: list[Answer]) -> None:
         with self.checking("engines stop and give their memory back"):
-            self.publisher.pause()
-            self.publisher.release()
+            self.publisher.sleep(others_serve=True)
             self._see_alive()
         with self.checking("the trainer works beside sleeping engines"):
             self.work()
@@ -44,10 +44,9 @@ class TurnRehearsal(Rehearsal):
     def _wake(self) -> None:
         try:
             with self.published():
-                self.publisher.swap(self.publisher.stage(self.version))
-        except PublishFailed as error:
+                self.publisher.wake(self.version)
+        except (NoReplicaLeft, PublishFailed) as error:
             raise RehearsalFailed(str(error)) from error
-        self.publisher.begin_generation()
         self._see_alive()
 
     def _see_alive(self) -> None:
