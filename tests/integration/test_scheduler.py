@@ -651,7 +651,7 @@ def test_a_trainer_that_waits_decides_by_what_it_needs_and_by_what_waits_for_a_p
 
     assert scheduler.wait_for(decide, SOON) == "lend"
     assert seen[-1][:2] == (0, 1)
-    scheduler.use_places(2, 2.0)
+    scheduler.use_places(2, 2.0, SOON)
     pool.began(2)
     settled(scheduler)
     assert scheduler.manager.slots == 2
@@ -660,7 +660,7 @@ def test_a_trainer_that_waits_decides_by_what_it_needs_and_by_what_waits_for_a_p
     assert scheduler.wait_for(decide, SOON) == "take"
     # What runs keeps its place when places go, and nothing begins until it has ended.
     settled(scheduler)
-    scheduler.use_places(1, 1.0)
+    scheduler.use_places(1, 1.0, SOON)
     assert (scheduler.manager.slots, scheduler.manager.running) == (1, 2)
     assert scheduler.places.spent > 0
     assert scheduler.lending.group_place_s.value is not None
