@@ -50,7 +50,7 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
             yield FileFact(setting, path, "code", fault="does not exist" if missing else None)
     for setting in FOLDERS:
         path = _local(config, setting)
-        # A path without one of these prefixes may be the name of a model on the hub.
+        # A path without one of these prefixes is not checked: it may be the name of a model on the hub.
         if path and path.startswith(("/", "~", "./", "../")):
             # verl expands ~ only in the adapter's path (verl/utils/model.py:826).
             folder = Path(path).expanduser() if setting == FOLDERS[1] else Path(path)
@@ -71,7 +71,10 @@ def _local(config: Mapping[str, Any], setting: str) -> str:
 
 
 def _description(setting: str, path: str, names_modules: bool) -> FileFact:
-    """Return a `FileFact` about a YAML file of agent loops or tools; `columns` has the names in the file."""
+    """Return a `FileFact` about a YAML file of agent loops or tools; `columns` has the names in the file.
+
+    With ``names_modules``, it is a fault if the module of a class in the file cannot be found.
+    """
     file = next((place for place in _places(path) if os.path.isfile(place)), None)
     if file is None:
         return FileFact(setting, path, "description", "does not exist")

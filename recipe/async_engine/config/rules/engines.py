@@ -18,8 +18,8 @@ from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 AT_SWAP = "async_training.weights.at_swap"
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
-# Model families whose experts have one name in Transformers' model, which verl's FSDP engines send, and another in a
-# checkpoint, which vLLM expects.
+# Model families whose experts have other names in Transformers' model than in a checkpoint. verl's FSDP engines send
+# the names of the model, and vLLM expects those of the checkpoint.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 STRATEGIES = {
     "dp": ("fsdp", "fsdp2"),
