@@ -106,7 +106,7 @@ def speeds(run: Run) -> dict[str, float]:
     found = {}
     for name, device in run.account.devices.items():
         seconds, of_device = device.seconds.get(Class.DECODING, 0.0), [0, *counts.get(name, [])]
-        # The token count restarts at 0 when the engine's process is replaced, so a lower count is new as a whole.
+        # The token count restarts at 0 when the engine's process is replaced, so all of a lower count is new.
         tokens = sum(now - before if now >= before else now for before, now in pairwise(of_device))
         if name.startswith(ROLLOUT) and tokens and seconds > HARDLY * device.life:
             found[name] = tokens / seconds

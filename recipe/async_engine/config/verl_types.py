@@ -85,7 +85,7 @@ FREQUENCY = Expected(
 )
 SHARE = number("It is the share of an accelerator that an engine takes.", above=0, most=1)
 
-# Accepted values by the last part of a setting's name, for settings whose type alone says too little.
+# Accepted values of settings for which checking the type is not enough, by the last part of the setting's name.
 LIMITED: Mapping[str, Expected] = {
     **dict.fromkeys(
         (
@@ -125,7 +125,7 @@ LIMITED: Mapping[str, Expected] = {
     "steps": STEPS,
     "default_local_dir": NAME,
 }
-# Settings that verl reads although its default configuration lacks them or only copies them from other settings.
+# Accepted values of settings whose type does not follow from verl's default configuration, which may lack them.
 ADDED: Mapping[str, Expected] = {
     f"{ROLLOUT}.standalone_gpu_memory_utilization": SHARE,
     f"{ROLLOUT}.qat": SECTION,

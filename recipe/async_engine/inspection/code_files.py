@@ -92,7 +92,10 @@ def _description(setting: str, path: str, names_modules: bool) -> FileFact:
 
 
 def _places(path: str) -> Iterator[Path]:
-    """Yield the paths that verl tries: as given, beside the package verl, and in it (verl/utils/import_utils.py:91)."""
+    """Yield the paths that verl tries for ``path`` (verl/utils/import_utils.py:91).
+
+    They are ``path`` itself, and ``path`` within the folder that contains the package verl and within this package.
+    """
     yield Path(path)
     verl = importlib.util.find_spec("verl")
     for folder in (verl.submodule_search_locations or []) if verl is not None else []:

@@ -150,7 +150,7 @@ NAMES: tuple[Name, ...] = (
 
 
 def names(context: RuleContext) -> Iterator[Problem]:
-    """Refuse unknown loggers, unsuitable checkpoint engines, and unknown names of which verl has no registry."""
+    """Refuse unsuitable checkpoint engines, unknown loggers, and other unknown names for which verl has no registry."""
     for name in NAMES:
         value = context.get(name.setting)
         if not name.registry and value is not None and name.used(context) and value not in name.own:
