@@ -45,7 +45,9 @@ from recipe.report.event_context import Context
 logger = logging.getLogger(__name__)
 
 OFF_BY = 0.005
-"""Tolerated difference of a device's total time and the sum over classes, as a share: the times are of two clocks."""
+"""Tolerated difference between a device's total time and the sum of its classes, as a share of the total time.
+
+The times may differ, because they come from the clocks of two processes."""
 
 
 class Kind(StrEnum):
@@ -76,9 +78,10 @@ KINDS: Mapping[Class, Kind] = {
 
 @dataclass(frozen=True)
 class DeviceAccount:
-    """The time account of a device: `life` is the seconds from its start to its end, divided in `seconds` by class.
+    """The time account of a device.
 
-    `exceeds` is the number of seconds by which the classes together exceed `life`.
+    `life` is its time from start to end in seconds, and `seconds` has the part of each class. `exceeds` is the number
+    of seconds by which the classes together exceed `life`.
     """
 
     accelerators: int
@@ -173,7 +176,7 @@ def close(
 
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:
-    """Yield each device's time up to ``until``, start-up included, as pieces of one class; gaps are left out."""
+    """Yield each device's time up to ``until``, including start-up, as pieces of one class, without unknown time."""
     context = Context.of(events)
     lives = _lives(events, devices, until)
     starting = dict(lives)

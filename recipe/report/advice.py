@@ -38,7 +38,8 @@ CHARGED_TO_TRAINER = frozenset(
         Class.DOWN,
     }
 )
-"""While the trainer is in one of these classes, that class counts as the cause of engines' waits at the gate."""
+"""If engines wait at the staleness gate or for a batch's last answers while the trainer is in one of these classes,
+this class counts as the cause."""
 
 WITHOUT_WORK = (
     Class.WAIT_GATE,
@@ -84,7 +85,7 @@ class Facts:
     speeds: Mapping[str, float] = field(default_factory=dict)
 
     def share(self, side: str, what: Class) -> float:
-        """Return the share of class ``what`` in the time of ``side`` (trainer, engines or servers) after start-up."""
+        """Return the fraction of time after start-up that ``side`` (trainer, engines, servers) spent on ``what``."""
         return _shares(sides(self.account).get(side, {})).get(what, 0.0)
 
     @property
@@ -193,7 +194,7 @@ def _wider_gate(settings: Mapping[str, Any]) -> str:
 
 
 def _more_for(side: str, other: str, other_has: int) -> str:
-    """Return the advice to give ``side`` more accelerators, from ``other`` if that has more than one."""
+    """Return the advice to give ``side`` more accelerators, taken from ``other`` if it has several (``other_has``)."""
     if other_has > 1:
         return f"give the {side} accelerators of the {other} ({side}.n_gpus_per_node up, {other}.n_gpus_per_node down)"
     return f"more accelerators for the {side}: {side}.n_gpus_per_node up"

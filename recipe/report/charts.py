@@ -87,7 +87,7 @@ def by_device(run: Run) -> figure:
 
 
 def over_time(run: Run, side: str) -> figure | None:
-    """Return a chart of the classes of one ``side`` (trainer, engines or log-prob servers) over time, in percent."""
+    """Return a chart of how ``side`` (trainer, engines or log-prob servers) spends its time, in percent by class."""
     edges = np.linspace(0, run.until, WIDE_BINS + 1)
     sums = _binned((piece for piece in run.pieces if piece.device.partition(" ")[0] == side), edges)
     if not sums:
@@ -111,7 +111,10 @@ def _stack(names: Sequence[str], colors: Mapping[Any, str], columns: Mapping[str
 
 
 def _binned(pieces: Iterable[Piece], edges: np.ndarray) -> dict[Class, np.ndarray]:
-    """Return, for each class, an array with the seconds in each bin; ``edges`` are the bounds of equal bins."""
+    """Return, for each class of time, an array with the seconds that ``pieces`` of this class spend in each bin.
+
+    ``edges`` are the bounds of the bins, which all have the same width.
+    """
     sums: dict[Class, np.ndarray] = defaultdict(lambda: np.zeros(len(edges) - 1))
     width, last = edges[1] - edges[0], len(edges) - 2
     for piece in pieces:

@@ -152,7 +152,7 @@ class Context(NamedTuple):
             yield begin, stop, PHASES.get(WAIT, Class.NOT_KNOWN)
 
     def _of_rewards(self, begin: float, stop: float) -> Iterator[Part]:
-        """Yield the parts of a time in which only rewards, or log-probs computed with them, hold up the run."""
+        """Yield the parts of a period in which only rewards or log-probs hold up the run."""
         for start, end, away in self.away.during(begin, stop):
             scores_only = away is not None and Away.LOG_PROBS in away and Away.REWARD not in away
             yield start, end, Class.WAIT_LOG_PROBS if scores_only else Class.WAIT_REWARD
@@ -167,11 +167,11 @@ class Context(NamedTuple):
         elif why == Why.REWARD:
             yield from self._of_rewards(begin, stop)
         else:
-            # Before the scheduler starts, it reports no reason.
+            # The scheduler reports a reason as soon as it has started, so without one this is start-up.
             yield begin, stop, EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN)
 
     def _of_empty(self, begin: float, stop: float, free: Class) -> Iterator[Part]:
-        """Yield the parts of a time in which the engine has no request, but trajectories are unfinished elsewhere."""
+        """Yield the parts of a period in which the engine has no request, although trajectories are unfinished."""
         for first, last, engines in self.engines.during(begin, stop):
             if engines and free is not Class.IDLE_PLACES:
                 yield first, last, free
@@ -190,7 +190,7 @@ def _one_at_a_time(events: Iterable[Event]) -> Track:
 
 
 def _any_of(events: Iterable[Event], values: Callable[[Event], Iterable[str]]) -> Track:
-    """Return a `Track` of overlapping events: at each time, the ``values`` of the current ones, joined by "+"."""
+    """Return a `Track` whose value at a time joins the ``values`` of all events at that time by "+"."""
     steps = [
         (time, by, name)
         for event in events

@@ -114,13 +114,13 @@ class Follower:
             lines = [line for line in file if line.endswith(b"\n")]
             self._metrics_at += sum(map(len, lines))
         if lines and not lines[0].startswith(b"{"):
-            # A resumed run has rewritten the file, so reading began within a line.
+            # A resumed run has rewritten the file, so reading began within a line, which is left out.
             del lines[0]
         steps, notes = steps_of(lines, str(path))
         self._note(notes)
         for step in steps:
             for key, value in step.items():
-                # The events are newer than the metrics.
+                # What the events show is newer than the metrics, so it is not overwritten.
                 is_share = key.startswith(SHARE)
                 if key not in (TRAINER_DOES, ROLLOUT_DOES) and not (is_share and (self._phases or value is None)):
                     self.figures[key] = value
@@ -139,7 +139,7 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
             say(f"no run has begun in {folder}; waiting for one up to {wait_s:g} s (--wait)")
             waits = True
         time.sleep(POLL_S)
-    # Print only the newest step of those before this call.
+    # Of the steps that ended before this call, print only the newest.
     follower.steps = follower.steps[-1:]
     said_at = -LINES_S
     say(f"following the run in {folder}")

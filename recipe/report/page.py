@@ -226,7 +226,7 @@ def _steps(run: Run) -> int:
 
 
 def _steps_of_start(run: Run) -> int:
-    """Return the number of steps of the newest launch, the only one in the event record."""
+    """Return the number of steps that the newest launch has trained; only its events are in the report."""
     resumed = (run.summary.get("resumed") or {}).get("step")
     if resumed is not None:
         return _steps(run) - int(resumed)
@@ -234,7 +234,7 @@ def _steps_of_start(run: Run) -> int:
 
 
 def _running_s(run: Run) -> float:
-    """Return the seconds from the first end of a device's start-up to the end of the run."""
+    """Return the seconds of the run without its start-up, which ends as soon as one device has started."""
     starts = (device.seconds.get(Class.START_UP, 0.0) for device in run.account.devices.values())
     return run.until - min(starts, default=0.0)
 

@@ -220,7 +220,11 @@ def _rows(table: pa.Table) -> Iterator[Event]:
 
 
 def _batches(run: Run) -> list[Batch]:
-    """Return the trainer's batches: the token counts of one time, with the groups that end until the next counts."""
+    """Return the trainer's batches.
+
+    Token counts that were recorded at the same time make up one batch. Its groups are those that were trained from this
+    time until the token counts of the next batch.
+    """
     counts = sorted(events_of(run.tokens), key=lambda event: event.start)
     moments = [list(rows) for _, rows in groupby(counts, key=lambda event: event.start)]
     trained = sorted(_rows(about(run.groups, "trained")), key=lambda event: event.end)

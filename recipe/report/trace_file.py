@@ -3,7 +3,7 @@
 
 Contract: memory use does not grow with the trace. Slices on one track must be disjoint or nested; :class:`Slots`
 distributes overlapping slices over several tracks. Times are seconds of the run's clock; the trace contains the UTC
-time of its zero. Perfetto connects slices with the same flow id by arrows, in order of time. Format:
+time of this clock's zero. Perfetto connects slices with the same flow id by arrows, in order of time. Format:
 https://perfetto.dev/docs/reference/trace-packet-proto. Shown by tests/integration/test_trace.py.
 """
 
@@ -38,7 +38,7 @@ class TraceFile:
     def group(self, name: str, parent: int | None = None) -> int:
         """Create a group whose tracks are shown in order of creation; return its number for :meth:`track`.
 
-        Perfetto's page sorts groups without a parent by name; it would sort processes by their number of slices.
+        Perfetto's page sorts groups without a ``parent`` by name.
         """
         return self._described(name, parent, child_ordering=TrackDescriptor.EXPLICIT)
 

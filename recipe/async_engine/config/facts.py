@@ -41,7 +41,7 @@ class NodeFact:
     """The results of the checks on one node of the cluster."""
 
     address: str
-    error: str | None = None  # why the node gave no results: "did not answer within 60 s"
+    error: str | None = None  # why the node gave no results, such as "did not answer within 60 s"
     recipe: str | None = None  # version of this package on the node; None if it cannot be imported
     verl: str | None = None  # version of verl on the node
     routes: tuple[str, ...] = ()  # mechanisms by which `import verl` loads this package on the node
@@ -68,9 +68,10 @@ class FileFact:
 
     setting: str
     path: str  # the path as the configuration gives it
-    # What the path names; a "description" is a YAML file that lists agent loops or tools.
+    # What the path names: a "description" is a YAML file that lists agent loops or tools; a "written" path is a folder
+    # that the run creates.
     kind: Literal["model", "checkpoint", "data", "code", "description", "folder", "module", "written"]
-    fault: str | None = None  # why the path cannot be used: "does not exist"
+    fault: str | None = None  # why the path cannot be used, such as "does not exist"
     rows: int | None = None  # number of rows of a data file, if known
     columns: tuple[str, ...] | None = None  # columns of a data file, or names in a description, if known
     largest_tensor: tuple[str, int] | None = None  # a model's largest tensor: name, number of elements

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Declares and reads the settings of this package. pydantic checks them; its errors are reworded for users.
 
-Contract: a section is a frozen pydantic dataclass with the configuration `STRICT`, and `setting` makes its fields. The
-default, unit, limits and meaning of a setting are given once, in that call. `read_section` reports all faults of a
-section at once, each with the setting, its value, the allowed values and what to change; for a removed setting, the
-advice names the replacement. Shown by tests/config/test_config.py.
+Contract: a section is a frozen pydantic dataclass with the configuration `STRICT`. Each of its fields is declared by a
+call of `setting`, the only place with the setting's default, unit, limits and meaning. `read_section` reports all
+faults of a section at once, each with the setting, its value, the allowed values and what to change; for a removed
+setting, the advice names the replacement. Shown by tests/config/test_config.py.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def allowed_values(info: FieldInfo) -> str:
 
 
 def read_section(cls: type[Section], mapping: Mapping[str, Any] | None, path: str) -> tuple[Section, list[Problem]]:
-    """Build a section from a mapping found at ``path``.
+    """Build the section ``cls`` from ``mapping``; ``path`` is the name of the section in the configuration.
 
     Returns:
         The section and the problems found. A setting with a problem keeps its default in the section, so that rules
@@ -96,7 +96,7 @@ def read_section(cls: type[Section], mapping: Mapping[str, Any] | None, path: st
 
 
 def _problem(known: Mapping[str, FieldInfo], name: str, value: Any, path: str) -> Problem:
-    """Return the problem of a setting that pydantic refuses: a wrong value, or an unknown name."""
+    """Return the problem of a setting that pydantic refuses, for its value or because the section lacks its name."""
     setting = f"{path}.{name or repr(name)}"
     if name in known:
         extra: Any = known[name].json_schema_extra

@@ -46,7 +46,7 @@ def migrated(config: Mapping[str, Any]) -> dict[str, Any]:
         *parents, last = setting.split(".")
         node: Any = kept
         for parent in parents:
-            # `well_formed` reports a `section` that is not a mapping.
+            # If `section` is not a mapping, the value is dropped, and `well_formed` reports the section.
             section = node.get(parent, {}) if isinstance(node, dict) else None
             if isinstance(node, dict) and isinstance(section, Mapping):
                 node[parent] = section = dict(section)
@@ -85,11 +85,14 @@ REMOVED = {name: ("nothing: it is no setting any more", advice) for name, advice
 
 
 LENDS = "use_dynamic_resource_scheduling"
-"""Stock's setting for hybrid replicas on the trainer's accelerators, which this package calls `placement=elastic`."""
+"""Stock verl's setting for additional replicas on the trainer's accelerators, here called `placement=elastic`."""
 
 
 def placement(config: Mapping[str, Any]) -> Any:
-    """Return `async_training.placement` of a configuration, in which `LENDS` or `rollout.nnodes=0` may say it."""
+    """Return the placement of a configuration: `async_training.placement`, unless other settings change it.
+
+    `rollout.nnodes=0` changes `separate` and `elastic` to `shared`. Otherwise, `LENDS` changes `separate` to `elastic`.
+    """
     said, nodes = lookup(config, "async_training.placement"), lookup(config, "rollout.nnodes")
     if said in ("separate", "elastic") and type(nodes) is int and nodes == 0:
         return "shared"
@@ -97,7 +100,10 @@ def placement(config: Mapping[str, Any]) -> Any:
 
 
 def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration without `UNREAD_OF_STOCK`, with `INTERRUPTS` translated and the right `placement`."""
+    """Return the configuration with the settings of stock verl's asynchronous modes translated.
+
+    `UNREAD_OF_STOCK` is removed, `INTERRUPTS` becomes `weights.at_swap`, and `placement` gives the placement.
+    """
     found = dict(config)
     if (where := placement(config)) is not None:
         found["async_training"] = {**found["async_training"], "placement": where}
@@ -110,7 +116,7 @@ def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
             if setting == INTERRUPTS and isinstance(section[last], bool):
                 found[name] = _at_swap(found[name], "interrupt" if section[last] else "drain")
             elif setting == INTERRUPTS and section[last] is not None:
-                found[name] = dict(section)  # `read_section` refuses a value that is not a bool.
+                found[name] = dict(section)  # The value stays, so that `read_section` refuses it.
     return found
 
 

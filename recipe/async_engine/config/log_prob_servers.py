@@ -13,7 +13,7 @@ DISABLED = "disabled"
 
 
 class Proximal(StrEnum):
-    """The source of the proximal log-probs: the log-probs of the policy that an update starts from."""
+    """The source of the proximal log-probs, which are those of the policy that an update starts from."""
 
     BYPASS = "bypass"
     RECOMPUTE = "recompute"

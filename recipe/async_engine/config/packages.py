@@ -85,7 +85,7 @@ def attention(config: Mapping[str, Any], model: str = MODEL) -> str:
 
 
 def _of_fsdp(config: Mapping[str, Any]) -> Iterator[Need]:
-    # With the package `kernels`, Transformers can take flash attention from the Hugging Face hub instead.
+    # `kernels` is enough: with it, Transformers can take flash attention from the Hugging Face hub.
     if attention(config).startswith("flash_attention"):
         modules = ("flash_attn", "kernels")
         yield Need("flash-attn", modules, ATTENTION, "sdpa without flash-attn", f"set +{ATTENTION}=sdpa")

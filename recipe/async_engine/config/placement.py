@@ -54,7 +54,7 @@ def wanted(config: Mapping[str, Any], settings: Settings) -> list[Wanted]:
     if settings.async_training.placement != SHARED:
         size, per_node = replica_size(config), settings.rollout.n_gpus_per_node
         count = rollout_accelerators(config, settings) // size
-        # The first numbers are those of hybrid replicas, which use the trainer's accelerators.
+        # Hybrid replicas have the lowest numbers, and reserve nothing: they use the trainer's accelerators.
         first = hybrid_replicas(config, settings)
         parts += _replicas("rollout replica", "rollout.n_gpus_per_node", "", count, size, per_node, first)
     if (servers := settings.servers).enabled:
@@ -73,7 +73,7 @@ def _replicas(
     what: str, setting: str, kind: str, count: int, size: int, per_node: int, first: int = 0
 ) -> Iterator[Wanted]:
     on_a_node = min(per_node, size)
-    # `on_a_node` is 0 only in a configuration that a rule refuses.
+    # `on_a_node`, by which `size` is divided, is 0 only in a configuration that a rule refuses.
     for number in range(first, first + count if on_a_node else 0):
         pool = replica_pool(number, kind)
         yield Wanted(pool, f"{what} {number}", setting, on_a_node, size // on_a_node, REPLICA_CPUS)
@@ -82,8 +82,8 @@ def _replicas(
 def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | None:
     """Return the first of ``parts`` that does not fit on the nodes together with those before it; None if all may fit.
 
-    For each group size, the number of groups that fit on the nodes is compared with the number that ``parts`` take up.
-    The comparison is exact if the sizes divide each other. One more CPU is counted for the trainer's process.
+    ``rooms`` are the nodes. For each group size, their capacity and the needs of ``parts`` are counted in groups of
+    this size, and compared. This is exact if the sizes divide each other. The trainer's process needs one more CPU.
     """
     groups = [(part.on_a_node, part.on_a_node * part.cpus) for part in parts for _ in range(part.groups)]
     groups.append((0, 1))

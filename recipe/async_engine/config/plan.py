@@ -34,7 +34,7 @@ class RunPlan:
     # Greatest number of steps; filtered and failed groups lower it. 0 until the number of data rows is known.
     total_steps: int
     total_groups: int | None  # greatest number of prompt groups issued; None if only `total_steps` limits it
-    max_concurrent_trajectories: int  # most trajectories at all engines together at once
+    max_concurrent_trajectories: int  # most trajectories that all engines together have at once
     max_trajectories_with_tools: int  # most trajectories in progress, if some wait for tools
     engine_places: int  # sequence slots (max_num_seqs) of all engines; further trajectories queue
     proximal: Proximal  # source of the proximal log-probs
@@ -54,7 +54,7 @@ def adapter_rank(config: Mapping[str, Any]) -> int:
 
 
 def has_adapter(config: Mapping[str, Any]) -> bool:
-    """Return whether verl trains LoRA adapters; then the base model is the reference (ppo/ray_trainer.py:360)."""
+    """Return whether verl trains LoRA adapters; if so, the reference is the base model (ppo/ray_trainer.py:360)."""
     return adapter_rank(config) > 0 or lookup(config, f"{MODEL}.lora_adapter_path") is not None
 
 
@@ -70,7 +70,7 @@ def has_reference(config: Mapping[str, Any]) -> bool:
 
 
 def staleness_bound(training: AsyncTraining) -> int:
-    """Return S, the hard bound in versions.
+    """Return S, the hard staleness bound in versions.
 
     The default leaves room for answers that take several versions to generate, while `staleness_threshold` decides the
     usual age of samples. If both were equal, training would wait for the slowest answer of each batch; stock verl does

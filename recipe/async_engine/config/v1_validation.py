@@ -37,7 +37,7 @@ def judge_v1(
     files: Sequence[FileFact] = (),
     judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """Return all problems of a v1 trainer's configuration, with those that ``judges`` find, and the rules' context."""
+    """Return all problems of a v1 trainer's configuration, also those found by ``judges``, and the rules' context."""
     config, problems = well_formed(config, misses=False)
     settings, own = read_settings(config)
     problems += own
@@ -52,7 +52,7 @@ def judge_v1(
 
 
 def as_placed(context: RuleContext, trainer: str) -> RuleContext:
-    """Return the context with the settings `placement`, `weights` and `rollout` that describe the v1 trainer."""
+    """Return a copy of ``context`` whose `placement`, `weights` and `rollout` describe the v1 trainer ``trainer``."""
     training = context.settings.async_training
     rollout = {
         name: context.count(f"{ROLLOUT}.{name}") or default for name, default in (("nnodes", 1), ("n_gpus_per_node", 8))

@@ -40,7 +40,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The effect of a setting on a run; for a section, that of all settings in it without verdicts of their own.
+    """The effect of a setting on a run. A section's verdict applies to all settings in it that have none of their own.
 
     Attributes:
         advice: what to use instead.
@@ -48,7 +48,7 @@ class Verdict:
         refuses: returns whether a value is refused; by default, all truthy values are.
         switch: for a section, the name of the setting in it that turns the section on; its value is checked.
         here: returns whether the verdict applies to a run.
-        quiet: values that cause no warning although they are not verl's defaults: this package's YAML sets them.
+        quiet: values that cause no warning although they are not verl's defaults, since this package's YAML sets them.
     """
 
     setting: str
@@ -159,7 +159,7 @@ TABLE: tuple[Verdict, ...] = (
         "Other rollout engines are not supported yet in this mode.",
         "ROLLOUT.name",
         allowed=" or ".join(ENGINES),
-        refuses=lambda name: name not in tuple(ENGINES),  # A list is unhashable, so a tuple is searched.
+        refuses=lambda name: name not in tuple(ENGINES),  # A list cannot be looked up in a dict.
     ),
     *_refused(
         "Other engines are not supported for reward models.",

@@ -21,7 +21,7 @@ import yaml
 from recipe.async_engine.config.fields import is_count, is_number
 from recipe.async_engine.config.problems import Problem, lookup, render
 
-DEEPEST = 32  # The greatest allowed nesting of sections and lists; verl's own has seven levels.
+DEEPEST = 32  # The greatest allowed nesting of sections and lists; verl's own configuration has seven levels.
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -85,7 +85,7 @@ FREQUENCY = Expected(
 )
 SHARE = number("It is the share of an accelerator that an engine takes.", above=0, most=1)
 
-# Accepted values by the last part of a setting's name, for settings whose type alone says too little.
+# Accepted values of settings for which checking the type is not enough, by the last part of the setting's name.
 LIMITED: Mapping[str, Expected] = {
     **dict.fromkeys(
         (
@@ -125,7 +125,7 @@ LIMITED: Mapping[str, Expected] = {
     "steps": STEPS,
     "default_local_dir": NAME,
 }
-# Settings that verl reads although its default configuration lacks them or only copies them from other settings.
+# Accepted values of settings whose type does not follow from verl's default configuration, which may lack them.
 ADDED: Mapping[str, Expected] = {
     f"{ROLLOUT}.standalone_gpu_memory_utilization": SHARE,
     f"{ROLLOUT}.qat": SECTION,
@@ -147,7 +147,7 @@ ADDED: Mapping[str, Expected] = {
     "ray_kwargs.ray_init.num_gpus": NATURAL,
     "actor_rollout_ref.ref.strategy": PATH,
 }
-# Settings that every plan of a run needs, with their types. A missing setting is judged as if it were null.
+# Settings that every run needs, with what they accept. A setting that is missing is reported like one that is null.
 NEEDED: Mapping[str, Expected] = {
     **dict.fromkeys((f"{ROLLOUT}.n", f"{ROLLOUT}.agent.num_workers", f"{ACTOR}.ppo_mini_batch_size"), COUNT),
     **dict.fromkeys(("data.max_prompt_length", "data.max_response_length", "reward.num_workers"), COUNT),
@@ -158,7 +158,7 @@ NEEDED: Mapping[str, Expected] = {
 
 @functools.lru_cache
 def verls_own(model_engine: str = "dp") -> Mapping[str, Any]:
-    """Return verl's default configuration for a training engine, unresolved; empty if verl is not installed."""
+    """Return verl's defaults for a training engine, interpolations unresolved; empty if verl is not installed."""
     engine = "" if model_engine == "dp" else f"_{model_engine}"
     verl = importlib.util.find_spec("verl")
     file = Path(str(verl.origin if verl else "")).with_name("trainer") / f"config/_generated_ppo{engine}_trainer.yaml"
@@ -181,14 +181,14 @@ def _kinds(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, E
             case Mapping():
                 yield setting, SECTION
                 yield from _kinds(usual, f"{setting}.")
-            case "???":  # The setting is mandatory, and a rule checks its value.
+            case "???":  # A rule checks the value of a mandatory setting.
                 continue
             case _ if name in LIMITED:
                 kind, is_open = LIMITED[name], usual is None or str(usual).startswith("${")
                 yield setting, kind._replace(allowed=f"{kind.allowed}, or null", nullable=True) if is_open else kind
             case bool():
                 yield setting, FLAG
-            # A threshold may be text with several numbers; `rules.learning` checks thresholds.
+            # Thresholds get no type: they may be text with several numbers. `rules.learning` checks them.
             case int() | float() if not name.endswith("_threshold"):
                 yield setting, NUMBER
             case list():

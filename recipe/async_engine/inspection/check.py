@@ -83,7 +83,7 @@ def check(
 ) -> RunPlan:
     """Refuse a configuration that cannot run, else log its warnings and derive the plan of the run.
 
-    If the run uses the built-in task, the task's paths must be set before.
+    If the run uses the built-in task, ``config`` must already have the task's paths.
 
     Args:
         config: the configuration; if it is a plain mapping, its interpolations must be resolved.
@@ -114,7 +114,7 @@ def check_types(settings: Mapping[str, Any]) -> None:
 
     usable = migrated(settings)
     problems, context = judge(usable, None, list(code_facts(usable)))
-    # The main process has checked everything else.
+    # `problems` are not reported here: the main process has already reported them.
     found = external_names(context)
     if context.on_cpu:
         found += [problem for problem in verl_problems(context, problems) if problem not in found]
@@ -133,10 +133,11 @@ def look(
     """Return all problems and warnings of a plain, resolved configuration that can be found before a process starts.
 
     Args:
-        with_verl: whether to check the configuration with verl's types too, which imports verl. If None, verl's types
-            are used on accelerators; on a CPU only if a name is not one of verl's own, since the trainer's process
-            calls `check_types`.
-        makes_task: whether the run would create the built-in task, which sets paths that are null.
+        with_verl: whether to check the configuration with verl's types too, which imports verl. If None, they are used
+            on accelerators. On a CPU, the trainer's process uses them (`check_types`), and this function does so only
+            if there is no other problem and a name is not one of verl's own.
+        makes_task: whether the run would create the built-in task. If so, paths that are null are no problem, since
+            the task sets them.
     """
     dropped = list(left_behind(settings))
     settings = migrated(settings)
@@ -162,7 +163,7 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
     """Return the resources for the run: ``given``, or those of the Ray that the run would start on this machine."""
     if given is not None or lookup(config, "ray_kwargs.ray_init.address"):
         return given
-    # The accelerators of a cluster may differ from this machine's.
+    # If the run uses no accelerators or those of a cluster, this machine's are not looked at.
     elsewhere = lookup(config, "trainer.device") == "cpu" or os.environ.get("RAY_ADDRESS")
     device_bytes = None if elsewhere else _memory_here()
     # Engines run on this machine only if it has accelerators; then their packages must be installed on it too.
@@ -207,7 +208,7 @@ def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
         if not path:
             yield FileFact(setting, "null", "model", fault="is not set")
         elif not _is_remote(str(path)):
-            # With accelerators, no rule needs the largest tensor, which takes long to find in a large model.
+            # Only rules for a CPU need the largest tensor, which takes long to find in a large model.
             on_cpu = setting == policy and lookup(config, "trainer.device") == "cpu"
             largest = _largest_tensor(Path(path)) if on_cpu else None
             sizes, fault = _model_config(str(path))
@@ -225,7 +226,7 @@ def _start(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
-    """Return the contents of a model's config.json, or None, and the reason if the model cannot be used."""
+    """Return the contents of a model's config.json and why the model cannot be used; each may be None."""
     if os.path.isdir(path):
         return _read_config(Path(path) / "config.json")
     if os.path.exists(path):
@@ -234,7 +235,7 @@ def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
         return None, "does not exist: ~ is taken as it is written; write the whole path"
     if not is_hub_name(path):
         return None, "does not exist"
-    # With VERL_USE_MODELSCOPE=true, which verl documents, verl downloads models from ModelScope instead of the hub.
+    # With VERL_USE_MODELSCOPE=true, verl downloads models from ModelScope, so the hub is not asked.
     if os.environ.get("VERL_USE_MODELSCOPE", "").lower() == "true":
         return None, None
     file, fault = _on_hub(path)
@@ -316,5 +317,5 @@ def _code_fault(path: Path, function: str) -> str | None:
     except (SyntaxError, ValueError) as error:
         return f"is not valid Python ({error})"
     names = {item.get_name() for item in symbols if item.is_assigned() or item.is_imported()}
-    # Which names a star import adds is known only when the file runs.
+    # A file with a star import is accepted: which names it adds is known only when the file runs.
     return None if function in names or "import *" in source else f"defines no function {function}"

@@ -50,7 +50,7 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
             yield FileFact(setting, path, "code", fault="does not exist" if missing else None)
     for setting in FOLDERS:
         path = _local(config, setting)
-        # A path without one of these prefixes may be the name of a model on the hub.
+        # A path without one of these prefixes is not checked: it may be the name of a model on the hub.
         if path and path.startswith(("/", "~", "./", "../")):
             # verl expands ~ only in the adapter's path (verl/utils/model.py:826).
             folder = Path(path).expanduser() if setting == FOLDERS[1] else Path(path)
@@ -71,7 +71,10 @@ def _local(config: Mapping[str, Any], setting: str) -> str:
 
 
 def _description(setting: str, path: str, names_modules: bool) -> FileFact:
-    """Return a `FileFact` about a YAML file of agent loops or tools; `columns` has the names in the file."""
+    """Return a `FileFact` about a YAML file of agent loops or tools; `columns` has the names in the file.
+
+    With ``names_modules``, it is a fault if the module of a class in the file cannot be found.
+    """
     file = next((place for place in _places(path) if os.path.isfile(place)), None)
     if file is None:
         return FileFact(setting, path, "description", "does not exist")
@@ -89,7 +92,10 @@ def _description(setting: str, path: str, names_modules: bool) -> FileFact:
 
 
 def _places(path: str) -> Iterator[Path]:
-    """Yield the paths that verl tries: as given, beside the package verl, and in it (verl/utils/import_utils.py:91)."""
+    """Yield the paths that verl tries for ``path`` (verl/utils/import_utils.py:91).
+
+    They are ``path`` itself, and ``path`` within the folder that contains the package verl and within this package.
+    """
     yield Path(path)
     verl = importlib.util.find_spec("verl")
     for folder in (verl.submodule_search_locations or []) if verl is not None else []:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a configuration's data files in the same way as verl's `RLHFDataset`, and finds unusable rows.
 
-Contract: files are opened and concatenated with the same calls of the library `datasets`. So a refused file would also
-fail in the run, and a file that `datasets` can read is accepted. `datasets` keeps converted files in its cache, where
-the run finds them. An unreadable file is reported with the error message of `datasets`, and reading has a deadline.
-Files of a user's own data set class are not read here; the trainer's process checks their rows (`trainer.data_sets`).
+Contract: files are opened and concatenated with the same calls of the library `datasets` as in verl. So a refused file
+would also fail in the run, and a file that `datasets` can read is accepted. `datasets` keeps converted files in its
+cache, where the run finds them. An unreadable file is reported with the error message of `datasets`, and reading has a
+deadline. Files of a user's own data set class are not read here; the trainer's process checks their rows
+(`trainer.data_sets`).
 
 `row_faults` uses vectorized Arrow functions, so that a million rows take seconds. A prompt counts as too long if its
 text alone has more tokens than the limit. The chat template, which only transformers can apply, adds further tokens. So
@@ -204,7 +205,7 @@ def _mappings(name: str, column: pyarrow.ChunkedArray, needed: bool) -> Iterator
         yield RowFault(name, "missing", compute.index(compute.is_null(column), True).as_py(), nulls)
     kind = column.type
     if not (
-        # `datasets` stores columns of mixed types as JSON, in an extension type.
+        # `datasets` stores columns of mixed types as JSON, in an extension type; they may contain mappings.
         isinstance(kind, pyarrow.BaseExtensionType)
         or pyarrow.types.is_struct(kind)
         or pyarrow.types.is_map(kind)
@@ -278,7 +279,10 @@ def _contents(column: pyarrow.Array) -> tuple[pyarrow.Array | None, np.ndarray]:
 def _too_long(
     texts: Sequence[tuple[int, int, list[str]]], key: str, limit: int, config: Mapping[str, Any]
 ) -> Iterator[RowFault]:
-    """Tokenize prompts of more than ``limit`` bytes, and yield a fault if some have more than ``limit`` tokens."""
+    """Yield a fault if some prompts have more than ``limit`` tokens.
+
+    ``texts`` has, for each prompt of more than ``limit`` bytes, this number of bytes, its row and its messages' texts.
+    """
     tokenizer = _tokenizer(str(lookup(config, f"{MODEL}.tokenizer_path") or lookup(config, f"{MODEL}.path")))
     if tokenizer is None:
         return

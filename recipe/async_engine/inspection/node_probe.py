@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 SEEN_S, POLL_S = 10.0, 0.2
-"""Seconds to wait for the marker file, which a network file system may show late, and between two checks."""
+"""Seconds to wait for the marker file, and between two checks; a network file system may show a new file late."""
 
 
 def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def absent(modules: Iterable[str]) -> tuple[str, ...]:
 def is_there(module: str) -> bool:
     """Return whether a module is installed, without importing anything."""
     top, *parts = module.split(".")
-    # Workers will have the folders in PYTHONPATH. This process lacks them if it was forked before PYTHONPATH was set.
+    # Search PYTHONPATH too: workers will have its folders, but this process may have been forked before it was set.
     more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:
         spec = find_spec(top) or PathFinder.find_spec(top, [path for path in more if path])
@@ -64,7 +64,7 @@ def unreadable(path: str) -> str | None:
 
 
 def appears(marker: str) -> bool:
-    """Return whether the file exists or appears within `SEEN_S` seconds."""
+    """Return whether the file ``marker`` exists or appears within `SEEN_S` seconds."""
     deadline = time.monotonic() + SEEN_S
     while not os.path.exists(marker):
         if time.monotonic() > deadline:

@@ -82,7 +82,7 @@ def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
     """Return the problems that verl's types find or, if no problem is known by then, those of `validate_config`."""
     config = OmegaConf.create(dict(context.config))
     with open_dict(config):
-        # verl reads this setting as the number of prompts of a step.
+        # verl's types expect the number of prompts of a step here, which other settings may give in this package.
         config.data.train_batch_size = context.batch_groups or 1
     found: list[Problem] = []
     for section, build in _types(config, context).items():

@@ -37,7 +37,7 @@ TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
 class AwayActivity:
-    """Records what the trajectories of an agent-loop worker do between requests. Only the event loop may call it.
+    """Records what an agent-loop worker's trajectories do between requests. Only its event loop may call the methods.
 
     Attributes:
         lane: records the activities that at least one trajectory is in, joined by "+".
@@ -123,7 +123,7 @@ class _Request:
 
 
 class EngineActivity:
-    """Records the classes of work that used a rollout engine's sequence slots, and why it served no requests.
+    """Records what a rollout engine's sequence slots were used for, and why the engine served no requests.
 
     The engine can run ``places`` requests at once. Tokens are counted from construction on, and spans are recorded from
     the first call of `take` on.
@@ -159,7 +159,7 @@ class EngineActivity:
             self._closed = None
 
     def expect(self, name: str, work: Work) -> None:
-        """Record the purpose of a request that may arrive. Without it, the request counts as `Work.OTHER`."""
+        """Record the purpose of a request before it arrives. Without it, the request counts as `Work.OTHER`."""
         self._told[name] = work
 
     def answer(self, name: str, tokens: int) -> None:
@@ -239,7 +239,7 @@ class EngineActivity:
             answering = self._kinds[True].total()
             waiting = len(self._requests) - answering
             places = max(answering, self._places)
-            # Requests in prefill for which no slot is free wait in the engine's queue.
+            # Requests in prefill for which no slot is free are in the engine's queue, and use no slot.
             entered = min(waiting, places - answering)
             for answers, part in ((True, 1.0), (False, entered / max(1, waiting))):
                 for kind, count in self._kinds[answers].items():

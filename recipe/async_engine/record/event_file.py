@@ -71,7 +71,10 @@ def files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 class EventFile:
-    """Writes the events of this launch to a new file, and counts the `lost` ones. The constructor may raise OSError."""
+    """Writes the events of this launch to a new file. `lost` counts those that could not be written.
+
+    The constructor raises OSError if the file cannot be created.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
         Path(folder, FOLDER).mkdir(parents=True, exist_ok=True)
@@ -138,7 +141,7 @@ NEEDS = {
 """Fields that every event on one of these lanes must have."""
 MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
 OFF_BY_S = 1.0
-"""Seconds by which an event's start may precede the run's, or its end its own start, since hosts' clocks differ."""
+"""Seconds by which hosts' clocks may differ: an event may start so long before the run, or after its own end."""
 NAMES_DEVICE = (BEGINS, ENDS, LOST, JOINED, SAMPLED)
 
 
@@ -271,12 +274,12 @@ def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
 
 
 def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-    """Return the batch without invalid events, and their number; raise one of `BROKEN` if the batch is damaged."""
+    """Return the batch without invalid events, and the number of these; raise one of `BROKEN` for a damaged batch."""
     batch.validate(full=True)
     of = {name: batch.column(name) for name in COLUMNS.names}
     lane, what = of["lane"], of["what"]
     names_device = pc.and_(pc.equal(lane, RUN), pc.is_in(what, pa.array(NAMES_DEVICE)))
-    # A comparison with NaN is false, and one with null is null.
+    # A comparison with NaN is false, and one with null is null, which is filled below.
     conditions = [
         pc.and_(pc.greater(of["start"], -OFF_BY_S), pc.less(of["end"], LIMIT)),
         pc.less_equal(of["start"], pc.add(of["end"], OFF_BY_S)),

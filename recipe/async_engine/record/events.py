@@ -161,7 +161,7 @@ class Lane:
 
 
 class Exchange(NamedTuple):
-    """The times of one question to another process, in seconds.
+    """The times, in seconds, of a clock exchange: a question to another process, and the answer with its time.
 
     Attributes:
         asked, came: when the question was sent and when its answer arrived, by this process's clock.
@@ -188,7 +188,10 @@ class OtherClock:
         self._here = self._here_before = (first.asked + first.came) / 2
 
     def note(self, exchange: Exchange) -> None:
-        """Add an exchange; from now on, it is used to convert times up to its answer."""
+        """Add the latest clock exchange.
+
+        `here` interpolates times between the previous exchange and this one; later times get the offset of this one.
+        """
         self._theirs_before, self._here_before = self._theirs, self._here
         guess = self._here + exchange.answered - self._theirs
         self._theirs = exchange.answered
@@ -222,7 +225,8 @@ class Devices:
     Attributes:
         accelerators: number of accelerators of one device, by the first word of its lane ("rollout" of "rollout 3").
         shared: whether all replicas are on the trainer's accelerators.
-        hybrid: number of hybrid replicas (on the trainer's accelerators, while others have their own), numbered first.
+        hybrid: number of hybrid replicas, which are on the trainer's accelerators while other replicas have their own.
+            Their numbers are the lowest.
 
     Accelerators that the trainer shares with a replica are counted as the replica's device, not as the trainer's.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects and formats the metrics that show a run's progress: terminal, ``--follow``, trackers, Prometheus.
+"""Selects and formats the metrics that show a run's progress on the terminal, in ``--follow``, trackers and Prometheus.
 
 Contract: every display shows the same metrics, with the names of docs/metrics.md. Terminal and ``--follow`` also say
 what the trainer and the rollout do now. Shown by tests/core/test_figures.py.

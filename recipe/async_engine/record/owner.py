@@ -3,10 +3,10 @@
 
 Contract: the owner holds a kernel lock on ``run.lock`` in the folder, which the kernel releases when the process ends,
 however it ends. The lock belongs to the process (``fcntl.lockf``) and not to an open file, so no fork, worker or child
-inherits it. Two bytes of the file are locked separately: the main process owns the run, and the trainer's process owns
-the checkpoints. The trainer's process may briefly outlive a killed main process; a new launch waits for its end. Over
-NFS, the lock works between machines if the mount supports locks (NFSv4, or v3 with lockd). If the file system refuses
-locks, the run continues with a warning. Shown by tests/integration/test_owner.py.
+inherits it. Two bytes of the file are locked separately: one by the main process, for the run, and one by the trainer's
+process, for the checkpoints. The trainer's process may briefly outlive a killed main process; a new launch waits for
+its end. Over NFS, the lock works between machines if the mount supports locks (NFSv4, or v3 with lockd). If the file
+system refuses locks, the run continues with a warning. Shown by tests/integration/test_owner.py.
 """
 
 import errno

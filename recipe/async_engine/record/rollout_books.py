@@ -125,7 +125,7 @@ class RolloutBooks:
         }
 
     def use_places(self, places: int, running: int) -> None:
-        """Set the capacity. A capacity of 0 ends a generation turn and interrupts the ``running`` trajectories."""
+        """Set the capacity to ``places``; 0 ends a turn of generation, which interrupts ``running`` trajectories."""
         self.set(capacity=places)
         if places:
             self._turn_began = self.offered, self.used
@@ -163,7 +163,7 @@ class RolloutBooks:
             live: number of tokens in complete answers of groups that have not ended.
             workers: token counts `received`, `dropped` and `unfinished` of all workers; None if a worker's are unknown.
             before: token counts of the engines just before the unfinished trajectories are ended.
-            engines: token counts of the engines after these have ended; None if an engine's counts are unknown.
+            engines: the same counts after these trajectories have ended; None if an engine's are unknown.
         """
         of_workers = Counter(workers if workers is not None else {"received": self.tokens["received"]})
         known = before is not None and engines is not None
@@ -175,7 +175,7 @@ class RolloutBooks:
             trained=self.tokens["trained"],
             filtered=self.tokens["filtered"],
             failed=self.tokens["failed"],
-            # These include answers that no worker received, because their trajectories had already ended.
+            # Discarded tokens include answers that no worker received, because their trajectories had already ended.
             cut=self.tokens["cut"]
             + _thrown_away(begun)
             + max(0, answered - of_workers["received"])

@@ -124,7 +124,7 @@ class RunRecord:
         self.summary.update({name: value for name, value in state.items() if name != RECORDED})
 
     def settle(self, account: Callable[[Recorded], dict[str, Any]]) -> None:
-        """Compute the time account from the event record, if there is one; if that fails, the summary has none."""
+        """Add the result of ``account`` for the event record to the summary; if that fails, the summary has none."""
         if self._recorded is None:
             return
         try:

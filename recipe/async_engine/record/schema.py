@@ -65,7 +65,7 @@ class Settings(TypedDict, total=False):
 
 
 class Header(BaseModel):
-    """The header of an event record: `record.events.Devices`, start in seconds since 1970, and settings."""
+    """The header of an event record: the fields of `events.Devices`, the start in seconds since 1970, and settings."""
 
     accelerators: dict[str, Count]
     shared: bool
@@ -249,7 +249,7 @@ def _is_metric(value: Any) -> bool:
 
 
 def marker_in(folder: Path, name: str) -> Marker:
-    """Return the marker of a checkpoint.
+    """Return the marker, the file ``name``, of the checkpoint in ``folder``.
 
     Raises:
         FileNotFoundError: the checkpoint has no marker.

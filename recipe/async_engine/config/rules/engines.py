@@ -18,8 +18,8 @@ from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 AT_SWAP = "async_training.weights.at_swap"
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
-# Model families whose experts have one name in Transformers' model, which verl's FSDP engines send, and another in a
-# checkpoint, which vLLM expects.
+# Model families whose experts have other names in Transformers' model than in a checkpoint. verl's FSDP engines send
+# the names of the model, and vLLM expects those of the checkpoint.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 STRATEGIES = {
     "dp": ("fsdp", "fsdp2"),
@@ -62,7 +62,7 @@ def early_ends(context: RuleContext) -> Iterator[str]:
 
 
 def weights(context: RuleContext) -> Iterator[Problem]:
-    """Check the settings for how weights are sent and swapped, and what happens to running answers meanwhile."""
+    """Check how weights are sent and swapped, and what a swap does to answers that are being generated."""
     training = context.settings.async_training
     chosen, at_swap = training.weights, context.settings.weights.at_swap
     # The problem names the setting that the user has set: `at_swap`, or stock verl's `partial_rollout`.
@@ -133,7 +133,7 @@ def engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def _torchtitan(context: RuleContext) -> Iterator[Problem]:
-    """Check torchtitan: verl has no critic for it and cannot copy its weights (separation/engine_workers.py:118)."""
+    """Check what verl lacks with torchtitan: a critic, and copies of weights (separation/engine_workers.py:118)."""
     setting, training = "async_training.trigger_parameter_sync_step", context.settings.async_training
     keeps = context.trainer_scores or training.placement == ELASTIC or (context.get("trainer.save_freq") or -1) > 0
     if context.get(f"{ACTOR}.strategy") == "torchtitan" and training.trigger_parameter_sync_step > 1 and keeps:

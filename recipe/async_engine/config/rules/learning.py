@@ -54,7 +54,7 @@ def learning(context: RuleContext) -> Iterator[Problem]:
         if not is_count(context.get(f"{section}.ppo_epochs", 1)):
             yield context.problem(f"{section}.ppo_epochs", "an integer >= 1", "With none nothing would be trained.")
         clip, norm = context.get(f"{section}.optim.clip_grad"), number(NORM, above=0)
-        # For Megatron, 0 means that gradients are not clipped.
+        # For Megatron, 0 is accepted: it means that gradients are not clipped.
         if context.get(f"{section}.strategy") != "megatron" and clip is not None and not norm.fits(clip):
             yield context.problem(f"{section}.optim.clip_grad", norm.allowed, norm.advice)
     yield from _thresholds(context)

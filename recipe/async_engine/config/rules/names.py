@@ -46,7 +46,7 @@ LOGGERS: Mapping[str, str] = {
 
 
 def _is_no_described_loop(context: RuleContext) -> bool:
-    """Return whether verl looks the default agent loop up: no file of agent loops is set, or the file lacks it."""
+    """Return whether verl looks up the default agent loop in its registry, because no file of agent loops lists it."""
     setting = f"{ROLLOUT}.agent.agent_loop_config_path"
     described = next((fact.columns for fact in context.files if fact.setting == setting), None)
     if described is None:
@@ -117,7 +117,7 @@ NAMES: tuple[Name, ...] = (
         ATTENTION,
         ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa"),
         "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
-        # A name with a slash is a kernel on the Hugging Face hub.
+        # A name with a slash is a kernel on the Hugging Face hub, and not in this registry.
         used=lambda context: "/" not in str(context.get(ATTENTION)),
     ),
     *(
@@ -150,7 +150,7 @@ NAMES: tuple[Name, ...] = (
 
 
 def names(context: RuleContext) -> Iterator[Problem]:
-    """Refuse unknown loggers, unsuitable checkpoint engines, and unknown names of which verl has no registry."""
+    """Refuse unsuitable checkpoint engines, unknown loggers, and other unknown names for which verl has no registry."""
     for name in NAMES:
         value = context.get(name.setting)
         if not name.registry and value is not None and name.used(context) and value not in name.own:
@@ -163,7 +163,7 @@ def names(context: RuleContext) -> Iterator[Problem]:
 
 
 def asked(loggers: Any) -> list[Any]:
-    """Return the list of names in a setting that accepts one name or a list."""
+    """Return the names in ``loggers``, the value of a setting that accepts one name or a list of names."""
     return list(loggers) if isinstance(loggers, list) else [loggers] if loggers is not None else []
 
 

@@ -115,7 +115,7 @@ def updating(section: str) -> Sizing:
 
 
 def micro_batches(context: RuleContext) -> Iterator[Problem]:
-    """Check that each micro-batch has a size, in sequences or tokens as chosen, that fits the longest sequence."""
+    """Check that micro-batches have a size, in sequences or tokens; one in tokens must fit the longest sequence."""
     for section, sizing in _used(context).items():
         by_tokens = bool(context.get(sizing.dynamic))
         if not by_tokens and (context.get(sizing.rows) is None or context.get(sizing.old_rows) is not None):
