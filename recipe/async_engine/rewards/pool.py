@@ -53,7 +53,7 @@ COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
 of the finished calls, including their wait for a process.
 """
 LINE_BYTES = 16 * MOST
-"""Limit in bytes on an answer, a line of JSON, which needs at most 12 bytes for a character and 25 for a float."""
+"""Limit in bytes on an answer, a line of JSON. JSON needs at most 12 bytes for a character and 25 for a float."""
 NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
 ATTEMPTS = 4
 """Number of attempts to start a process."""
@@ -266,7 +266,7 @@ def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.sock
                 process.start()
                 break
             except (OSError, EOFError):
-                # A reward function may have killed the fork server. multiprocessing then replaces it.
+                # A reward function may have killed the fork server. multiprocessing replaces it at the next attempt.
                 ours.close()
                 if not left:
                     raise
@@ -300,7 +300,8 @@ def _result(answer: dict[str, Any]) -> Any:
 # All code below runs inside the scoring processes.
 
 PRELOAD = "RECIPE_REWARD_FUNCTION"
-"""Environment variable with the path and name of a reward function as JSON, which importing this module loads."""
+"""Environment variable with the path and name of a reward function, as JSON. Importing this module loads the function.
+"""
 
 HEADER = 8
 """Size in bytes of the header before a call's pickled arguments, which is their length in bytes, big-endian."""
@@ -367,7 +368,7 @@ def end_with(pipe: int) -> None:
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
-    # The pipe may have closed before the signal was set up.
+    # If the pipe closed before the signal was set up, no signal comes.
     if select.select([own], [], [], 0)[0]:
         _exit(1)
 

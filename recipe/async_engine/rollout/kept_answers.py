@@ -265,5 +265,5 @@ class AnswerBook:
         return replace(self._account, held=held)
 
     def export(self) -> dict[str, TrajectoryRecord | None]:
-        """Return the answers for a checkpoint by the key of each unfinished attempt, with None if it has no answers."""
+        """Return the answers of each unfinished attempt for a checkpoint, by its key; None for one without answers."""
         return {key: recorder.export() for key, recorder in self._under_way.items()}

@@ -54,7 +54,8 @@ def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
     if not before:
         return
     request.append_output_token_ids(before)
-    # vLLM fails if these statistics count more cached tokens than the prompt has, which earlier tokens may cause.
+    # Drop these statistics. vLLM fails if they count more cached tokens than the prompt has, and earlier tokens may be
+    # cached too.
     request.prefill_stats = None
     if request.use_structured_output:
         wanted = request.structured_output_request

@@ -70,7 +70,7 @@ class StagedModel(StagedWeights):
         for parameter in self._spare.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
-        # Copy the live buffers, because the stream may not contain buffers.
+        # Copy the live buffers, because the stream does not have to contain buffers.
         live = dict(self._live.named_buffers())
         for name, buffer in self._spare.named_buffers():
             if buffer is not live[name]:
@@ -88,7 +88,8 @@ class StagedModel(StagedWeights):
 
     def _find_problem(self) -> str | None:
         parameters = dict(self._spare.named_parameters())
-        # A sum is NaN if any element is NaN. Unlike a mask, it needs no memory. Read all sums from the device together.
+        # A sum is NaN if any element is NaN. Unlike a mask, it needs no memory. Read all results from the device at once,
+        # because each read waits for the device.
         sums = {name: parameter.sum() for name, parameter in parameters.items() if parameter.is_floating_point()}
         are_nan = torch.stack([found.isnan() for found in sums.values()]).tolist() if sums else []
         missing = [name for name, is_nan in zip(sums, are_nan, strict=True) if is_nan]
