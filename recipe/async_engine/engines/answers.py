@@ -62,7 +62,10 @@ class Flight:
     log_probs: list[float] | None = None
 
     def add(self, sampled: Sampled, after: int) -> None:
-        """Add those tokens of ``sampled`` that are new. Its first token has the index ``after`` in the answer."""
+        """Add the tokens of ``sampled`` that are not here yet.
+
+        The first token of ``sampled`` has the index ``after`` in the answer.
+        """
         new = slice(len(self.token_ids) - after, None)
         self.runs = joined(self.runs, last_runs(sampled.runs, len(sampled.token_ids[new])))
         self.token_ids += sampled.token_ids[new]

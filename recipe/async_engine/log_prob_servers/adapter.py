@@ -39,10 +39,11 @@ class Shards(Protocol):
     """One rank's shards of a model, and how the tensors of a weight stream are copied to them."""
 
     def accept(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the new values of this rank's shards from a full tensor of the stream, valid only during this call.
+        """Return the new values of this rank's shards that can be computed now that ``tensor`` has arrived.
 
         Args:
             name: the tensor's Hugging Face name.
+            tensor: a full tensor of the stream. Its memory may be overwritten before the next call.
 
         Returns:
             Pairs (live local shard, its new value) of equal shape. The result is empty if the rank has no shard of the

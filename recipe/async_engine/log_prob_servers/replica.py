@@ -2,10 +2,10 @@
 """Creates log-prob servers from their settings and launches them on their own accelerators.
 
 Contract: the weight publisher treats a log-prob server like a rollout replica, with workers that receive weights. The
-methods that a weight sync calls to control generation (abort, caches, resume) do nothing here, and the load balancer
-does not have the server. If the ranks receive weights by collectives on their devices, scoring stops while they join
-the process group and during the transfer. Otherwise ranks could start the collectives of the engine and of the transfer
-in different orders, and would wait for each other for ever. Shown by tests/integration/test_model_engine_server.py,
+methods that a weight sync calls to control generation (abort, caches, resume) do nothing here, and the server is not in
+the load balancer. If the ranks receive weights by collectives on their devices, scoring stops while they join the
+process group and during the transfer. Otherwise ranks could start the collectives of the engine and of the transfer in
+different orders, and would wait for each other for ever. Shown by tests/integration/test_model_engine_server.py,
 test_sync_order.py and tests/e2e/test_model_engine.py.
 """
 

@@ -159,7 +159,8 @@ class ScoringPool:
         # This import is not at the top, because the scoring processes import this module and do not need Ray.
         from recipe.async_engine.actors.sockets import sockets_folder
 
-        # Create the folder that multiprocessing's `get_temp_dir` would create (multiprocessing/util.py:142).
+        # multiprocessing would create a folder for its sockets (`get_temp_dir`, multiprocessing/util.py:142). Create it
+        # here, where the paths of sockets are short enough.
         temporary = tempfile.mkdtemp(prefix="pymp-", dir=sockets_folder())
         multiprocessing.current_process()._config["tempdir"] = temporary  # type: ignore[attr-defined]
         self._context = multiprocessing.get_context("forkserver")
@@ -304,7 +305,7 @@ PRELOAD = "RECIPE_REWARD_FUNCTION"
 """
 
 HEADER = 8
-"""Size in bytes of the header before a call's pickled arguments, which is their length in bytes, big-endian."""
+"""Size in bytes of the header of a call. The header is the length in bytes of the pickled arguments, big-endian."""
 RESULT, RAISED, FULL = "result", "raised", "full"
 """Keys of an answer: `RESULT` for the function's result, `RAISED` for the text of an error (and `TRACE` for its
 traceback), `FULL` for the text of a MemoryError, after which the process ends.

@@ -113,8 +113,8 @@ class ScoringWorker(RewardLoopWorker):
 
 
 def _has_sandbox(reward: Any) -> bool:
-    """Return whether verl's sandbox service is used. verl limits the calls to it with a semaphore that works only
-    within one process, so a reward function that uses the service is not called in the pool.
+    """Return whether verl's sandbox service is used. verl limits the calls to it with a semaphore that the processes
+    of the pool do not have, so the pool is not used then.
     """
     return bool((reward.get("sandbox_fusion") or {}).get("url"))
 

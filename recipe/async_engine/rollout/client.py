@@ -410,7 +410,7 @@ class ResumingClient(LLMServerClient):
         return part if part.token_ids or part.stop_reason not in ABORTED else None
 
     async def _growing(self, answer: asyncio.Task[Any], flight: Flight, patience: Patience) -> Any:
-        """Wait for ``answer`` as long as tokens of it arrive; raise TimeoutError if none arrives for too long."""
+        """Wait for ``answer``; raise TimeoutError if no new token of it is fetched within the time limit."""
         try:
             limit_s = patience.left_s
             while True:

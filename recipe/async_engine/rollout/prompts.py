@@ -164,7 +164,7 @@ def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:
 
 
 def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
-    """Return the input of an agent loop: the fields of ``row``, except tensors and the index, and the prompt's uid."""
+    """Return the input of an agent loop: the prompt's uid, and the fields of ``row`` except tensors and the index."""
     sample = {key: value[0] for key, value in row.items() if isinstance(value, np.ndarray)}
     sample.pop(DATASET_INDEX, None)
     sample["uid"] = group.prompt.uid
@@ -185,7 +185,7 @@ class PromptSource:
         self._taken_in_epoch = 0
         self._iterator: Iterator[dict[str, Any]] | None = None
         self._restored: dict[str, Any] | None = None
-        """The data loader's state from a checkpoint, until a prompt is taken after `restore`."""
+        """The data loader's state from a checkpoint, from `restore` until a prompt is taken, and otherwise None."""
         self._put_back: deque[Prompt] = deque()
 
     @property

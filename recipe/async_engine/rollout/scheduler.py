@@ -215,7 +215,7 @@ class RolloutScheduler:
             return found
 
     def use_places(self, places: int, share: float, timeout_s: float) -> Future[TokenAccount] | None:
-        """Record that the engines have ``places`` places from now on, and multiply the number of slots by ``share``.
+        """Record that the engines have ``places`` places from now on, and use ``share`` times the settings' slots.
 
         With 0 places, the workers hold their trajectories' requests. When there are places again, these requests
         continue before new trajectories begin.
@@ -290,7 +290,7 @@ class RolloutScheduler:
         return staleness
 
     def version_sealed(self) -> int:
-        """Make the trainer's weights the next version, from which training continues, and return its number."""
+        """Make the trainer's present weights the next version, and return its number."""
         with self._changed:
             version = self.ledger.seal()
         self._poke()
@@ -361,7 +361,7 @@ class RolloutScheduler:
                 if state is GroupState.RUNNING:
                     self.manager.adopt(group, run.states)
                     if run.is_complete:
-                        # The group's last payload arrived while the checkpoint was taken.
+                        # The checkpoint was taken between the arrival of the last payload and this call.
                         self._complete(run)
 
     def counts(self) -> LedgerCounts:
@@ -619,7 +619,8 @@ class RolloutScheduler:
                 self._wake.set()
             self._books.arrived(scored, not each.of.given_up)
             if each.of.given_up:
-                # The trajectory ended before the cancellation of its group reached the worker.
+                # The trajectory ended before the cancellation of its group reached the worker, which therefore has not
+                # counted these tokens as lost.
                 self.tokens.lost += scored.cut_tokens
 
     def _count_scoring(self, change: int) -> None:

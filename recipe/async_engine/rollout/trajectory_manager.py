@@ -236,7 +236,7 @@ def _check(name: str, users: Any, verls: type) -> None:
 
 
 SCORE = "reward"
-"""Name of the score in verl's validation metrics."""
+"""Name of the score in verl's validation metrics. No column of a validation batch may have this name."""
 
 
 def joined(worker: Any, outputs: list[Any]) -> DataProto:

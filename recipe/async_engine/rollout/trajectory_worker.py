@@ -255,8 +255,8 @@ class TrajectoryWorker(AgentLoopWorker):
         try:
             await self._until_sampled(running, key)
             if running.sampled.done():
-                # Wait briefly for the reward. If it comes, the call of `finish_trajectory` is saved, which would double
-                # the cost of a short trajectory.
+                # If the reward comes soon, no call of `finish_trajectory` is needed. For a short trajectory that call
+                # would double the cost.
                 await asyncio.wait({running.task}, timeout=REWARD_AT_ONCE_S)
                 if not running.task.done():
                     return None, None

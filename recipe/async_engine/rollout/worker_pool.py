@@ -139,7 +139,7 @@ class WorkerPool(WorkerSet):
         return len(self.actors)
 
     def assign(self, run: TrajectoryRun) -> None:
-        """Choose a worker for the next attempt: the least loaded one, or for a retry the least loaded different one.
+        """Choose the least loaded worker for the next attempt. A retry gets a different worker if possible.
 
         Raises:
             RolloutFailed: all workers are dead, and none is being restarted.

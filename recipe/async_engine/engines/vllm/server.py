@@ -231,8 +231,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
         patch_output_processor(self.engine.output_processor)
-        # Before each request verl looks for an adapter with verl's own fixed number. Let it find none, because `_salted`
-        # adds the adapter.
+        # Before each request verl looks for an adapter with verl's own fixed number. Let it find none, because
+        # `_salted` adds the adapter.
         self.engine.list_loras = no_adapters
 
     def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
