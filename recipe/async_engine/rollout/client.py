@@ -21,8 +21,8 @@ Contract:
   for a complete answer, the client raises an error.
 * A server whose process or engine died is removed from the load balancer. Other servers continue its answers after the
   tokens that the client has. With ``async_training.partial_tokens_interval`` the client fetches tokens regularly.
-* A request that fails in its engine is sent again, to another server if possible, without the tokens of the failed
-  request. After `MOST_FAILURES` failures in a row the client raises an error.
+* A request that fails in its engine is sent again, to another server if possible. Tokens that the failed request has
+  sampled are not used. After `MOST_FAILURES` failures in a row the client raises an error.
 * An answer has to arrive within ``async_training.timeouts.generation`` seconds, even if several servers are asked for
   it. Each time the client has fetched tokens of the answer, this limit begins anew. If a server returns no token, the
   client asks again at growing intervals. If the caller of ``generate`` gives up, the client makes the server drop the

@@ -361,7 +361,7 @@ class RolloutScheduler:
                 if state is GroupState.RUNNING:
                     self.manager.adopt(group, run.states)
                     if run.is_complete:
-                        # The checkpoint was taken between the arrival of the last payload and this call.
+                        # The checkpoint was taken between the arrival of the last payload and the call of `_complete`.
                         self._complete(run)
 
     def counts(self) -> LedgerCounts:
