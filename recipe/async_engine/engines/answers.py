@@ -33,7 +33,10 @@ CHECKPOINT = "a checkpoint was taken"
 
 @dataclass(frozen=True)
 class Sampled:
-    """New tokens of one request, with (version, token count) for each run and, if requested, log-probs."""
+    """New tokens of one request. ``runs`` has (version, token count) for each run of tokens that one version sampled.
+
+    ``log_probs`` is None if the request did not ask for log-probs.
+    """
 
     token_ids: list[int]
     runs: list[tuple[int, int]]
@@ -45,7 +48,7 @@ class Flight:
     """One open request at a server, with the tokens of its answer that the client has fetched.
 
     ``asked`` has the tokens that were sent as the prompt. ``avoided`` is the server that failed this request before, if
-    any. ``told`` is whether the latest fetch has got the tokens of this request, or has given it up.
+    any. ``told`` is whether the server has answered the latest fetch of this request's tokens, or failed to answer.
     """
 
     asked: list[int]
@@ -59,7 +62,10 @@ class Flight:
     log_probs: list[float] | None = None
 
     def add(self, sampled: Sampled, after: int) -> None:
-        """Add the tokens of ``sampled``, which begin at index ``after``, unless another call has already added them."""
+        """Add the tokens of ``sampled`` that are not here yet.
+
+        The first token of ``sampled`` has the index ``after`` in the answer.
+        """
         new = slice(len(self.token_ids) - after, None)
         self.runs = joined(self.runs, last_runs(sampled.runs, len(sampled.token_ids[new])))
         self.token_ids += sampled.token_ids[new]

@@ -71,7 +71,9 @@ class ReplicaManager(LLMServerManager):
         return replica
 
     def start_again(self, lost: RolloutReplica, timeout_s: float) -> RolloutReplica:
-        """Start a replacement for the hybrid replica ``lost``, with its name and ranks; return it without weights.
+        """Start a replacement for ``lost``, a replica on the trainer's accelerators, with the same name and ranks.
+
+        The replacement that is returned has no weights yet.
 
         Raises:
             TimeoutError: the replacement was not up in time, or ``lost`` did not end.
@@ -93,7 +95,8 @@ class ReplicaManager(LLMServerManager):
     def launch(self, worker_group: Any = None) -> None:
         """Start the servers of all replicas and return when all are up.
 
-        ``worker_group`` has the trainer ranks that pass weights to the servers. For None, weight workers are started.
+        ``worker_group`` has the trainer ranks that pass weights to the servers. If it is None, each replica starts
+        weight workers for this.
         """
         self.worker_group = worker_group
         asyncio.run(self._initialize_llm_servers())

@@ -79,7 +79,10 @@ class RolloutServer(Protocol):
         sampled: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Wait for complete weights, and answer a prompt. Its last ``sampled`` tokens already belong to the answer."""
+        """Wait for complete weights, and answer a prompt.
+
+        The last ``sampled`` tokens of ``prompt_ids`` already belong to the answer.
+        """
 
     async def drop_request(self, request_id: str) -> None:
         """Abort a request whose caller no longer waits for it."""

@@ -55,12 +55,12 @@ class Reservations:
             self._pools[part.pool] = pool
 
     def pool(self, name: str, on_a_node: int = 0, groups: int = 0) -> RayResourcePool:
-        """Return the pool that was reserved under ``name``, but only to the first caller, or else reserve one now.
+        """Return the pool that was reserved as ``name``. If there is none, or an earlier call got it, reserve one now.
 
         ``groups`` is the number of placement groups, and ``on_a_node`` is the number of accelerators in each of them.
 
         Raises:
-            NothingFree: there is no such pool, and not enough accelerators are free.
+            NothingFree: a pool had to be reserved now, and not enough accelerators are free.
         """
         if (reserved := self._pools.pop(name, None)) is not None:
             return reserved

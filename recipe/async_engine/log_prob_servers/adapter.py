@@ -39,10 +39,11 @@ class Shards(Protocol):
     """One rank's shards of a model, and how the tensors of a weight stream are copied to them."""
 
     def accept(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the new values of this rank's shards from a full tensor of the stream, valid only during this call.
+        """Return the new values of this rank's shards that can be computed now that ``tensor`` has arrived.
 
         Args:
             name: the tensor's Hugging Face name.
+            tensor: a full tensor of the stream. Its memory may be overwritten before the next call.
 
         Returns:
             Pairs (live local shard, its new value) of equal shape. The result is empty if the rank has no shard of the
@@ -81,7 +82,7 @@ class StagedShards(StagedWeights):
         for name, tensor in weights:
             for live, new in self._shards.accept(name, tensor):
                 if live.numel() == 0:
-                    # Skip empty shards of small parameters, which all have the address 0.
+                    # Skip empty shards of small parameters. They all have the address 0, which cannot be a key.
                     continue
                 if live.data_ptr() not in self._buffers:
                     device = torch.device("cpu") if self._in_host else live.device
@@ -184,9 +185,9 @@ class ModelEngineServerAdapter(BaseRollout):
 
 
 def keep_frequencies(engine: Any) -> None:
-    """Restore the fp32 rotary frequencies of an FSDP2 engine's model, with which the trainer computes log-probs.
+    """Restore the rotary frequencies of an FSDP2 engine's model to fp32, the dtype that they have in the trainer.
 
-    verl casts this model to `model_dtype` with its buffers (fsdp/transformer_impl.py:333), but not the trainer's.
+    verl casts the buffers of this model to `model_dtype` (fsdp/transformer_impl.py:333), but not the trainer's buffers.
     """
     modules = engine.module.modules() if isinstance(engine.module, torch.nn.Module) else ()
     for module in modules:

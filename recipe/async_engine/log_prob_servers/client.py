@@ -96,7 +96,7 @@ class ResponseScores:
     Attributes:
         log_probs, entropy: float32 (R,), 0 at tokens that the policy did not sample, such as tool output.
         versions: int64 (R,), the version that computed each log-prob, ``UNSCORED`` at tokens that were not sampled.
-        late_tokens: number of tokens whose log-probs another version than the requested one computed.
+        late_tokens: number of tokens whose log-probs were computed by another version than the requested one.
         queued_s: longest time in seconds that one of the response's requests waited at a server.
     """
 

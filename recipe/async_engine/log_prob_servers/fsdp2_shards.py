@@ -59,8 +59,8 @@ class FSDP2Shards:
         for name, part in unfuse_moe_params(blank.items(), self._model_type):
             self._places[name] = regions[_region(part)] = _place(name, part, *owners.get(id(_whole(part)), (None, [])))
         self._packed = {name: tensor.shape for name, tensor in live.items() if name not in self._places}
-        # Trainers on Megatron send tensors under their names in checkpoints, some of which differ from those in the
-        # model.
+        # Trainers on Megatron send tensors under their names in checkpoints. Some of these differ from the names in the
+        # model, so accept both.
         if isinstance(module, PreTrainedModel):
             for name, part in revert_weight_conversion(module, dict(blank)).items():
                 if name not in live and _region(part) in regions:
@@ -102,14 +102,20 @@ def _region(part: torch.Tensor) -> Any:
 
 
 def _own_rows(live: torch.Tensor) -> list[int]:
-    """Return this rank's indices of a parameter's first dimension, along which verl shards parameters with FSDP2."""
+    """Return the indices of the rows of parameter ``live`` that this rank holds. verl's FSDP2 engine shards by rows."""
     return _shard_like(live, torch.arange(len(live))).tolist() if live.dim() > 0 else []
 
 
 def _place(name: str, part: torch.Tensor, live: torch.Tensor | None, own: list[int]) -> _Place:
-    """Return the destination of a tensor of the stream, of which ``part`` is a copy without data. ``live`` is the live
-    parameter to which the tensor belongs, if known, and ``own`` has this rank's indices of the parameter's first
-    dimension. If the tensor is neither a whole parameter nor part of one expert, this raises StagingRefused.
+    """Return the destination of the stream's tensor ``name``.
+
+    Args:
+        part: the tensor without its data: a whole parameter, or a view of one.
+        live: the live parameter to which the tensor belongs, if known.
+        own: the indices of that parameter's rows that this rank holds.
+
+    Raises:
+        StagingRefused: the tensor is neither a whole parameter nor part of one expert.
     """
     whole = _whole(part)
     if live is not None and part is whole:

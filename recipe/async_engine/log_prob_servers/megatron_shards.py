@@ -25,7 +25,8 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 EXTRA_STATE = "_extra_state"
 EXPERTS = ".mlp.experts.linear_fc"
-# Trainers send a tensor with this name even if the output head shares the parameter of the embeddings.
+# Trainers send a tensor with this name even if the output head shares the parameter of the embeddings. It is then
+# accepted and ignored.
 TIED_HEAD = "lm_head.weight"
 
 

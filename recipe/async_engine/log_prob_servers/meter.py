@@ -30,7 +30,7 @@ class ServerMeter:
         ``queue_seconds_mean`` (per request), ``batch_fill`` (share of the largest allowed batch) and
         ``tokens_per_second`` (of computing time) are means since the last call. ``version_lag`` is the largest number
         of versions by which a server lags behind ``version``, the newest published one. ``load_imbalance`` is the
-        difference in computed tokens between the most and the least loaded server, divided by the mean of the servers.
+        difference in computed tokens between the most and the least loaded server, divided by the mean of all servers.
         The other metrics are counts, since the servers started or at present.
         """
         asked = {name: server.account.remote() for name, server in servers.items()}

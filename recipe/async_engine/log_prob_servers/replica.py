@@ -2,10 +2,10 @@
 """Creates log-prob servers from their settings and launches them on their own accelerators.
 
 Contract: the weight publisher treats a log-prob server like a rollout replica, with workers that receive weights. The
-methods that a weight sync calls to control generation (abort, caches, resume) do nothing here, and the load balancer
-does not have the server. If the ranks receive weights by collectives on their devices, scoring stops while they join
-the process group and during the transfer. Otherwise ranks could start the collectives of the engine and of the transfer
-in different orders, and would wait for each other for ever. Shown by tests/integration/test_model_engine_server.py,
+methods that a weight sync calls to control generation (abort, caches, resume) do nothing here, and the server is not in
+the load balancer. If the ranks receive weights by collectives on their devices, scoring stops while they join the
+process group and during the transfer. Otherwise ranks could start the collectives of the engine and of the transfer in
+different orders, and would wait for each other for ever. Shown by tests/integration/test_model_engine_server.py,
 test_sync_order.py and tests/e2e/test_model_engine.py.
 """
 
@@ -33,7 +33,7 @@ from recipe.async_engine.log_prob_servers.worker import ModelEngineWorker
 from recipe.async_engine.outside import HOST_BACKEND
 
 HELD = ("score",)
-"""Methods whose calls take long. Calls by a weight sync are in another concurrency group, and do not wait for them."""
+"""Methods whose calls take long. Calls of other methods, such as those of a weight sync, do not wait for them."""
 CONTROLS = (
     "pause_serving",
     "resume_serving",
@@ -187,7 +187,7 @@ def engine_config(engine: Any, servers: LogProbServers) -> Any:
     engine = OmegaConf.create(OmegaConf.to_container(engine, resolve=True))
     with open_dict(engine):
         engine.param_offload = False
-        # With FSDP2 it is false, because verl would otherwise offload the parameters (fsdp/transformer_impl.py:459).
+        # With FSDP2, verl would offload the parameters if this were true (fsdp/transformer_impl.py:459).
         engine.forward_only = servers.backend == "megatron"
         engine.use_dynamic_bsz = True
         engine.infer_max_token_len_per_gpu = servers.max_batch_tokens

@@ -57,7 +57,7 @@ class Segment:
 
 
 class ScoringEngine(Protocol):
-    """The methods of an engine, which consists of several ranks, that the scoring service calls."""
+    """The methods that the scoring service calls on its engine. The engine consists of one or more ranks."""
 
     async def score(self, sequences: Sequence[Any]) -> Sequence[Any]:
         """Return the scores of each sequence under the live weights, in the same order.

@@ -70,7 +70,7 @@ def from_batch(output: TensorDict) -> list[np.ndarray]:
 
 
 def _shifted(of_next_token: torch.Tensor) -> torch.Tensor:
-    """Shift the values by one index, with 0 first, and drop the last one, for a token after the sequence."""
+    """Put 0 before the values and drop the last one, so that each value has the index of its own token."""
     return torch.cat([torch.zeros(1), of_next_token[:-1].float().cpu()])
 
 

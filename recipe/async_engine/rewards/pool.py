@@ -53,7 +53,7 @@ COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
 of the finished calls, including their wait for a process.
 """
 LINE_BYTES = 16 * MOST
-"""Limit in bytes on an answer, a line of JSON, which needs at most 12 bytes for a character and 25 for a float."""
+"""Limit in bytes on an answer, a line of JSON. JSON needs at most 12 bytes for a character and 25 for a float."""
 NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
 ATTEMPTS = 4
 """Number of attempts to start a process."""
@@ -159,7 +159,8 @@ class ScoringPool:
         # This import is not at the top, because the scoring processes import this module and do not need Ray.
         from recipe.async_engine.actors.sockets import sockets_folder
 
-        # Create the folder that multiprocessing's `get_temp_dir` would create (multiprocessing/util.py:142).
+        # multiprocessing would create a folder for its sockets (`get_temp_dir`, multiprocessing/util.py:142). Create it
+        # here, where the paths of sockets are short enough.
         temporary = tempfile.mkdtemp(prefix="pymp-", dir=sockets_folder())
         multiprocessing.current_process()._config["tempdir"] = temporary  # type: ignore[attr-defined]
         self._context = multiprocessing.get_context("forkserver")
@@ -266,7 +267,7 @@ def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.sock
                 process.start()
                 break
             except (OSError, EOFError):
-                # A reward function may have killed the fork server. multiprocessing then replaces it.
+                # A reward function may have killed the fork server. multiprocessing replaces it at the next attempt.
                 ours.close()
                 if not left:
                     raise
@@ -300,10 +301,11 @@ def _result(answer: dict[str, Any]) -> Any:
 # All code below runs inside the scoring processes.
 
 PRELOAD = "RECIPE_REWARD_FUNCTION"
-"""Environment variable with the path and name of a reward function as JSON, which importing this module loads."""
+"""Environment variable with the path and name of a reward function, as JSON. Importing this module loads the function.
+"""
 
 HEADER = 8
-"""Size in bytes of the header before a call's pickled arguments, which is their length in bytes, big-endian."""
+"""Size in bytes of the header of a call. The header is the length in bytes of the pickled arguments, big-endian."""
 RESULT, RAISED, FULL = "result", "raised", "full"
 """Keys of an answer: `RESULT` for the function's result, `RAISED` for the text of an error (and `TRACE` for its
 traceback), `FULL` for the text of a MemoryError, after which the process ends.
@@ -367,7 +369,7 @@ def end_with(pipe: int) -> None:
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
-    # The pipe may have closed before the signal was set up.
+    # If the pipe closed before the signal was set up, no signal comes.
     if select.select([own], [], [], 0)[0]:
         _exit(1)
 

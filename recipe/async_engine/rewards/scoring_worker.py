@@ -38,13 +38,13 @@ from recipe.async_engine.rewards.in_transit import InTransit
 from recipe.async_engine.rewards.pool import COUNTS, RewardFailed, RewardProcessDied, ScoringPool, checked, number_of
 
 HELD = ("compute_score", "compute_score_batch", "compute_score_disrm")
-"""The methods of a reward worker whose calls take long."""
+"""The methods of a reward worker whose calls take long. Calls of its other methods do not wait for them."""
 # File and name of verl's default reward function, which applies a rule that depends on the row's data source.
 DEFAULT_RULES = "pkg://verl.utils.reward_score", "default_compute_score"
 
 
 TOLD = (RewardFailed, RewardProcessDied, NotPlain)
-"""Errors with only text in them, which other processes can unpickle, so that they are raised unchanged."""
+"""Errors that hold only text. Every process can unpickle them, so they are raised unchanged."""
 
 
 class _PastManager(BaseException):
@@ -113,7 +113,9 @@ class ScoringWorker(RewardLoopWorker):
 
 
 def _has_sandbox(reward: Any) -> bool:
-    """Return whether verl's sandbox service is used, which limits its calls with a semaphore of one process."""
+    """Return whether verl's sandbox service is used. verl limits the calls to it with a semaphore that the processes
+    of the pool do not have, so the pool is not used then.
+    """
     return bool((reward.get("sandbox_fusion") or {}).get("url"))
 
 
@@ -150,7 +152,9 @@ async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments:
 
 
 async def _bypassing_manager(call: Callable[..., Awaitable[Any]], timeout_s: float | None, **arguments: Any) -> Any:
-    """Make a call within the reward manager's time limit; raise errors as `_PastManager`, which managers let pass."""
+    """Make a call within the reward manager's time limit of ``timeout_s`` seconds. Its errors are raised as
+    `_PastManager`, which reward managers do not catch, so that they reach `ScoringWorker.compute_score`.
+    """
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await call(**arguments)

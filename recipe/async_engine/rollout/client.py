@@ -10,8 +10,8 @@ Contract:
 * With ``async_training.weights.at_swap=keep`` the engine holds its requests during a sync, and the server reports which
   version sampled which tokens.
 * With ``async_training.partial_rollout=False`` the scheduler lets all answers finish before a sync. If a sync
-  interrupts an answer nevertheless, ``generate`` raises an error. After the death of its server, or from a checkpoint,
-  an answer continues only under the version that began it.
+  interrupts an answer nevertheless, ``generate`` raises an error. An answer whose server died, or that comes from a
+  checkpoint, may then continue only under the version that began it.
 * With ``rollout.scheduling_policy=priority`` a full engine takes the requests of the oldest groups first, so
   interrupted answers continue before younger ones begin.
 * The client keeps every server's answer, complete or interrupted. If a checkpoint has the answer to a request, no
@@ -21,11 +21,12 @@ Contract:
   for a complete answer, the client raises an error.
 * A server whose process or engine died is removed from the load balancer. Other servers continue its answers after the
   tokens that the client has. With ``async_training.partial_tokens_interval`` the client fetches tokens regularly.
-* A request that fails in its engine is sent again, to another server if possible, without the tokens of the failed
-  request. After `MOST_FAILURES` failures in a row the client raises an error.
-* All servers together have ``async_training.timeouts.generation`` seconds to return an answer, and again as long after
-  tokens of the answer were fetched. If a server returns no token, the client asks again at growing intervals. If the
-  caller of ``generate`` gives up, the client makes the server drop the request.
+* A request that fails in its engine is sent again, to another server if possible. Tokens that the failed request has
+  sampled are not used. After `MOST_FAILURES` failures in a row the client raises an error.
+* An answer has to arrive within ``async_training.timeouts.generation`` seconds, even if several servers are asked for
+  it. Each time the client has fetched tokens of the answer, this limit begins anew. If a server returns no token, the
+  client asks again at growing intervals. If the caller of ``generate`` gives up, the client makes the server drop the
+  request.
 
 Shown by tests/integration/test_client.py (with fake server actors) and tests/e2e/test_fully_async.py.
 """
@@ -108,7 +109,8 @@ class Patience:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, SHORTEST_PAUSE_S * 2.0 ** min(self.refusals - 2, 30)))
 
 
-# The `Flight` of the current task's request. verl's methods have no parameter for it.
+# The open request (`Flight`) of the current asyncio task. A context variable passes it on through verl's methods, which
+# have no parameter for it.
 _flight: ContextVar[Flight | None] = ContextVar("recipe_flight", default=None)
 
 
@@ -169,8 +171,8 @@ class ResumingClient(LLMServerClient):
         self._resume = bool(async_training.partial_rollout)
         self._timeout_s = float(async_training.timeouts.generation)
         interval, rollout = async_training.partial_tokens_interval, config.actor_rollout_ref.rollout
-        # A server returns the expert choices of a mixture-of-experts router only with a request's answer, and not with
-        # the tokens that are fetched while the request is open.
+        # A server returns the expert choices of a mixture-of-experts router only with a request's answer. If they are
+        # needed, tokens that are fetched while the request is open cannot be used.
         self._keeps_parts = not rollout.get("enable_rollout_routing_replay", False)
         self._fetch_every_s = float(interval) if interval is not None and self._keeps_parts else None
         self._by_age = rollout.get("scheduling_policy") == "priority"
@@ -408,7 +410,7 @@ class ResumingClient(LLMServerClient):
         return part if part.token_ids or part.stop_reason not in ABORTED else None
 
     async def _growing(self, answer: asyncio.Task[Any], flight: Flight, patience: Patience) -> Any:
-        """Wait for ``answer`` as long as tokens of it arrive; raise TimeoutError if none arrives for too long."""
+        """Wait for ``answer``; raise TimeoutError if no new token of it is fetched within the time limit."""
         try:
             limit_s = patience.left_s
             while True:
@@ -418,7 +420,8 @@ class ResumingClient(LLMServerClient):
                         return await asyncio.shield(answer)
                 if answer.done() or len(flight.token_ids) == sampled:
                     raise TimeoutError
-                # `Patience.spent` subtracts the time of this method afterwards.
+                # Tokens have arrived, so begin the limit anew. `Patience.spent` later subtracts the whole time spent in
+                # this method from ``left_s``, so add the new limit there too.
                 patience.left_s += self._timeout_s
                 limit_s = self._timeout_s
         finally:

@@ -69,7 +69,7 @@ class SchedulerSettings:
         filter_limit: number of groups that may be dropped for one batch before the run ends; 0 means no limit.
         on_non_finite: whether a group with a log-prob or reward that is NaN, infinite or missing fails or is dropped.
         prompt_timeout_s: seconds within which the data loader has to return a prompt.
-        places: sequence slots of all engines together; 0 means ``slots``.
+        places: number of sequences that all engines together can generate at once; 0 means ``slots``.
     """
 
     group_size: int
@@ -262,7 +262,7 @@ class GroupRun:
 
 
 def group_events(run: GroupRun, group: Group, version: int, reason: str | None = None) -> Iterator[Event]:
-    """Return the events for the run record when a group has been trained at ``version``, filtered or failed.
+    """Return the run record's events for a group that has been trained at ``version``, or was filtered or failed.
 
     ``reason`` says why the group was filtered or failed. docs/run-record.md explains the events.
     """
@@ -275,7 +275,7 @@ def group_events(run: GroupRun, group: Group, version: int, reason: str | None =
 
 
 def attempt_events(run: GroupRun, n: int, began: float, sampled: float | None) -> Iterator[Event]:
-    """Return the events for the run record of an attempt at trajectory ``n`` that began at ``began`` and ends now.
+    """Return the run record's events for an attempt at trajectory ``n``, which began at ``began`` and ends now.
 
     ``sampled`` is the time of the last token, or None if the attempt ended before its last token. docs/run-record.md
     explains the events.

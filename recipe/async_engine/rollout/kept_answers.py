@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the rollout servers' answers to the trajectories of an agent-loop worker, also for checkpoints.
+"""Records the answers that an agent-loop worker's trajectories get from rollout servers, so that checkpoints have them.
 
 Contract:
 
@@ -116,7 +116,7 @@ class TrajectoryRecorder:
         restored_tokens: number of tokens in answers from a checkpoint that were used.
         received_tokens: number of tokens that servers returned, including interrupted parts.
         scorer: sends the answers to log-prob servers. None if there are none, or if they cannot score this trajectory.
-        text_only: whether all inputs of the engine are tokens, since log-prob servers cannot score images.
+        text_only: whether no request has images, video or audio, which log-prob servers cannot score.
         order: the number of the group in the order of issue. Engines that schedule by priority serve lower ones first.
         asked_s: seconds for which the trajectory waited for servers.
         sampled: a future that is done when the last token is sampled.
@@ -265,5 +265,5 @@ class AnswerBook:
         return replace(self._account, held=held)
 
     def export(self) -> dict[str, TrajectoryRecord | None]:
-        """Return the answers for a checkpoint by the key of each unfinished attempt, with None if it has no answers."""
+        """Return the answers of each unfinished attempt for a checkpoint, by its key; None for one without answers."""
         return {key: recorder.export() for key, recorder in self._under_way.items()}

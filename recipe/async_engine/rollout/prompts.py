@@ -100,7 +100,7 @@ def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict
     rows have the field `FAILURE` and others do not, those that have it are left out.
     """
     lost = [row[FAILURE] for row in rows if FAILURE in row]
-    # Log this only for validation data, because the scheduler reports unusable rows of training data.
+    # Rows without an index are validation data. Unusable rows of training data are reported by the scheduler.
     if lost and DATASET_INDEX not in rows[0]:
         logger.error("%d of %d rows of the data are left out, the first: %s", len(lost), len(rows), lost[0])
     rows = [row for row in rows if FAILURE not in row] or rows
@@ -141,7 +141,8 @@ class UsableBatches:
 class LoaderInUse:
     """Replaces the data loader in verl's trainer, because only the thread of the prompt feed may call the real one.
 
-    When verl saves a checkpoint, it would read the data loader's position while that thread may be taking a prompt.
+    With the real one, verl would read the position in the data when it saves a checkpoint, possibly while that thread
+    is taking a prompt.
     """
 
     def __init__(self, length: int) -> None:
@@ -163,7 +164,7 @@ def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:
 
 
 def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
-    """Return the input of an agent loop: the fields of a data row without tensors and the index, plus the uid."""
+    """Return the input of an agent loop: the prompt's uid, and the fields of ``row`` except tensors and the index."""
     sample = {key: value[0] for key, value in row.items() if isinstance(value, np.ndarray)}
     sample.pop(DATASET_INDEX, None)
     sample["uid"] = group.prompt.uid
@@ -171,7 +172,10 @@ def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
 
 
 class PromptSource:
-    """Iterates over a stateful data loader (batch size 1), ``epochs`` times over ``epoch_prompts`` prompts (or all)."""
+    """Takes prompts from a stateful data loader of batch size 1 for ``epochs`` epochs.
+
+    An epoch has ``epoch_prompts`` prompts; None means all prompts of the data loader.
+    """
 
     def __init__(self, dataloader: Any, epochs: int, epoch_prompts: int | None = None) -> None:
         self._dataloader = dataloader
@@ -181,7 +185,7 @@ class PromptSource:
         self._taken_in_epoch = 0
         self._iterator: Iterator[dict[str, Any]] | None = None
         self._restored: dict[str, Any] | None = None
-        """The data loader's state from a checkpoint, until a prompt is taken after `restore`."""
+        """The data loader's state from a checkpoint, from `restore` until a prompt is taken, and otherwise None."""
         self._put_back: deque[Prompt] = deque()
 
     @property

@@ -15,11 +15,11 @@ finished trajectory is a Ray object reference until the trainer fetches its batc
 while generation continues. It has the answers of all unfinished trajectories, so that a resumed run does not sample
 their tokens again.
 
-The admission policy chooses which prompt begins, which trajectory generates next and which batch is taken. The number
-of the engines' places changes when replicas wake or go to sleep. While there are none, trajectories that have begun
-keep their slots and tokens, and their next requests wait in the client (`TurnGate`). Shown by
-tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker actors), tests/e2e/test_fully_async.py
-and test_partial_rollout.py.
+The admission policy chooses which prompt begins, which trajectory generates next and which batch is taken. A place is
+room for one sequence in an engine. The number of places changes when replicas wake or go to sleep. While there are
+none, trajectories that have begun keep their slots and tokens, and their next requests wait in the client (`TurnGate`).
+Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker actors),
+tests/e2e/test_fully_async.py and test_partial_rollout.py.
 """
 
 import asyncio
@@ -123,7 +123,7 @@ class RolloutScheduler:
     # The trainer's thread calls the following methods.
 
     def start(self) -> None:
-        """Start the thread, and begin to generate as far as there are places, restored groups first."""
+        """Start the thread, which begins as many trajectories as there are slots, those of restored groups first."""
         with self._changed:
             self._score(self.ledger.in_state(GroupState.READY))
             self.manager.open()
@@ -215,14 +215,15 @@ class RolloutScheduler:
             return found
 
     def use_places(self, places: int, share: float, timeout_s: float) -> Future[TokenAccount] | None:
-        """Generate in ``places`` places from now on, ``share`` times as many as the settings' slots are for.
+        """Record that the engines have ``places`` places from now on, and use ``share`` times the settings' slots.
 
-        Without any place, the workers hold their trajectories' requests. They continue before new trajectories begin.
+        With 0 places, the workers hold their trajectories' requests. When there are places again, these requests
+        continue before new trajectories begin.
 
         Returns:
-            With 0 places, a future of the workers' token account, which is done when every worker that answers within
-                ``timeout_s`` seconds holds its requests. Answers that this interrupts may still be in transit, and are
-                only counted later.
+            With 0 places, a future of the sum of the workers' token counts. It is done when every worker that answers
+                within ``timeout_s`` seconds holds its requests. Answers that were just interrupted may still be in
+                transit, and are counted only later.
         """
         with self._changed:
             before = self.manager.slots
@@ -289,7 +290,7 @@ class RolloutScheduler:
         return staleness
 
     def version_sealed(self) -> int:
-        """Make the trainer's weights the next version, from which training continues, and return its number."""
+        """Make the trainer's present weights the next version, and return its number."""
         with self._changed:
             version = self.ledger.seal()
         self._poke()
@@ -360,7 +361,7 @@ class RolloutScheduler:
                 if state is GroupState.RUNNING:
                     self.manager.adopt(group, run.states)
                     if run.is_complete:
-                        # The group's last payload arrived while the checkpoint was taken.
+                        # The checkpoint was taken between the arrival of the last payload and the call of `_complete`.
                         self._complete(run)
 
     def counts(self) -> LedgerCounts:
@@ -413,7 +414,8 @@ class RolloutScheduler:
     async def _issue_forever(self) -> None:
         while True:
             while self._issue_some():
-                # Pause, so that other tasks run, and other threads get the lock, which is not fair.
+                # Pause, so that other tasks run and other threads get the lock. Without a pause this thread could take
+                # the lock again before a waiting thread gets it.
                 await asyncio.sleep(PAUSE_S)
             await self._wake.wait()
             self._wake.clear()
@@ -617,7 +619,8 @@ class RolloutScheduler:
                 self._wake.set()
             self._books.arrived(scored, not each.of.given_up)
             if each.of.given_up:
-                # The trajectory ended before the cancellation of its group reached the worker.
+                # The trajectory ended before the cancellation of its group reached the worker, which therefore has not
+                # counted these tokens as lost.
                 self.tokens.lost += scored.cut_tokens
 
     def _count_scoring(self, change: int) -> None:
@@ -669,7 +672,7 @@ class RolloutScheduler:
             self._changed.made()
             ready = self.ledger.in_state(GroupState.READY) if self._rescore else ()
         self._wake.set()
-        # The trainer takes no batch during this loop, because it waits for the announcement to end.
+        # The trainer waits for this method and takes no batch before, so all of these groups stay ready.
         for group in sorted(ready, key=TRAINED_FIRST):
             with self._changed:
                 self._score([group])

@@ -45,7 +45,7 @@ from recipe.async_engine.rollout.worker_pool import TracedGroups, WorkerPool
 logger = logging.getLogger(__name__)
 
 HELD = ("run_trajectory", "finish_trajectory", "rescore")
-"""The methods of a worker whose calls take long."""
+"""The methods of a worker whose calls take long. Calls of its other methods do not wait for them (`Restartable`)."""
 CALLS_AT_ONCE = 15_000
 """Largest number of open calls of one worker. With Ray's default of 1,000, trajectories would have to wait."""
 AS_OFTEN_AS_IT_DIES = -1
@@ -81,7 +81,7 @@ class TrajectoryManager(AgentLoopManager):
         return TrajectoryWorker
 
     def tell(self, method: str, *arguments: Any, timeout_s: float) -> None:
-        """Call a method of every worker, now and, by :meth:`prepare`, after each restart of a worker."""
+        """Call ``method`` of every worker. After each restart of a worker, :meth:`prepare` repeats the call."""
         with self._telling:
             self._told[method] = arguments
             answers = [getattr(worker, method).remote(*arguments) for worker in self.agent_loop_workers]
@@ -236,7 +236,7 @@ def _check(name: str, users: Any, verls: type) -> None:
 
 
 SCORE = "reward"
-"""Name of the score in verl's validation metrics."""
+"""Name of the score in verl's validation metrics. No column of a validation batch may have this name."""
 
 
 def joined(worker: Any, outputs: list[Any]) -> DataProto:

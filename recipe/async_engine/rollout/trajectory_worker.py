@@ -87,11 +87,11 @@ CANCELLED = (
 )
 
 REWARD_METRIC = "reward"
-MOST_DEATHS = 2
-"""Number of reward workers that may die while computing one reward, without using up an attempt."""
 """Value of ``algorithm.filter_groups.metric`` for the reward itself. Other values name fields that the reward function
 returns.
 """
+MOST_DEATHS = 2
+"""Number of reward workers that may die while they compute one reward, before a death counts as a failed attempt."""
 
 
 class TrajectoryWorker(AgentLoopWorker):
@@ -255,8 +255,8 @@ class TrajectoryWorker(AgentLoopWorker):
         try:
             await self._until_sampled(running, key)
             if running.sampled.done():
-                # Wait briefly for the reward. For a short trajectory another call, of `finish_trajectory`, would double
-                # the cost.
+                # If the reward comes soon, no call of `finish_trajectory` is needed. For a short trajectory that call
+                # would double the cost.
                 await asyncio.wait({running.task}, timeout=REWARD_AT_ONCE_S)
                 if not running.task.done():
                     return None, None
@@ -556,7 +556,7 @@ def is_first_attempt(key: str) -> bool:
 
 
 def filter_metric(config: Any) -> str | None:
-    """Return the setting of the metric by which groups are filtered, or None if groups are not filtered."""
+    """Return the name of the metric by which groups are filtered, or None if groups are not filtered."""
     settings = OmegaConf.select(config, "algorithm.filter_groups")
     return str(settings.metric) if settings is not None and settings.get("enable") else None
 

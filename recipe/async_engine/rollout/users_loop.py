@@ -53,7 +53,7 @@ async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
 
 
 class _BegunTask(asyncio.Task[Any]):
-    """A task that cannot be cancelled before it has begun, since Ray would then never answer the task's remote call."""
+    """A task that cannot be cancelled before it has begun. Ray would never answer the remote call of such a task."""
 
     has_begun = False
 
@@ -86,7 +86,7 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     for name in ARGUMENTS & row.keys():
         raise AgentLoopError(f"the data has a column {name!r}, the name of an argument of every agent loop: rename it")
     takes = _parameters(type(agent_loop).run)
-    # None means that this row's file lacks the column. It is left out if the agent loop has a default for the argument.
+    # None means that this row's file lacks the column. If the agent loop has a default for the argument, leave it out.
     columns = {
         name: value
         for name, value in row.items()
@@ -122,7 +122,7 @@ def check_row(row: dict[str, Any], n: int | None) -> None:
 
 @cache
 def _parameters(run: Hashable) -> dict[str, bool]:
-    """Return whether each parameter of ``run`` has a default, by name. `ANY` stands for ``**kwargs``."""
+    """Return, by the name of each parameter of ``run``, whether it has a default. `ANY` stands for ``**kwargs``."""
     try:
         parameters = inspect.signature(cast(Callable[..., Any], run)).parameters.values()
     except (TypeError, ValueError):

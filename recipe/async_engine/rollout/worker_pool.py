@@ -139,7 +139,7 @@ class WorkerPool(WorkerSet):
         return len(self.actors)
 
     def assign(self, run: TrajectoryRun) -> None:
-        """Choose a worker for the next attempt: the least loaded one, or for a retry the least loaded different one.
+        """Choose the least loaded worker for the next attempt. A retry gets a different worker if possible.
 
         Raises:
             RolloutFailed: all workers are dead, and none is being restarted.
@@ -155,7 +155,7 @@ class WorkerPool(WorkerSet):
     async def attempt(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
         """Run the attempt that was assigned to a worker, and write its result into ``run``.
 
-        ``sampled`` is called when the last token is sampled, if the reward takes longer.
+        If the reward is not ready soon after the last token is sampled, ``sampled`` is called.
 
         Raises:
             TrajectoryFailed: the agent loop raised an error, or Ray failed.
@@ -327,8 +327,8 @@ class WorkerPool(WorkerSet):
             return
         before = self._accounts.get(worker_id, TokenAccount())
         if account.cut < before.cut:
-            # These are the counts of a restarted process. Nobody noticed the death of the earlier process, because it
-            # had no attempt.
+            # Counts never decrease, so these come from a restarted process. The death of the earlier process was not
+            # noticed, because it ran no attempt. Add its last counts here.
             self._lost_with_workers += before.held_as_lost()
         self._accounts[worker_id] = account
 

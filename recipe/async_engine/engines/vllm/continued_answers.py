@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes vLLM continue an interrupted answer in the same way as a request that vLLM has preempted.
 
-The request for the remainder of an answer carries the tokens that were sampled before the interruption, which this
-module calls the earlier tokens, separately from its prompt (`core/cuts.py`). Each process of an engine treats the
-earlier tokens as output of the new request: the scheduler for grammars (`scheduler`), the workers for penalties, logits
+The tokens that were sampled before the interruption are called the earlier tokens here. The request for the remainder
+of the answer carries them separately from its prompt (`core/cuts.py`). Each process of an engine treats the earlier
+tokens as output of the new request: the scheduler for grammars (`scheduler`), the workers for penalties, logits
 processors, thinking budgets and random generators (`patch_worker`), and the server's detokenizer for stop strings
 (`patch_output_processor`). The engine returns only the remainder.
 
@@ -54,7 +54,8 @@ def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
     if not before:
         return
     request.append_output_token_ids(before)
-    # vLLM fails if these statistics count more cached tokens than the prompt has, which earlier tokens may cause.
+    # Drop these statistics. vLLM fails if they count more cached tokens than the prompt has, and earlier tokens may be
+    # cached too.
     request.prefill_stats = None
     if request.use_structured_output:
         wanted = request.structured_output_request

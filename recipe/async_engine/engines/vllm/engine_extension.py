@@ -130,8 +130,8 @@ class Staging:
     def _take(self, weights: NamedTensors, is_last: bool) -> None:
         self._intake.take(weights)
         if is_last:
-            # Set the outcome before the sender gets the reply to its last message, because it then asks for the
-            # outcome.
+            # Set the outcome before the sender gets the reply to its last message, because the sender asks for the
+            # outcome after the reply.
             self._intake.end()
 
 

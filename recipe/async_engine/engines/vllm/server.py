@@ -231,7 +231,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
         patch_output_processor(self.engine.output_processor)
-        # Before each request verl looks for an adapter with verl's own name. This package uses other names.
+        # Before each request verl looks for an adapter with verl's own fixed number. Let it find none, because
+        # `_salted` adds the adapter.
         self.engine.list_loras = no_adapters
 
     def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -350,7 +351,10 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         await drop_computed(self.engine)
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
-        """Return the workers' token counts by the server's request ids. The engine's ids have a suffix."""
+        """Return the token counts of all workers by the server's request ids.
+
+        The ids in ``counts`` are the engine's, which have a suffix.
+        """
         states = self.engine.output_processor.request_states
         known = {name: count for of_worker in counts for name, count in of_worker.items() if name in states}
         return {states[name].external_req_id: count for name, count in known.items()}

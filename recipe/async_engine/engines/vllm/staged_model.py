@@ -11,11 +11,12 @@ components is loaded.)
 
 The second instance is created once. vLLM's own loaders fill it, and the values that vLLM derives from loaded weights
 (packed layers, for example) are computed in it while the engine generates. A swap overwrites the live tensors, so that
-every reference to them has the new values: objects other than modules (a router's bias, an attention backend's sinks),
-views, captured CUDA graphs, and compiled code. To find the tensors to copy, both instances are traversed in parallel
-(`recipe.async_engine.weights.held`). A swap copies parameters, buffers, all tensors that share their storage, and all
-tensors that vLLM has derived. A derived object other than a tensor (a kernel's own packed format) is assigned to the
-live instance. If a tensor has no counterpart of the same shape and dtype, the version is refused before the swap.
+everything that refers to them has the new values: objects other than modules (for a router's bias or an attention
+backend's sinks), views, captured CUDA graphs, and compiled code. To find the tensors to copy, both instances are
+traversed in parallel (`recipe.async_engine.weights.held`). A swap copies parameters, buffers, all tensors that share
+their storage, and all tensors that vLLM has derived. A derived object other than a tensor (a kernel's own packed
+format) is assigned to the live instance. If a tensor has no counterpart of the same shape and dtype, the version is
+refused before the swap.
 
 If the device has no memory for a second instance, it is in host memory. In that case the swap copies parameters and
 buffers from host memory, and vLLM then derives the other values from the live weights. Shown by
@@ -70,7 +71,7 @@ class StagedModel(StagedWeights):
         for parameter in self._spare.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
-        # Copy the live buffers, because the stream may not contain buffers.
+        # Copy the live buffers, because the stream does not have to contain buffers.
         live = dict(self._live.named_buffers())
         for name, buffer in self._spare.named_buffers():
             if buffer is not live[name]:
@@ -88,7 +89,8 @@ class StagedModel(StagedWeights):
 
     def _find_problem(self) -> str | None:
         parameters = dict(self._spare.named_parameters())
-        # A sum is NaN if any element is NaN. Unlike a mask, it needs no memory. Read all sums from the device together.
+        # A sum is NaN if any element is NaN. Unlike a mask, it needs no memory. Read all results from the device at
+        # once, because each read waits for the device.
         sums = {name: parameter.sum() for name, parameter in parameters.items() if parameter.is_floating_point()}
         are_nan = torch.stack([found.isnan() for found in sums.values()]).tolist() if sums else []
         missing = [name for name, is_nan in zip(sums, are_nan, strict=True) if is_nan]
@@ -159,7 +161,11 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _fits(pair: Pair) -> tuple[Any, ...]:
-    """Return the address and layout of a pair's live tensor; raise StagingRefused if shapes or dtypes differ."""
+    """Return the address and layout of a pair's live tensor.
+
+    Raises:
+        StagingRefused: the pair's staged tensor has another shape or dtype than the live one.
+    """
     live = pair.theirs
     if not isinstance(live, torch.Tensor) or (live.shape, live.dtype) != (pair.mine.shape, pair.mine.dtype):
         raise StagingRefused(

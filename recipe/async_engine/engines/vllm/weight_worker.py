@@ -171,7 +171,7 @@ def part_id(node_rank: int) -> str:
 
 
 def takes_adapters(model_config: Any) -> bool:
-    """Return whether the trainer sends LoRA adapters, with which the engine generates (verl's ``lora_as_adapter``)."""
+    """Return whether the trainer sends LoRA adapters instead of merged weights (verl's ``lora_as_adapter``)."""
     return max(model_config.lora_rank, model_config.lora.get("rank", 0)) > 0 and not model_config.lora.get("merge")
 
 
