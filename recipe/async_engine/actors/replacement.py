@@ -138,7 +138,7 @@ class Replacements:
         threading.Thread(target=self._clear_away, args=[attempt.lost], name="clear a lost replica", daemon=True).start()
 
     def _work(self, attempt: _Attempt) -> None:
-        # If `take` has given up this attempt, it has cancelled the future `result`.
+        # If `take` has given up this attempt, it has cancelled `result`. Then an error is dropped and a replica ended.
         try:
             self._clear_away(attempt.lost)
             started = attempt.start()
@@ -176,7 +176,7 @@ def clear_replica(replica: Any, timeout_s: float = CLEARED_S) -> None:
 
 @contextmanager
 def cleared_on_failure(replicas: Sequence[Any]) -> Iterator[None]:
-    """If the ``with`` block, which starts these replicas, fails, end them: the next attempt needs their resources."""
+    """End ``replicas`` if the ``with`` block, which starts them, fails: the next attempt needs their resources."""
     try:
         yield
     except BaseException:

@@ -91,7 +91,8 @@ class AsyncPPOTrainer(SavedRun):
         workers = self.actor_worker, self.actor_role, self.timeline.phase, self._updated
         self.stages = VerlTrainer(config, tokenizer, processor, data, *workers)
         self.timeouts = self.plan.settings.async_training.timeouts
-        # After the launch only the thread that feeds prompts uses `prompts`. A checkpoint is restored before that.
+        # `prompts` needs no lock: a checkpoint's position is restored before the scheduler starts, and from then on
+        # only the thread that feeds prompts uses it.
         used = epoch_prompts(len(data[0]), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.stages.prompts, config.trainer.total_epochs, used)
         self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
@@ -144,7 +145,7 @@ class AsyncPPOTrainer(SavedRun):
         return [each for each in (self.hybrid, self.publisher) if each is not None] if self.is_up else []
 
     def _asked(self) -> Sequence[Any]:
-        """Return the servers whose activity the event record has."""
+        """Return the servers whose activity the event record contains."""
         return [*(replica for each in self.publishers() for replica in each.replicas), *self.references]
 
     def _live_replicas(self) -> int:
@@ -197,7 +198,7 @@ class AsyncPPOTrainer(SavedRun):
             self.lending.begin()
         self.timeline.restart()
         self.scheduler.start()
-        # The first batch is generated during the first validation.
+        # The scheduler has started, so the first batch is generated during the first validation.
         first = self._validate_now() if self.config.trainer.get("val_before_train", True) else {}
         first |= rehearsed
         if first:
@@ -254,7 +255,7 @@ class AsyncPPOTrainer(SavedRun):
         return dict(names.values())
 
     def request_stop(self, why: str) -> None:
-        """End the run after the current step, with a checkpoint if it saves any. Any thread may call this method."""
+        """End the run after the current step, with a checkpoint if the run saves any. Any thread may call this."""
         self.stopped_by = why
         if self.scheduler is not None:
             self.scheduler.want_no_more()
@@ -363,7 +364,7 @@ class AsyncPPOTrainer(SavedRun):
         return self.rehearsal.result.metrics()
 
     def _validate_now(self) -> dict[str, float]:
-        """Validate the published weights on the replicas. Standalone replicas also generate for training meanwhile."""
+        """Validate the published weights on the replicas. Standalone replicas continue to generate for training."""
         with (
             self.timeline.phase("validate"),
             marked_timer("testing", self.timing_raw, color="green"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implements `Stages` with verl's trainer. Only this file subclasses verl's trainer and uses its private members.
 
-Contract: each stage is verl's own method, with verl's names of metrics. Overrides of verl's methods that call worker
-groups run them within a phase of the timeline, so that the event record shows when accelerators compute. Shown by
+Contract: each stage is verl's own method, with verl's names of metrics. The methods of verl's trainer that compute in
+worker groups run within a phase of the timeline, so that the event record shows when accelerators compute. Shown by
 tests/integration/test_finite_stage.py, test_trainer_group.py and the end-to-end runs.
 """
 
@@ -179,7 +179,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._fit_collect_metrics(batch)
         self._fit_experimental(batch)
 
-    # The following methods run verl's calls of its worker groups, each in a phase of the timeline.
+    # The following overrides run the methods of verl's trainer that compute in worker groups within a phase.
 
     def _compute_values(self, batch: DataProto) -> DataProto:
         with self._phase(COMPUTE):

@@ -94,7 +94,7 @@ class Group:
         threading.Thread(target=self._abort, name="leave-nccl-group", daemon=True).start()
 
     def join(self, world_size: int, rank: int, stream: Any) -> None:
-        """Join the group, with collectives on ``stream``: Ray's own stream and the default one wait for each other."""
+        """Join the group. Its collectives use ``stream``: Ray's own stream and the default one wait for each other."""
         collective.init_collective_group(world_size, rank, "nccl", self.name)
         rays, device = collective.get_group_handle(self.name), torch.cuda.current_device()
         rays._get_nccl_collective_communicator(str(device), [device])
@@ -203,7 +203,11 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return verl's topology and a group's name, a new one unless all members report the same group and ranks."""
+        """Return verl's topology, with the name of the group that the members join.
+
+        This is the name of the present group if all members report this group with the topology's ranks, else a new
+        one.
+        """
         topology = super().build_topology(actor_wg_world_size, rollout_world_size, metadata)
         ranks = [rank for side in topology for rank in side["rank"]]
         world_size = topology[0]["world_size"][0]

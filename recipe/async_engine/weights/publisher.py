@@ -252,7 +252,7 @@ class WeightPublisher(CheckpointEngineManager):
 
     async def _agree_on_dtypes(self) -> Wire:
         if self._in_place:
-            # Which parameters an engine holds in a wider dtype is only known with staging.
+            # Without staging, the parameters that an engine holds in a wider dtype are not known, so narrow none.
             return Wire()
         servers = [record.replica.server_handle for record in self.known.present if record.generates]
         answers = await self._all([server.wide_parameters.remote() for server in servers])

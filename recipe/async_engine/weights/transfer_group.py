@@ -110,7 +110,7 @@ def evaluated(
 
     Returns:
         The records of the replicas that loaded the version, the sender's metrics, the checksum of what it sent, and the
-        trainer's error or None. The error of each other replica is stored in its record.
+        trainer's error or None. The error of each replica that did not load it is stored in its record.
     """
     trainer, receivers = results[:ranks], results[ranks:]
     trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
