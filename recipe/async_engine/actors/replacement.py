@@ -49,7 +49,7 @@ class _Attempt:
 
 @dataclass
 class Restarts:
-    """The budget of a run for all its replicas and servers.
+    """The run's budget of attempts to replace lost replicas and servers.
 
     Attributes:
         most: largest number of attempts in the run.
@@ -60,7 +60,7 @@ class Restarts:
     begun: int = 0
 
     def begin(self) -> bool:
-        """Count one more attempt, and return True, if the budget allows it."""
+        """If the budget allows one more attempt, count it and return True; otherwise return False."""
         if self.begun >= self.most:
             return False
         self.begun += 1

@@ -100,7 +100,7 @@ def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None 
     ``mode`` is one of `MODES`, and ``trainer_class`` the fully qualified name of a trainer other than the mode's own.
     """
     if config.get("plan_only"):
-        # The caller is not Hydra's command line, which shows the plan instead of calling this function.
+        # Hydra's command line would have shown the plan instead of calling this function, so the caller is other code.
         sys.stderr.write("plan_only=true: nothing is started; Hydra's command line shows the plan\n")
         sys.exit(1)
     try:

@@ -240,7 +240,7 @@ class CriticWorker(TrainingWorker):
 
 def load_weights(engine: Any, folder: str) -> None:
     """Load only the weights of a checkpoint into one of verl's engines, without the optimizer state."""
-    # verl misspells the name for Megatron (workers/engine/megatron/transformer_impl.py:627).
+    # Try both names, because verl misspells the one for Megatron (workers/engine/megatron/transformer_impl.py:627).
     manager = getattr(engine, "checkpoint_manager", None) or engine.checkpoint_mananager
     contents, manager.checkpoint_load_contents = manager.checkpoint_load_contents, ["model"]
     try:

@@ -3,9 +3,9 @@
 
 Contract: the loop makes no decisions of its own. The scheduler decides which batch is next, the publisher knows which
 replicas have a version, and the ledger knows the state of every prompt. A trainer's `Stages` compute rewards,
-log-probs, advantages and updates. A step trains one batch of prompt groups, and a fixed number of steps makes a version
-of the weights. Checkpoints and validations take place at the end of a version. ``fit`` yields after every step, so that
-its caller sees the progress and may end the run. Shown by tests/e2e/test_fully_async.py, test_crash.py and
+log-probs, advantages and updates. A step trains one batch of prompt groups. After a fixed number of steps the weights
+become a new version. Checkpoints and validations take place at the end of a version. ``fit`` yields after every step,
+so that its caller sees the progress and may end the run. Shown by tests/e2e/test_fully_async.py, test_crash.py and
 test_faults.py.
 """
 
@@ -141,7 +141,7 @@ class AsyncPPOTrainer(SavedRun):
         )
 
     def publishers(self) -> list[WeightPublisher]:
-        """Return the publishers of the hybrid and of the standalone replicas, or none before these have started."""
+        """Return the publishers of the hybrid and the standalone replicas, or none before the replicas have started."""
         return [each for each in (self.hybrid, self.publisher) if each is not None] if self.is_up else []
 
     def _asked(self) -> Sequence[Any]:

@@ -152,8 +152,8 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
     """Set the advantages of tokens that were sampled more than ``limit`` versions before ``version`` to 0, in place.
 
     These tokens thus have no policy gradient. They stay in ``response_mask``, because verl's mean over a mini-batch
-    with an empty mask would be NaN (core_algos.py:1175). The result has the
-    number of these tokens, and their share of the tokens in ``response_mask``, as metrics.
+    with an empty mask would be NaN (core_algos.py:1175). The result has
+    the number of these tokens, and their share of the tokens in ``response_mask``, as metrics.
     """
     versions = batch.batch[TOKEN_VERSIONS]
     old = (versions != NOT_SAMPLED) & (versions < version - limit) & batch.batch["response_mask"].bool()

@@ -3,8 +3,7 @@
 
 Contract: the work is over when the function returns or raises, or at a deadline after its start. `wait` returns the
 result or raises the error. If the function raises an error, ``alarm`` gets it at once, even if `wait` is called later
-or never.
-Shown by tests/integration/test_beside.py and test_saving.py.
+or never. Shown by tests/integration/test_beside.py and test_saving.py.
 """
 
 from __future__ import annotations

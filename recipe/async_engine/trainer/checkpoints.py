@@ -222,7 +222,7 @@ def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterato
                 durable.remove_tree(folder)
             with suppress(OSError):
                 track(root, before)
-        if full:  # torch's own error only says that a file has a wrong size
+        if full:  # report this, because torch's own error only says that a file has a wrong size
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise
 

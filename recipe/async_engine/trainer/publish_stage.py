@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes the trainer's weights as the next version.
 
-Contract: first a version is sealed: its weights are copied, and training continues from them. Then the replicas stage
+Contract: first a version is sealed, which means that the trainer's weights are copied. Then the replicas stage
 the version and swap it in, the ledger announces it, and the replicas resume generation. Meanwhile training continues or
 waits (``async_training.weights.publish``). Only one version is transferred at a time, and a version is announced while
 no replica generates. Shown by tests/e2e/test_fully_async.py, test_swaps.py and test_faults.py.

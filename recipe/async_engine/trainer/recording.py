@@ -69,7 +69,7 @@ def is_kept(group: int) -> bool:
 
 @dataclass
 class _Device:
-    """A process that is asked for its activity. It is recorded up to ``known_until`` (seconds since the run began)."""
+    """A process that is asked for its activity, recorded up to ``known_until`` (seconds since the run began)."""
 
     name: str
     handle: Any

@@ -301,7 +301,7 @@ class Rehearsal:
         meta = {
             "temperature": self.rollout.temperature,
             "global_token_num": [length] * rows,
-            # Micro-batches are limited by tokens, so that the number of rows need not be divisible.
+            # Micro-batches are limited by tokens, so the number of rows need not be a multiple of a micro-batch size.
             "use_dynamic_bsz": True,
             "max_token_len_per_gpu": TOKENS_AT_ONCE,
         }

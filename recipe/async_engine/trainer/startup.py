@@ -2,11 +2,11 @@
 """Starts the processes of a run in parallel.
 
 Contract: accelerators are reserved first (`engines.reservation`). Then the training workers, the rollout and the
-log-prob servers start in parallel, within one deadline (``async_training.timeouts.startup``). Replicas on the
-trainer's accelerators start after the training workers, and sleep when the run begins. The first part that fails
-to start ends the launch with its own error. A server gets no requests before it has weights. If the run has a critic,
-it is verl's critic, as another role of the training workers. The critic trains on every batch, and the actor only from
-step ``trainer.critic_warmup`` on.
+log-prob servers start in parallel, within one deadline (``async_training.timeouts.startup``). Replicas on the trainer's
+accelerators start after the training workers, and sleep when the run begins. The first part that fails to start ends
+the launch with its own error. A server gets no requests before it has weights. If the run has a critic, it is verl's
+critic, which is another role of the training workers. The critic trains on every batch, and the actor only from step
+``trainer.critic_warmup`` on.
 
 Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 """

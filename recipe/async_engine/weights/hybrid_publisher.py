@@ -4,8 +4,8 @@
 Contract: engines generate only between :meth:`wake` and :meth:`sleep`. To wake them is to publish a version: `swap`
 allocates their memory again and loads the weights, which each trainer rank passes to the engine on its accelerators,
 and `resume` begins generation. `sleep` interrupts all requests. Requests that reach a server later are returned
-unanswered, so no request waits at a server while the trainer works. Then the engines free their memory. A
-replica that died gets no requests. The next wake-up first restarts it on the same accelerators, within the restart
+unanswered, so no request waits at a server while the trainer works. Then the engines free their memory. A replica
+that died gets no requests. The next wake-up first restarts it on the same accelerators, within the restart
 budget, since every trainer rank needs an engine to which it passes weights.
 
 FSDP ranks gather their weights from the same shards, so all must pass identical weights; otherwise the run ends.

@@ -103,7 +103,7 @@ class Group:
     def end_rendezvous(self) -> None:
         """Kill the detached Ray actor through which the members have found each other, as it would outlive the run."""
         rays = collective.get_group_handle(self.name)
-        # An actor for the rendezvous exists even for a communicator that could not be created.
+        # Add the key of the devices in use, because the actor exists even if their communicator could not be created.
         for key in {*rays._dev_comm_map, ",".join(map(str, rays._used_gpu_indices))}:
             with suppress(ValueError):
                 rays._destroy_store(rays._generate_group_key(key))
@@ -137,7 +137,7 @@ class BucketDescriptions:
         return self._socket.recv_string()
 
     def recv_pyobj(self) -> Any:
-        # The second part of a message arrives together with the first.
+        # The second part of a message arrives together with the first, so this does not block.
         return self._socket.recv_pyobj()
 
     def close(self) -> None:
@@ -285,7 +285,8 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         """Free the buckets. The group is kept, unless ``rebuild_group`` is set."""
         self.send_buf = self.recv_buf = None
         self._cycles.clear()
-        # verl's finalize empties torch's cache, which waits for all work that training has queued on the device.
+        # Only receivers call verl's finalize: it empties torch's cache, which waits for all work that training has
+        # queued on the device.
         if 0 < self.num_senders <= self.rank:
             super().finalize()
         if not self._keeps_group:

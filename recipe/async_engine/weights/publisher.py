@@ -107,7 +107,7 @@ class WeightPublisher(CheckpointEngineManager):
         weights: Weights,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """``dtype`` is the narrowest dtype in which floating-point weights can be sent without a loss of precision."""
+        """``dtype``: the narrowest dtype for sending floating-point weights with which no receiver loses precision."""
         super().__init__(config, actor_wg, replicas)
         self.weights = weights
         """The settings ``async_training.weights``, with a value for each that was null."""

@@ -34,7 +34,7 @@ async def outcomes(references: list[Any], timeout_s: float) -> list[Any]:
 
 
 class TransferGroup:
-    """The members of one transfer. Their checkpoint engines are called together, each for at most ``timeout_s``."""
+    """The members of one transfer. Each call of their checkpoint engines may take ``timeout_s`` seconds."""
 
     def __init__(self, trainer: RayWorkerGroup, receivers: RayWorkerGroup, engine_class: Any, timeout_s: float) -> None:
         self._trainer, self._receivers = trainer, receivers

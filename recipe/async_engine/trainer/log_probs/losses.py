@@ -2,7 +2,7 @@
 """The policy losses for `BYPASS` and `LOGLINEAR`, and the mismatch metrics of all sources of proximal log-probs.
 
 Contract: both losses wrap the chosen loss, which is verl's or a user's loss with the name in
-``actor.policy_loss.loss_mode``, or verl's ``loss_type=reinforce``. They compute ``algorithm.rollout_correction``
+``actor.policy_loss.loss_mode``, or verl's ``loss_type=reinforce``. They apply ``algorithm.rollout_correction``
 themselves. The chosen loss gets the mask without the tokens that the correction rejects, and the importance weights if
 it needs them. The metrics of the mismatch between behaviour and proximal policy have verl's names
 (``rollout_corr/*``). They are reported even without a correction, whereas verl reports metrics of the importance

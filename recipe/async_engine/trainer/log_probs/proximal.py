@@ -162,7 +162,8 @@ def rename_loss_metrics(metrics: Metrics) -> None:
 def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: Any) -> dict[str, float]:
     """Return a batch's ``actor/entropy``, aggregated like the loss (verl/experimental/separation/ray_trainer.py:522).
 
-    Each token's ``entropy``, and ``response_mask``, 1 for trained tokens, are (rows, R). ``actor`` is verl's section.
+    Each token's ``entropy``, and ``response_mask``, 1 for trained tokens, are (rows, R). ``actor`` is the actor's
+    section of verl's configuration.
     """
     total = agg_loss(
         loss_mat=entropy,
