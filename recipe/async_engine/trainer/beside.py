@@ -61,7 +61,7 @@ class Beside(Generic[Result]):
 
     @property
     def is_over(self) -> bool:
-        """Whether work was begun and has either ended or exceeded its deadline. In both cases `wait` does not block."""
+        """Whether work was begun and has ended or exceeded its deadline. `wait` then does not block."""
         return self._outcome is not None and (self._outcome.done() or time.monotonic() >= self._deadline)
 
     def wait(self) -> Result | None:

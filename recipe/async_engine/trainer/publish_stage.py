@@ -80,10 +80,7 @@ class PublishStage:
 
     @property
     def is_over(self) -> bool:
-        """Whether a publication was begun and has either ended or exceeded its deadline.
-
-        In both cases `finish` does not block.
-        """
+        """Whether a publication was begun and has ended or exceeded its deadline. `finish` then does not block."""
         return self._way.is_over
 
     def seal(self, metrics: Metrics, timing: Timing) -> None:
