@@ -2,7 +2,7 @@
 """Actors that answer control calls while many other calls are open, and that Ray restarts when they die.
 
 Contract: a Ray actor runs a limited number of calls at once, 1,000 by default, and further calls wait in order. Methods
-whose calls stay open for long (a trajectory, an answer, a score) share that number. All other methods (an abort, a
+whose calls stay open for long (a trajectory, an answer, a score) share this limit. All other methods (an abort, a
 cancellation, a weight sync, a health check) are control methods: they have a concurrency group of their own and never
 wait for the long calls. Ray runs each group on its own event loop and thread. A control call is forwarded from there to
 the actor's main loop, so that all of the actor's code still runs on one thread. Actors without coroutines get a lock
@@ -85,7 +85,7 @@ def _is_coroutine(method: Callable[..., Any]) -> bool:
 
 
 def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator like functools.wraps, but without ``__wrapped__``, in which Ray would look for the group."""
+    """Return a decorator like functools.wraps, but without ``__wrapped__``: Ray would look for the group there."""
 
     def named(call: Callable[..., Any]) -> Callable[..., Any]:
         call = functools.wraps(method)(call)

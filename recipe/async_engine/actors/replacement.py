@@ -49,7 +49,7 @@ class _Attempt:
 
 @dataclass
 class Restarts:
-    """The budget of a run for all its replicas and servers.
+    """The run's budget of attempts to replace lost replicas and servers.
 
     Attributes:
         most: largest number of attempts in the run.
@@ -60,7 +60,7 @@ class Restarts:
     begun: int = 0
 
     def begin(self) -> bool:
-        """Count one more attempt, and return True, if the budget allows it."""
+        """If the budget allows one more attempt, count it and return True; otherwise return False."""
         if self.begun >= self.most:
             return False
         self.begun += 1
@@ -138,7 +138,7 @@ class Replacements:
         threading.Thread(target=self._clear_away, args=[attempt.lost], name="clear a lost replica", daemon=True).start()
 
     def _work(self, attempt: _Attempt) -> None:
-        # If `take` has given up this attempt, it has cancelled the future `result`.
+        # If `take` has given up this attempt, it has cancelled `result`. Then an error is dropped and a replica ended.
         try:
             self._clear_away(attempt.lost)
             started = attempt.start()
@@ -176,7 +176,7 @@ def clear_replica(replica: Any, timeout_s: float = CLEARED_S) -> None:
 
 @contextmanager
 def cleared_on_failure(replicas: Sequence[Any]) -> Iterator[None]:
-    """If the ``with`` block, which starts these replicas, fails, end them: the next attempt needs their resources."""
+    """End ``replicas`` if the ``with`` block, which starts them, fails: the next attempt needs their resources."""
     try:
         yield
     except BaseException:

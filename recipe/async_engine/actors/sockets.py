@@ -27,7 +27,7 @@ from recipe.async_engine.core.errors import RecipeError
 LONGEST_PATH = 107
 """Number of bytes that Linux accepts in a socket's path (unix(7))."""
 LONGEST_NAME = 40
-"""Largest number of bytes that vLLM (a UUID) or multiprocessing (a folder and a file) adds to the folder's path."""
+"""Largest number of bytes that vLLM (a UUID) or multiprocessing (a folder and a file) adds to its folder's path."""
 LONGEST_OF_RAY = 72
 """Largest number of bytes that Ray adds to its temporary folder: ``ray``, session name, ``sockets`` and a file."""
 LINKS = "/tmp/recipe-{user}"
@@ -82,7 +82,7 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
 
 
 def sockets_folder() -> str:
-    """Return Ray's folder of sockets, or the system's temporary folder without Ray or if Ray's paths are too long."""
+    """Return Ray's folder of sockets or, without Ray or if its path is too long, the system's temporary folder."""
     node = ray._private.worker._global_node
     folder = None if node is None else str(node.get_sockets_dir_path())
     fits = folder is not None and len(folder.encode()) + 1 + LONGEST_NAME <= LONGEST_PATH

@@ -62,7 +62,7 @@ class Questions:
         self._asked: dict[ray.ObjectRef, str] = {}
 
     def answered(self) -> list[tuple[str, ray.ObjectRef]]:
-        """Return (component, object reference) for each new answer, and call each component whose pause is over."""
+        """Return (component, object reference) for each new answer, and call the components that are due again."""
         now = time.monotonic()
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         answers = [(self._asked.pop(answer), answer) for answer in done]
@@ -112,7 +112,8 @@ class RunWatch:
             silent_s: returns the seconds without progress, as the module's contract defines it.
             describe: returns a report on what each process does or waits for.
             fail: makes the trainer's wait for a batch fail with an error.
-            leaving: gets the error's name and message before the trainer's process is ended, and `LEAVING_S` seconds.
+            leaving: called with the error's name and message before the trainer's process is ended. It has `LEAVING_S`
+                seconds to finish.
         """
         self._silent_s, self._describe, self._fail, self._leaving = silent_s, describe, fail, leaving
 

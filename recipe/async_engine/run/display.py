@@ -89,7 +89,7 @@ class LivePanel:
             get_renderable=self._panel,
             console=self._console,
             refresh_per_second=2,
-            # If the user has redirected the output to a file, it must still go there.
+            # Output that the user has redirected to a file must still go there, so capture only a terminal's.
             redirect_stdout=sys.stdout.isatty(),
         )
         self._live.start()

@@ -86,7 +86,7 @@ class Parts:
 
     Attributes:
         judges: rules that check the configuration in addition to this package's own.
-        account: computes the time account (share of accelerator time in each class) from the event record.
+        account: computes from the event record which shares of the accelerators' time were spent on what.
     """
 
     laptop: Laptop
@@ -100,7 +100,7 @@ def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None 
     ``mode`` is one of `MODES`, and ``trainer_class`` the fully qualified name of a trainer other than the mode's own.
     """
     if config.get("plan_only"):
-        # The caller is not Hydra's command line, which shows the plan instead of calling this function.
+        # Hydra's command line would have shown the plan instead of calling this function, so the caller is other code.
         sys.stderr.write("plan_only=true: nothing is started; Hydra's command line shows the plan\n")
         sys.exit(1)
     try:
@@ -123,7 +123,7 @@ def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None 
 
 
 def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: float | None = None) -> dict[str, Any]:
-    """Run ``config`` and return the summary. Its times count from ``began`` (seconds since 1970), by default from now.
+    """Run ``config`` and return the summary, whose times count from ``began`` (seconds since 1970; default: now).
 
     Raises:
         WrongInstallation: another package hides one of the modes by its name.
@@ -224,7 +224,8 @@ class _Run:
         _write_settings(self.config)
         given = take_environment(self.config)
         if self.ray_of_its_own:
-            # Workers inherit these variables. In runtime_env Ray would log their values.
+            # Workers inherit the variables from here. Do not pass them in runtime_env, where Ray would log their
+            # values.
             os.environ.update(given)
             given = {}
             self._forks = self.parts.laptop.forks(self.config, self.choice)
@@ -240,7 +241,8 @@ class _Run:
 
     def _follow(self, trainer_class: str, display: Display) -> None:
         """Start the trainer's actor and process its events until the run ends."""
-        # Place the trainer on the main process's node if it has a free CPU: the loss of either node would end the run.
+        # Place the trainer on the main process's node if that has a free CPU. On two nodes, the loss of either would
+        # end the run.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         actor = ray.remote(concurrency_groups={"beside": 2, "live": 1})(TaskRunner)
         runner = actor.options(num_cpus=1, scheduling_strategy=here, **under_nsight(self.config)).remote()

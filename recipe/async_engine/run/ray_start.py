@@ -137,7 +137,8 @@ def start_ray(
         return
     arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     if own and arguments.get("include_dashboard") is False:
-        # Only the dashboard uses task events. Ray's control process would keep 100 MiB of them in 1,000 small steps.
+        # Only the dashboard uses task events. Switch them off without it, because Ray's control process would keep 100
+        # MiB of them in 1,000 small steps.
         arguments["_system_config"] = {"task_events_report_interval_ms": 0} | (arguments.get("_system_config") or {})
     if choice.is_cpu:
         defaults: dict[str, Any] = {"env_vars": {} if own else dict(choice.environment)}
@@ -211,6 +212,9 @@ def _raylet_lives() -> bool:
 
 
 def _not_the_jobs(environment: Mapping[str, str]) -> dict[str, str]:
-    """Remove variables that ``ray job submit --runtime-env-json`` has set, because Ray refuses to set them twice."""
+    """Return ``environment`` without the variables that ``ray job submit --runtime-env-json`` has set.
+
+    Ray refuses to set a variable twice.
+    """
     job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env", {}).get("env_vars", {})
     return {name: value for name, value in environment.items() if name not in job}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ray actor that builds a run's trainer and runs it.
 
-Contract: ``run`` yields ``Began``, then (the trainer's report on the run so far, metrics) for every step, then
-``Ended`` with the trainer's last report, even if the run failed. An error is sent as text, because the main process may
-not have the error's class. A `RunWatch` watches the run from start-up to its end.
+Contract: ``run`` yields ``Began``, then for every step a pair of the trainer's report on the run so far and the step's
+metrics, and then ``Ended`` with the trainer's last report, even if the run failed. An error is sent as text, because
+the main process may not have the error's class. A `RunWatch` watches the run from start-up to its end.
 """
 
 import gc
@@ -89,7 +89,8 @@ class TaskRunner:
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()
-            # A full garbage collection halts all threads, half a second for imported modules, so leave those out.
+            # A full garbage collection halts all threads. The objects of imported modules alone take half a second, so
+            # exclude them from later collections.
             gc.collect()
             gc.freeze()
             watch.hold(trainer.irreplaceable_actors())

@@ -4,8 +4,8 @@
 Contract: the first signal asks the run to end after the present step, with a checkpoint if the run saves any. A second
 signal, or the deadline, ends the run at once; so does the first signal while there is no trainer yet. No process that a
 run has started on the main process's machine outlives the run, even if it is suspended or hangs. Processes are ended
-first, and the summary is written last. If a step of this shutdown fails, the others are still carried out, and an
-earlier error is reported rather than a later one. `run/supervisor.py` ends a main process that is stuck. Shown by
+first, and the summary is written last. If a step of this shutdown fails, the others are still carried out, and the
+first error is reported. `run/supervisor.py` ends a main process that is stuck. Shown by
 tests/integration/test_shutdown.py, tests/e2e/test_signals.py and test_stalls.py.
 """
 
@@ -73,7 +73,7 @@ class EndingOnSignal:
             deadline_s: seconds that the run may take from the first signal to its end.
         """
         self._stop, self._deadline_s = stop, deadline_s
-        for number in SIGNALS:  # Ray installed its own handlers when it started
+        for number in SIGNALS:  # Ray replaced these handlers when it started
             signal.signal(number, self._on_signal)
 
     def __exit__(
@@ -83,7 +83,8 @@ class EndingOnSignal:
             self._timer.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        # One of Ray's calls turns an exception of a signal handler into a plain KeyboardInterrupt.
+        # One of Ray's calls turns an exception of a signal handler into a plain KeyboardInterrupt. Restore the
+        # exception.
         if self._at_once is not None and kind is KeyboardInterrupt:
             raise self._at_once
 

@@ -50,7 +50,7 @@ BESIDE_METHODS = ("execute_checkpoint_engine", "send_snapshot")
 
 
 SHARDED = ("fsdp2", "veomni")
-"""Strategies whose parameters are DTensors."""
+"""Values of ``actor.strategy`` for which the model's parameters are DTensors."""
 
 
 def free_gathered(module: torch.nn.Module) -> None:
@@ -64,7 +64,7 @@ def free_gathered(module: torch.nn.Module) -> None:
 
 
 class ShardCopy:
-    """A copy of one training rank's weight shards in host memory, which is reused for the next copy.
+    """Copies one training rank's weight shards to host memory, and reuses this memory for every copy.
 
     Training can continue from the copy, so it has the shards bit for bit, usually in fp32. (A `WeightSnapshot`, which
     is sent, has the whole model instead, on rank 0 only and in the rollout's dtype.) `take` returns the format of
@@ -156,7 +156,7 @@ class ActorWorker(DetachActorWorker):
             use_remove_padding=model.get("use_remove_padding", False),
             use_fused_kernels=self.actor.engine_config.use_fused_kernels,
         )
-        # Leaving the context of `train_mode` drops the gradients.
+        # Leaving the context of `train_mode` drops the gradients, so no update uses them.
         with engine.train_mode():
             engine.forward_backward_batch(data, negative_likelihood)
 
@@ -240,14 +240,15 @@ class CriticWorker(TrainingWorker):
 
 def load_weights(engine: Any, folder: str) -> None:
     """Load only the weights of a checkpoint into one of verl's engines, without the optimizer state."""
-    # verl misspells the name for Megatron (workers/engine/megatron/transformer_impl.py:627).
+    # Try both names, because verl misspells the one for Megatron (workers/engine/megatron/transformer_impl.py:627).
     manager = getattr(engine, "checkpoint_manager", None) or engine.checkpoint_mananager
     contents, manager.checkpoint_load_contents = manager.checkpoint_load_contents, ["model"]
     try:
         engine.load_checkpoint(folder, del_local_after_load=False)
     finally:
         manager.checkpoint_load_contents = contents
-    # Megatron's optimizers have copies of the weights, which verl does not update if it loads only the model.
+    # Megatron's optimizers have their own copies of the weights. Update them here, because verl does not if it loads
+    # only the model.
     if (renew := getattr(engine.optimizer, "reload_model_params", None)) is not None:
         with engine.train_mode():  # this context moves offloaded weights and optimizer state to the device
             renew()

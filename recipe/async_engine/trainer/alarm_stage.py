@@ -39,7 +39,7 @@ def new_alarms(plan: RunPlan, counts: Mapping[str, int] | None = None) -> Alarms
 
 
 def note_update(model: str, output: DataProto, alarms: Alarms) -> dict[str, int]:
-    """Report a step's gradient norms of ``model`` to the alarms, and return the number of skipped updates.
+    """Report the gradient norms of a step's updates of ``model`` to the alarms; return how many updates were skipped.
 
     verl's FSDP engine skips an update whose gradient norm is NaN or infinite, and continues.
     """
@@ -71,9 +71,9 @@ def note_answers(batch: DataProto, special: Collection[int], alarms: Alarms) -> 
 def note_rewards(batch: DataProto, alarms: Alarms) -> None:
     """Report to the alarms whether a batch's rewards are uniform.
 
-    Rewards are uniform if all answers to each prompt have the same reward, or, if each prompt has only one answer, if
-    the whole batch has the same reward. The batch has ``token_level_scores``, (rows, R), and the ``uid`` of each row's
-    prompt.
+    Rewards are uniform if, for every prompt, all its answers have the same reward. If every prompt has only one answer,
+    they are uniform if all answers of the batch have the same reward. The batch has ``token_level_scores``, (rows, R),
+    and the ``uid`` of each row's prompt.
     """
     by_prompt: defaultdict[str, list[float]] = defaultdict(list)
     scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()

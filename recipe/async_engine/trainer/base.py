@@ -3,9 +3,9 @@
 
 Contract: the loop makes no decisions of its own. The scheduler decides which batch is next, the publisher knows which
 replicas have a version, and the ledger knows the state of every prompt. A trainer's `Stages` compute rewards,
-log-probs, advantages and updates. A step trains one batch of prompt groups, and a fixed number of steps makes a version
-of the weights. Checkpoints and validations take place at the end of a version. ``fit`` yields after every step, so that
-its caller sees the progress and may end the run. Shown by tests/e2e/test_fully_async.py, test_crash.py and
+log-probs, advantages and updates. A step trains one batch of prompt groups. After a fixed number of steps the weights
+become a new version. Checkpoints and validations take place at the end of a version. ``fit`` yields after every step,
+so that its caller sees the progress and may end the run. Shown by tests/e2e/test_fully_async.py, test_crash.py and
 test_faults.py.
 """
 
@@ -91,7 +91,8 @@ class AsyncPPOTrainer(SavedRun):
         workers = self.actor_worker, self.actor_role, self.timeline.phase, self._updated
         self.stages = VerlTrainer(config, tokenizer, processor, data, *workers)
         self.timeouts = self.plan.settings.async_training.timeouts
-        # After the launch only the thread that feeds prompts uses `prompts`. A checkpoint is restored before that.
+        # `prompts` needs no lock: a checkpoint's position is restored before the scheduler starts, and from then on
+        # only the thread that feeds prompts uses it.
         used = epoch_prompts(len(data[0]), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.stages.prompts, config.trainer.total_epochs, used)
         self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
@@ -140,11 +141,11 @@ class AsyncPPOTrainer(SavedRun):
         )
 
     def publishers(self) -> list[WeightPublisher]:
-        """Return the publishers of the hybrid and of the standalone replicas, or none before these have started."""
+        """Return the publishers of the hybrid and the standalone replicas, or none before the replicas have started."""
         return [each for each in (self.hybrid, self.publisher) if each is not None] if self.is_up else []
 
     def _asked(self) -> Sequence[Any]:
-        """Return the servers whose activity the event record has."""
+        """Return the servers whose activity the event record contains."""
         return [*(replica for each in self.publishers() for replica in each.replicas), *self.references]
 
     def _live_replicas(self) -> int:
@@ -197,7 +198,7 @@ class AsyncPPOTrainer(SavedRun):
             self.lending.begin()
         self.timeline.restart()
         self.scheduler.start()
-        # The first batch is generated during the first validation.
+        # The scheduler has started, so the first batch is generated during the first validation.
         first = self._validate_now() if self.config.trainer.get("val_before_train", True) else {}
         first |= rehearsed
         if first:
@@ -254,7 +255,7 @@ class AsyncPPOTrainer(SavedRun):
         return dict(names.values())
 
     def request_stop(self, why: str) -> None:
-        """End the run after the current step, with a checkpoint if it saves any. Any thread may call this method."""
+        """End the run after the current step, with a checkpoint if the run saves any. Any thread may call this."""
         self.stopped_by = why
         if self.scheduler is not None:
             self.scheduler.want_no_more()
@@ -363,7 +364,7 @@ class AsyncPPOTrainer(SavedRun):
         return self.rehearsal.result.metrics()
 
     def _validate_now(self) -> dict[str, float]:
-        """Validate the published weights on the replicas. Standalone replicas also generate for training meanwhile."""
+        """Validate the published weights on the replicas. Standalone replicas continue to generate for training."""
         with (
             self.timeline.phase("validate"),
             marked_timer("testing", self.timing_raw, color="green"),

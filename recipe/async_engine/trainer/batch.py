@@ -4,8 +4,8 @@
 Contract: the batch has the columns of verl's synchronous trainer (prompts, responses, masks, ``rollout_log_probs``,
 ``rm_scores``, the data set's own fields, ``uid`` of the group) and the column ``token_versions``. The rows are in the
 order of the groups, with a group's answers together, unless verl balances the batch. Every sampled token is checked
-against the staleness bound before it is trained. An answer is copied only once, into its row. Until the column is made,
-the versions of an answer's tokens are run-length encoded, as runs (version, count). Shown by
+against the staleness bound before it is trained. An answer is copied only once, into its row. Until ``token_versions``
+is made, the versions of an answer's tokens are run-length encoded, as runs (version, count). Shown by
 tests/integration/test_batch.py and tests/e2e/test_fully_async.py.
 """
 
@@ -54,8 +54,8 @@ def balanced(
 ) -> list[int]:
     """Return the indices of all trajectories in an order in which each rank gets about the same number of tokens.
 
-    verl chooses the order. It reorders a stand-in with the lengths and indices of the rows, not the batch itself, which
-    it would copy.
+    verl chooses the order. Because verl would copy the whole batch, it gets a stand-in to reorder, which has only the
+    lengths and indices of the rows.
 
     Args:
         outputs: the trajectories of each group.
@@ -97,12 +97,12 @@ def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]])
 def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, float]:
     """Return metrics of the ages of a batch's sampled tokens when it is trained at ``version``.
 
-    An age is a number of versions. The metrics include the age of the oldest token, the mean age of tokens, and verl's
-    statistics over trajectories. Ratios are shares of the trajectories.
+    A token's age is ``version`` minus the version that sampled it. The metrics include the age of the oldest token, the
+    mean age of tokens, and verl's statistics over trajectories. Ratios are shares of the trajectories.
 
     Raises:
         StalenessViolation: a token is older than ``bound``. The batch must not be trained.
-        VersionRecordError: a token has a later version than ``version``.
+        VersionRecordError: a token was sampled by a later version than ``version``.
     """
     of_rows = enumerate(batch.non_tensor_batch[VERSION_RUNS])
     runs = [(row, *run) for row, runs in of_rows for run in runs if run[0] != NOT_SAMPLED]
@@ -152,7 +152,8 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
     """Set the advantages of tokens that were sampled more than ``limit`` versions before ``version`` to 0, in place.
 
     These tokens thus have no policy gradient. They stay in ``response_mask``, because verl's mean over a mini-batch
-    with an empty mask would be NaN (core_algos.py:1175). The result has their number and share as metrics.
+    with an empty mask would be NaN (core_algos.py:1175). The result has
+    the number of these tokens, and their share of the tokens in ``response_mask``, as metrics.
     """
     versions = batch.batch[TOKEN_VERSIONS]
     old = (versions != NOT_SAMPLED) & (versions < version - limit) & batch.batch["response_mask"].bool()

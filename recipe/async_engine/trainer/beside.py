@@ -2,8 +2,8 @@
 """Runs a function on another thread while training continues, one function at a time.
 
 Contract: the work is over when the function returns or raises, or at a deadline after its start. `wait` returns the
-result or raises the error. ``alarm`` is called with an error at once, even if `wait` is called later or never.
-Shown by tests/integration/test_beside.py and test_saving.py.
+result or raises the error. If the function raises an error, ``alarm`` gets it at once, even if `wait` is called later
+or never. Shown by tests/integration/test_beside.py and test_saving.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Beside(Generic[Result]):
 
     Args:
         timeout_s: seconds that a function may take in total.
-        late: a function that takes the ``number`` of late work and returns the error to raise.
+        late: a function that takes the ``number`` of work that has exceeded its deadline, and returns the error that
+            `wait` raises.
         alarm: a function that is called on the other thread with an error of the work.
     """
 
@@ -60,7 +61,7 @@ class Beside(Generic[Result]):
 
     @property
     def is_over(self) -> bool:
-        """Whether work was begun and is done or late, so that `wait` does not block."""
+        """Whether work was begun and has ended or exceeded its deadline. `wait` then does not block."""
         return self._outcome is not None and (self._outcome.done() or time.monotonic() >= self._deadline)
 
     def wait(self) -> Result | None:

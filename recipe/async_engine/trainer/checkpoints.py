@@ -6,9 +6,9 @@ files are on disk and its folder has the marker ``committed.json``. The marker l
 small files and the rollout state also with digests. A folder with a marker is never changed, only removed as a whole or
 renamed. `RunState.save` has verl write its files, and returns a function that writes the other files, the marker last,
 on another thread while training continues. Until the marker is written, verl's ``latest_checkpointed_iteration.txt``
-(the tracker) names the previous checkpoint. `RunState.find` chooses the newest complete checkpoint whose rollout state
-can be read, and refuses settings with which the run cannot continue. The checkpoint that the tracker names is tried
-first. After a kill the tracker may be empty, or name an incomplete checkpoint.
+(the tracker) names the previous checkpoint. `RunState.find` tries the complete checkpoints in the order of
+`candidates`, chooses the first one whose rollout state can be read, and refuses settings with which the run cannot
+continue from it. After a kill the tracker may be empty, or name an incomplete checkpoint.
 
 A folder without a marker was not written completely, so it is removed. Folders of other trainers are left alone. Shown
 by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (every write fails or is the last
@@ -130,7 +130,7 @@ def track(root: str | Path, step: int | None) -> None:
         tracker.unlink(missing_ok=True)
     elif tracked(root) != step:
         durable.write(tracker, str(step))
-    else:  # verl may have written the tracker without fsync
+    else:  # verl may have written the tracker without fsync, so sync it here
         durable.sync(tracker)
 
 
@@ -222,7 +222,7 @@ def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterato
                 durable.remove_tree(folder)
             with suppress(OSError):
                 track(root, before)
-        if full:  # torch's own error only says that a file has a wrong size
+        if full:  # report this, because torch's own error only says that a file has a wrong size
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise
 
@@ -258,12 +258,12 @@ class RunState:
         self._owner: Owner | None = None
         self._found: dict[str, Any] | None = None
         self._history_from: int | None = -1
-        """The step from which the run resumed, or -1. Before the first save, checkpoints of later steps are renamed,
-        and this becomes None.
+        """The step from which the run resumed, or -1 if it started from the beginning. The first save renames the
+        checkpoints of later steps, and sets this to None.
         """
         self.resumed: dict[str, Any] = {"step": 0, "groups_kept": 0, "changed": []}
-        """The step and the number of ready groups of the checkpoint that the run resumed from, and settings that have
-        changed since.
+        """Describes the checkpoint that the run resumed from: its step, the number of its ready groups, and the
+        settings that have changed since.
         """
 
     def save(self, step: int, snapshot: dict[str, Any], save_verl: Callable[[], None]) -> Callable[[], None]:

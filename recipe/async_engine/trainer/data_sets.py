@@ -30,7 +30,7 @@ from recipe.async_engine.rollout.prompts import IndexedDataset
 logger = logging.getLogger(__name__)
 
 FIRST = 8
-"""Number of rows of each data set that are checked."""
+"""Number of rows that are checked at the beginning of each data set."""
 
 
 def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
@@ -68,7 +68,7 @@ def defaults(config: Any) -> dict[str, Any]:
 
 
 def data_sets(config: Any, tokenizer: Any, processor: Any, batch: int) -> tuple[IndexedDataset, IndexedDataset]:
-    """Return the data sets of training (with at least ``batch`` prompts, which a step trains) and validation.
+    """Return the training data set, with at least the ``batch`` prompts that a step trains, and the validation one.
 
     Raises:
         ConfigError: the run cannot use one of the data sets. The error lists all problems.

@@ -13,10 +13,10 @@ DEEPEST = 14
 
 
 def describe(trainer: Any, thread: int) -> str:
-    """Return a report on the processes of an `AsyncPPOTrainer`, even before its launch has finished.
+    """Return a report on the processes of an `AsyncPPOTrainer`.
 
-    ``thread`` is the id of the training loop's thread. Processes that do not answer come first, because they are the
-    most likely cause of a problem.
+    This also works before the launch has finished. ``thread`` is the id of the training loop's thread. Processes that
+    do not answer come first, because they are the most likely cause of a problem.
     """
     said = answers(_asked(trainer))
     notes = [f"{what}, {ago:.0f} s ago" for what, ago in trainer.timeline.notes()[:6]]

@@ -87,7 +87,7 @@ class FiguresStage:
         self._reported: Mapping[str, Any] = {}
 
     def live(self, step: int) -> dict[str, Any]:
-        """Return current figures, and what trainer and rollout are doing. The main process asks every second."""
+        """Return current figures, and what trainer and rollout are doing. The main process calls this every second."""
         reported = {
             name: value for name, value in self._reported.items() if name in EXPORTED or name.startswith(SERVERS)
         }

@@ -2,11 +2,11 @@
 """Handles NaN and infinite numbers in a training batch, and missing scores in a validation.
 
 Contract: if a log-prob, value or advantage of an answer is NaN or infinite at a trained token, the whole answer is
-removed from the step's loss, logged and counted. Its numbers become zeros, because NaN times a mask of 0 is NaN. If no
-answer is left, the run ends. An answer of a validation has no score if its reward is not a finite number or its
-trajectory failed; the validation's means leave out each prompt that has such an answer. Other modules check rewards and
-the rollout's log-probs (`recipe.async_engine.rollout.loop_output`) and gradients (`alarm_stage`). Shown by
-tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
+removed from the step's loss, logged and counted. Its log-probs, values and advantages are set to 0, because NaN times a
+mask of 0 is NaN. If no answer is left, the run ends. An answer of a validation has no score if its reward is not a
+finite number or its trajectory failed; the validation's means leave out each prompt that has such an answer. Other
+modules check rewards and the rollout's log-probs (`recipe.async_engine.rollout.loop_output`) and gradients
+(`alarm_stage`). Shown by tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def with_scores(
         The four arguments without the dropped answers, with ``infos`` in a form of which verl can take means, and the
         number of answers without a score.
     """
-    # verl uses "reward" or "acc" as its main score.
+    # verl's main score is "reward" or "acc", so these two values decide whether an answer has a score.
     scored = [infos[name] for name in ("reward", "acc") if name in infos]
     none = [not all(value is None or is_number(value) for value in row) for row in zip(*scored, strict=True)]
     without = {uid for uid, is_none in zip(uids, none, strict=True) if is_none}
@@ -91,7 +91,7 @@ def with_scores(
 
 
 def _averaged(values: list[Any]) -> list[Any]:
-    """Return values of which verl can take means: either strings only, which verl skips, or numbers and None."""
+    """Return ``values`` as strings, which verl's means skip, if one of them is a string, else as numbers or None."""
     if any(isinstance(value, str) for value in values):
         return [None if value is None else str(value) for value in values]
     return [value if isinstance(value, float) or is_number(value) else None for value in values]

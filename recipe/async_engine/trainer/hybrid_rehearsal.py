@@ -2,9 +2,9 @@
 """The rehearsal of hybrid replicas: they wake, sleep and wake again before the first step.
 
 Contract: that of `recipe.async_engine.trainer.rehearsal`. The engines are interrupted and free their memory for the
-trainer, whose ranks train and compute log-probs. Then the engines allocate their memory again and load the version that
-the trainer ranks on their accelerators pass to them. If this fails, the run ends, since no other way to pass weights
-exists to which it could fall back. Shown by tests/e2e/test_rehearsal.py.
+trainer, whose ranks do forward and backward passes and compute log-probs. Then the engines allocate their memory again
+and load the version that the trainer ranks on their accelerators pass to them. If this fails, the run ends, because
+there is no other way to pass weights. Shown by tests/e2e/test_rehearsal.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed
 
 
 class HybridRehearsal(Rehearsal):
-    """Rehearses two turns of hybrid replicas, with one of the trainer between them."""
+    """Rehearses two generation turns of hybrid replicas, with a turn of the trainer between them."""
 
     publisher: HybridPublisher
 
@@ -27,7 +27,7 @@ class HybridRehearsal(Rehearsal):
         self.publisher.sleep(others_serve=True)
 
     def send_again(self, before: list[Answer]) -> None:
-        """Interrupt the engines for a turn of the trainer while each has a request, and check that requests go on."""
+        """Interrupt the engines while each has a request, let the trainer work, and check that requests then go on."""
         with self.checking("requests go on after a turn of the trainer") as check, self.in_haste():
             self.under_requests(lambda: self._turn(before), check)
 

@@ -3,15 +3,15 @@
 
 Contract: hybrid replicas are on the trainer's accelerators and sleep while it trains, saves or publishes. While the
 trainer waits, the lending policy (`recipe.async_engine.core.lending`) decides when they wake and when they go back to
-sleep. They wake with the announced version, which each trainer rank passes to the engine beside it, and only after a
-publication under way is complete. Then the load balancer routes to them, and more trajectories may run. Before they
-sleep, they leave routing; their unfinished answers are interrupted, keep their tokens, and continue on the standalone
-replicas. If a hybrid replica dies, its answers continue elsewhere, and the next wake-up first starts it again. If that
-is not possible, nothing is lent any more.
+sleep. They wake with the announced version, which each trainer rank passes to the engine on its accelerators. If a
+publication is under way, they wake only after it is complete. Then they get requests, and more trajectories may run.
+Before they sleep, they get no more requests; their unfinished answers are interrupted, keep their tokens, and continue
+on the standalone replicas. If a hybrid replica dies, its answers continue elsewhere, and the next wake-up first starts
+it again. If it cannot be started, nothing is lent for the rest of the run.
 
-Without standalone replicas (``placement=shared``), accelerators are lent whenever generation has something to do, until
-a batch may be taken: a generation turn. Interrupted answers then wait for the next one, with their tokens, and the run
-ends if no replica can wake. Validation wakes the replicas between two turns.
+Without standalone replicas (``placement=shared``), the accelerators are lent whenever there is something to generate,
+until a batch may be taken. Such a loan is called a generation turn. Its end interrupts answers, which keep their tokens
+and wait for the next turn. If no replica can wake, the run ends. Validation wakes the replicas between two turns.
 
 Shown by tests/e2e/test_elastic.py and test_partial_rollout.py, tests/integration/test_hybrid_publisher.py.
 """
@@ -53,7 +53,7 @@ class LendingStage:
         scheduler: tells what the trainer needs and how many trajectories wait, and has the policy's measurements.
         hybrid: wakes the hybrid replicas and puts them to sleep.
         standalone: sends weights to the standalone replicas, if there are any.
-        publishing: publishes versions, and is told which weights arrived with a version.
+        publishing: publishes versions, and gets the checksum of the weights that a generation turn begins with.
         published: the trainer's copy of the published weights, for lending within a version.
         timeline: receives the phase `SWITCH`.
     """
@@ -81,11 +81,13 @@ class LendingStage:
         self._of_turns = dict.fromkeys(OF_TURNS, 0.0) if self._in_turns else {}
 
     def begin(self) -> None:
-        """Tell the scheduler how many places there are while hybrid replicas sleep."""
+        """Tell the scheduler how many sequence slots the engines have while hybrid replicas sleep."""
         self._use_places()
 
     def wait(self, metrics: dict[str, Any], is_within_version: bool) -> None:
-        """Wait until a batch may be taken or no further batch can form, with hybrid replicas where these help.
+        """Wait until a batch may be taken or no further batch can form.
+
+        During the wait, hybrid replicas generate whenever the lending policy decides so.
 
         Args:
             metrics: the metrics of the step, to which those of lending are added.
@@ -108,7 +110,10 @@ class LendingStage:
         self._taken_at = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of switches and the seconds lent since the run began, and the mean seconds of a switch."""
+        """Return metrics of the loans since the run began, and of the last generation turn.
+
+        A switch is one loan. ``wake_seconds`` and ``sleep_seconds`` are averages over the switches.
+        """
         return {
             "fully_async/lending/switches": self._switches,
             "fully_async/lending/lent_seconds": self._lent_s,
@@ -123,7 +128,7 @@ class LendingStage:
             return TAKE
         ledger = self._scheduler.ledger
         if self._is_over or ledger.version > ledger.announced:
-            # A version is being published. Its announcement calls this function again.
+            # A version is being published. Decide nothing now; its announcement calls this function again.
             return None
         return LEND if self._policy.lends(places, demand) else None
 
@@ -134,9 +139,10 @@ class LendingStage:
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Have replicas serve validation inside the ``with`` block, in turns hybrid ones with the trainer's weights.
+        """Have replicas serve validation inside the ``with`` block.
 
-        Answers for training that wait for their next turn continue to wait.
+        Without standalone replicas, the hybrid ones wake for it, with the trainer's weights. Answers for training that
+        wait for their next turn continue to wait.
         """
         if not self._in_turns:
             yield
@@ -172,7 +178,7 @@ class LendingStage:
                 logger.error("the trainer's accelerators are not lent any more: %s", error)
                 self._is_over = True
                 if isinstance(error, NoReplicaLeft):
-                    # The engines have their memory, but none of them could resume.
+                    # No engine could resume, but they have allocated their memory again, so put them to sleep.
                     self._hybrid.sleep()
                 return False
             self._is_awake = True

@@ -72,7 +72,7 @@ SIZES = (
 
 
 def _of_models(config: Any) -> dict[str, Any]:
-    """Return the values of models, adapters and optimizers. Sizes are only known of models in local folders."""
+    """Return the values that describe models, adapters and optimizers, with sizes only of models in local folders."""
     policy, found = config.actor_rollout_ref.get("model") or {}, {}
     sections = {"actor_rollout_ref.actor": policy.get("path")}
     if has_critic(config):

@@ -4,7 +4,7 @@
 Contract: the profile of a step covers the time from the wait for its batch to the end of its training, and ends before
 the step's weights are published. The rollout engines that ``rollout.profiler`` selects are profiled for all this time,
 and the training workers from the beginning of the training on. With ``profile_continuous_steps``, consecutive steps
-have one trace. verl's finish hook runs once, after the last step of ``global_profiler.steps``, or after the run's last
+share one trace. verl's finish hook runs once, after the last step of ``global_profiler.steps``, or after the run's last
 step if that is profiled. If a replica cannot be profiled, only its own trace is missing. Shown by
 tests/integration/test_profile_stage.py and tests/e2e/test_trainer_features.py.
 """

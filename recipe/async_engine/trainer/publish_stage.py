@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes the trainer's weights as the next version.
 
-Contract: first a version is sealed: its weights are copied, and training continues from them. Then the replicas stage
+Contract: first a version is sealed, which means that the trainer's weights are copied. Then the replicas stage
 the version and swap it in, the ledger announces it, and the replicas resume generation. Meanwhile training continues or
 waits (``async_training.weights.publish``). Only one version is transferred at a time, and a version is announced while
 no replica generates. Shown by tests/e2e/test_fully_async.py, test_swaps.py and test_faults.py.
@@ -56,7 +56,8 @@ class PublishStage:
         self._timeline = timeline
         self._drains = plan.settings.weights.at_swap == "drain"
         training = plan.settings.async_training
-        # A trajectory may fail at its deadline while the engines drain, and is then tried again.
+        # A trajectory may fail at its deadline while the engines drain, and is then tried again, so allow for all
+        # tries.
         self._drain_s = (1 + training.max_group_retries) * training.timeouts.trajectory
         self._places_each, self._live_at_first = plan.engine_places // plan.rollout_replicas, plan.rollout_replicas
         self._live = plan.rollout_replicas
@@ -79,7 +80,7 @@ class PublishStage:
 
     @property
     def is_over(self) -> bool:
-        """Whether a publication was begun and is done or late, so that `finish` does not block."""
+        """Whether a publication was begun and has ended or exceeded its deadline. `finish` then does not block."""
         return self._way.is_over
 
     def seal(self, metrics: Metrics, timing: Timing) -> None:
@@ -108,10 +109,10 @@ class PublishStage:
             self.arrived(metrics, arrived, self._publisher.checksum)
 
     def arrived(self, metrics: Metrics, of_sync: Metrics, checksum: str | None) -> None:
-        """Note that the announced version has reached replicas, which hold weights with this checksum.
+        """Record that replicas hold the announced version, whose weights have this ``checksum``.
 
-        ``of_sync`` are the metrics of the weight sync. If the weights should have changed but did not, an alarm gets to
-        know.
+        ``of_sync`` has the metrics of the weight sync, which are added to ``metrics``. If the weights should have
+        changed since the last version but did not, this is reported to the alarms.
         """
         unchanged = self._unchanged.published(self._scheduler.ledger.announced, checksum)
         if unchanged is not None:
@@ -121,8 +122,8 @@ class PublishStage:
     def again(self, is_within_version: bool) -> None:
         """Publish the ledger's version when the run begins: the initial weights, or the weights of a checkpoint.
 
-        With ``is_within_version``, batches were trained between the publication and the checkpoint. Then the
-        checkpoint's copy of the published weights is sent.
+        ``is_within_version`` says that batches were trained between the last publication and the checkpoint. In this
+        case the checkpoint's copy of the published weights is sent.
         """
         version = self._scheduler.ledger.version
         with self._published.in_use() if is_within_version else nullcontext():

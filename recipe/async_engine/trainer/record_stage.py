@@ -47,8 +47,8 @@ UPDATE, COMPUTE = "update", "log_probs"
 class RecordStage:
     """The event record of a run, from the launch to the end.
 
-    It includes the activity of the rollout replicas and log-prob servers, and of the agent-loop workers, which the
-    functions ``replicas`` and ``agents`` return.
+    It includes the activity of the rollout replicas and log-prob servers that ``replicas`` returns, and of the
+    agent-loop workers that ``agents`` returns.
     """
 
     def __init__(

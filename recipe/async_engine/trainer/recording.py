@@ -2,14 +2,14 @@
 """Writes the event record of a run: what each process did, when, and for how long.
 
 Contract: the modules of the trainer's process report events with :meth:`Recording.tell`, on any thread. Rollout
-servers, log-prob servers and agent-loop workers store their activity. A thread of this module asks them for it, every
-second at first and less often in a long run, and measures the offset of their clocks from this process's clock with the
-same calls (`recipe.async_engine.record.events`). A device is a server whose accelerator time is recorded. If a device
-dies, the time since its last answer is recorded as `lost_with_replica`, and the time until it is replaced, or the run
-ends, as `down`. From the 10,000th group on, events of trajectories and groups are kept for one group in two, later for
-one in four, and so on. An error of the recording never ends a run. Events that could not be read or written are missing
-in the record and in the time report, which says that they are missing. Shown by tests/integration/test_recording.py and
-tests/accounts.py.
+servers, log-prob servers and agent-loop workers store their activity. A thread of this module asks these processes for
+it, every second at first and less often in a long run, and measures the offset of their clocks from this process's
+clock with the same calls (`recipe.async_engine.record.events`). A device is a server whose accelerator time is
+recorded. If a device dies, the time since its last answer is recorded as `lost_with_replica`, and the time until it is
+replaced, or the run ends, as `down`. From the 10,000th group on, events of trajectories and groups are kept for one
+group in two, later for one in four, and so on. An error of the recording never ends a run. Events that could not be
+read or written are missing in the record and in the time report, which says that they are missing. Shown by
+tests/integration/test_recording.py and tests/accounts.py.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ GROUPS_IN_FULL = 10_000
 
 
 def is_kept(group: int) -> bool:
-    """Return whether the events of the group with this number are kept.
+    """Return whether the record keeps the events of the group with this number.
 
-    Kept are the first 10,000 groups, one in two of the next 10,000, one in four of the next 20,000, and so on.
+    It keeps all of the first 10,000 groups, one in two of the next 10,000, one in four of the next 20,000, and so on.
     """
     return group % (1 << (group // GROUPS_IN_FULL).bit_length()) == 0
 
 
 @dataclass
 class _Device:
-    """A process that is asked for its activity. Times are seconds since the run began, by this process's clock."""
+    """A process that is asked for its activity, recorded up to ``known_until`` (seconds since the run began)."""
 
     name: str
     handle: Any
@@ -190,7 +190,7 @@ class Recording:
 
     @contextmanager
     def _locked_soon(self) -> Iterator[bool]:
-        """Try to take the lock for `RECORD_WRITE_S` seconds, and yield whether this worked."""
+        """Try to take the lock for `RECORD_WRITE_S` seconds, and yield whether it was taken."""
         locked = self._lock.acquire(timeout=RECORD_WRITE_S)
         if not locked:
             logger.error(
@@ -258,7 +258,7 @@ class Recording:
                 self._take(asked[reference], reference)
 
     def _again(self, name: str, handle: Any) -> _Device | None:
-        """Return the device that was lost under this name, if any, so that a new process can continue it."""
+        """Return the device that was lost under this name, if any, so that its lane goes on with a new process."""
         for device in self._gone:
             if device.name == name:
                 self._gone.remove(device)

@@ -44,7 +44,7 @@ TOKENS_AT_ONCE = 1024
 """Number of tokens in a micro-batch, which is small because the free memory for logits is not known."""
 
 Pairs = dict[str, list[tuple[float, float]]]
-"""The two log-probs of each token, as pairs, by replica."""
+"""For each replica, by name: a pair for each token, with its log-probs from the two sources that are compared."""
 
 
 @dataclass
@@ -75,9 +75,9 @@ class Rehearsal:
 
     @classmethod
     def of(cls, trainer: Any, publisher: WeightPublisher, result: Rehearsed | None = None) -> Self:
-        """Return the rehearsal of one publisher of an `AsyncPPOTrainer` whose first version is published.
+        """Return the rehearsal of ``publisher``, one of the publishers of ``trainer`` (`AsyncPPOTrainer`).
 
-        With ``result`` the checks are added to those that it has.
+        The first version must have been published. If ``result`` is given, the checks are added to it.
         """
         rollout, timeout_s = trainer.config.actor_rollout_ref.rollout, trainer.timeouts.rehearsal
         return cls(
@@ -144,7 +144,7 @@ class Rehearsal:
         self.compare(before)
 
     def _sent(self) -> Check:
-        """Send the version with the publisher's settings. If that fails, apply a fallback to them. Return the check."""
+        """Send the version with the publisher's settings; if that fails, apply a fallback to them. Return the check."""
         weights, began = self.publisher.weights, time.monotonic()
         check = Check(f"weights arrive (publish={weights.publish}, staging={weights.staging})")
         cause: Exception | None = None
@@ -229,7 +229,7 @@ class Rehearsal:
             logger.warning("rehearsal: the trainer computes log-probs in the place of %s", said)
 
     def _fall_back(self) -> str | None:
-        """Change one setting of the run's weight transfer, and return the new setting, or None if none is left."""
+        """Apply the next fallback setting for the run's weight transfer and return it; return None if none is left."""
         publisher = self.publisher
         weights = publisher.weights
         inline = weights.publish == "beside"
@@ -301,7 +301,7 @@ class Rehearsal:
         meta = {
             "temperature": self.rollout.temperature,
             "global_token_num": [length] * rows,
-            # Micro-batches are limited by tokens, so that the number of rows need not be divisible.
+            # Micro-batches are limited by tokens, so the number of rows need not be a multiple of a micro-batch size.
             "use_dynamic_bsz": True,
             "max_token_len_per_gpu": TOKENS_AT_ONCE,
         }
@@ -341,7 +341,10 @@ class Rehearsal:
 
 
 def _same_tokens(before: list[Answer], after: list[Answer]) -> Pairs:
-    """Return both log-probs of each token that comes before the first difference between two answers, by replica."""
+    """Return the log-probs of each token in ``before`` and in ``after``, as pairs by replica.
+
+    Of each answer, only the tokens up to the first one that differs are compared.
+    """
     pairs: Pairs = {}
     for one, other in zip(before, after, strict=True):
         shared = [*map(eq, one.tokens, other.tokens), False].index(False)

@@ -94,7 +94,7 @@ class SaveStage:
 
     @property
     def is_over(self) -> bool:
-        """Whether a checkpoint was begun and is done or late, so that `finish` does not block."""
+        """Whether a checkpoint was begun and has ended or exceeded its deadline. `finish` then does not block."""
         return self._writing.is_over
 
     def save(self, step: int, snapshot: dict[str, Any], save_training_side: Callable[[], None]) -> None:

@@ -54,7 +54,7 @@ class Stages(Protocol):
         """Reorder the rows of a batch in place, so that all ranks get about the same number of tokens."""
 
     def rewards(self, batch: DataProto) -> DataProto:
-        """Take the rewards from the batch, where the agent-loop workers have put them."""
+        """Extract the rewards that the agent-loop workers have put into the batch."""
 
     def old_log_probs(self, batch: DataProto) -> tuple[DataProto, float]:
         """Compute ``old_log_probs`` and ``entropys`` with the current weights; return both, and the MFU."""

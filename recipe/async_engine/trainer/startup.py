@@ -2,11 +2,11 @@
 """Starts the processes of a run in parallel.
 
 Contract: accelerators are reserved first (`engines.reservation`). Then the training workers, the rollout and the
-log-prob servers start in parallel, within one deadline (``async_training.timeouts.startup``). Replicas on the
-trainer's accelerators start after the training workers, and sleep when the run begins. The first of them that
-fails ends the launch with its own error. A server gets no requests before it has weights. If the run has a critic, it
-is verl's critic, as another role of the training workers. The critic trains on every batch, and the actor only from
-step ``trainer.critic_warmup`` on.
+log-prob servers start in parallel, within one deadline (``async_training.timeouts.startup``). Replicas on the trainer's
+accelerators start after the training workers, and sleep when the run begins. The first part that fails to start ends
+the launch with its own error. A server gets no requests before it has weights. If the run has a critic, it is verl's
+critic, which is another role of the training workers. The critic trains on every batch, and the actor only from step
+``trainer.critic_warmup`` on.
 
 Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 """
@@ -80,7 +80,8 @@ class RolloutSide:
 def _users_manager(config: Any) -> str | None:
     """Return the name of the user's agent-loop manager class, or None.
 
-    If verl's own main has started the run with one of this package's flags, the setting is a placeholder without use.
+    If verl's own main has started the run with one of this package's flags, the setting is only a placeholder, for
+    which None is returned.
     """
     named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     return None if named == PLACEHOLDER else named
@@ -109,7 +110,7 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
     began = time.monotonic()
     futures = {name: pool.submit(part) for name, part in parts.items()}
     done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
-    # Threads that are still waiting for a process are abandoned, because the run ends, and its processes with it.
+    # If a part failed or is late, the run ends, and its processes with it. So do not wait for the other threads.
     pool.shutdown(wait=False, cancel_futures=True)
     results = {name: _result(name, future) for name, future in futures.items() if future in done}
     if pending:
@@ -174,9 +175,9 @@ class Startup:
     publisher: WeightPublisher
     published: PublishedWeights
     hybrid: HybridPublisher | None = None
-    """Wakes the replicas on the trainer's accelerators, if there are any. They have the first numbers."""
+    """Wakes the replicas on the trainer's accelerators, if there are any. These replicas have the lowest numbers."""
     restarts: Restarts
-    """The budget for lost replicas and servers."""
+    """The run's budget for replacing lost replicas and servers."""
 
     def init_workers(self) -> None:
         """Start every process of the run."""
@@ -223,7 +224,7 @@ class Startup:
         self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
 
     def _start_training_side(self, hybrid: ReplicaManager | None) -> None:
-        """Start the training workers, and then the hybrid replicas, to which these pass weights."""
+        """Start the training workers, and then the hybrid replicas, to which the workers pass weights."""
         self.start_training()
         if hybrid is not None:
             side_by_side({"the hybrid replicas": partial(hybrid.launch, self.actor_rollout_wg)}, self.timeouts.startup)
@@ -253,7 +254,7 @@ class Startup:
         self.is_up = True
 
     def _use_hybrid(self, replicas: ReplicaManager, standalone: Sequence[str]) -> None:
-        """Create the publisher of the hybrid replicas, and put these to sleep."""
+        """Create the publisher of the hybrid replicas, and put the replicas to sleep."""
         self.hybrid = self._new_publisher(HybridPublisher, replicas)
         self.hybrid.ranks_agree = self.config.actor_rollout_ref.actor.strategy != "megatron"
         self.hybrid.restart_lost(lambda lost: replicas.start_again(lost, self.timeouts.startup), self.restarts)

@@ -37,7 +37,10 @@ from recipe.async_engine.trainer.step_metrics import StepMetrics
 
 
 class TrainingStep(Startup):
-    """The part of a trainer that trains steps. ``metrics`` and ``timing_raw`` (in seconds) are the current step's."""
+    """The part of a trainer that carries out training steps.
+
+    ``metrics`` and ``timing_raw`` (in seconds) are those of the current step.
+    """
 
     tokenizer: Any
     ledger: SampleLedger

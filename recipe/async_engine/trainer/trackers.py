@@ -278,7 +278,7 @@ def _is_row(line: bytes, last: int) -> bool:
 
 
 def _leave_out(writer: Any, step: int) -> None:
-    """Make TensorBoard drop the rows that earlier launches wrote from ``step`` on, as its ``purge_step`` does."""
+    """Make TensorBoard drop earlier launches' rows of ``step`` and later steps, as its ``purge_step`` does."""
     from torch.utils.tensorboard.writer import Event, SessionLog
 
     writer.file_writer.add_event(Event(file_version="brain.Event:2"), step)

@@ -24,7 +24,7 @@ def for_hybrid_replicas(config: Any) -> Any:
         rollout = config.actor_rollout_ref.rollout
         rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
         rollout.gpu_memory_utilization = rollout.custom[HYBRID_SHARE]
-        # Each launch of replicas would overwrite the list of all replicas that Prometheus reads.
+        # Otherwise the launch of these replicas would overwrite Prometheus's list of replicas, which has to have all.
         rollout.prometheus.enable = False
         rollout.checkpoint_engine.backend, rollout.checkpoint_engine.custom_backend_module = "naive", None
     return config
@@ -37,7 +37,8 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
     took two thirds of an agent-loop worker's CPU time.
     """
     with open_dict(config):
-        # verl's constructor requires `hybrid_engine`. The role mapping decides which processes really exist.
+        # verl's constructor requires `hybrid_engine`, even for a separate rollout. It starts no process: only the role
+        # mapping decides which processes exist.
         config.actor_rollout_ref.hybrid_engine = True
         config.trainer.total_training_steps = plan.total_steps
         config.data.gen_batch_size = 1

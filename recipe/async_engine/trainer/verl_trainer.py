@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implements `Stages` with verl's trainer. Only this file subclasses verl's trainer and uses its private members.
 
-Contract: each stage is verl's own method, with verl's names of metrics. Overrides of verl's methods that call worker
-groups run them within a phase of the timeline, so that the event record shows when accelerators compute. Shown by
+Contract: each stage is verl's own method, with verl's names of metrics. The methods of verl's trainer that compute in
+worker groups run within a phase of the timeline, so that the event record shows when accelerators compute. Shown by
 tests/integration/test_finite_stage.py, test_trainer_group.py and the end-to-end runs.
 """
 
@@ -92,8 +92,8 @@ class VerlTrainer(SeparateRayPPOTrainer):
             collate_fn=partial(collate, defaults=defaults(config)),
             train_sampler=create_rl_sampler(config.data, data[0]),
         )
-        # verl would put a reward model on the trainer's accelerators. Here the reward workers have their own
-        # accelerators for the reward model.
+        # verl would put a reward model on the trainer's accelerators. Switch this off, because here the reward workers
+        # have their own accelerators for the reward model.
         self.use_rm = False
         self.prompts = self.train_dataloader
         self.train_dataloader = LoaderInUse(len(self.train_dataloader))
@@ -179,7 +179,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._fit_collect_metrics(batch)
         self._fit_experimental(batch)
 
-    # The following methods run verl's calls of its worker groups, each in a phase of the timeline.
+    # Each of the following overrides runs a method that computes in worker groups within a phase of the timeline.
 
     def _compute_values(self, batch: DataProto) -> DataProto:
         with self._phase(COMPUTE):

@@ -50,7 +50,7 @@ class Tensor:
     blocks: int = 0
     runs: list[tuple[int, int, int]] = field(default_factory=list)
     last: int | None = None
-    """Index of the tensor's last block among the incomplete blocks of all tensors, or None if that is complete."""
+    """Index of the tensor's last block among the incomplete blocks of all tensors, or None if the block is complete."""
 
 
 class StreamChecksum:
@@ -58,8 +58,8 @@ class StreamChecksum:
 
     A tensor is read as 8-byte integers, which a CPU sums at the speed of its memory; smaller integers would take thirty
     times as long. The integers of each block are summed. The tensor's checksum is the sum of these block sums, each
-    multiplied by 2 * (index of the block) + 1. This factor is odd, so the highest bit of an integer counts in every
-    block.
+    multiplied by 2 * (index of the block) + 1. These factors are odd, because an even one would lose the highest bit of
+    an integer by overflow.
 
     When a tensor is added, the device sums the complete blocks, and copies the last block if it is incomplete. `value`
     combines the block sums of many tensors at once.

@@ -40,9 +40,9 @@ def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
 
 
 class CycleCollector:
-    """Frees buckets of failed weight syncs, which are part of reference cycles with the error and its waiters.
+    """Frees the buckets of failed weight syncs, which reference cycles with the error and its waiters keep alive.
 
-    Python's own garbage collector would free the memory only later, and never in an idle process.
+    Python's own garbage collector would free the buckets only later, and never in an idle process.
     """
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@
 Contract: engines generate only between :meth:`wake` and :meth:`sleep`. To wake them is to publish a version: `swap`
 allocates their memory again and loads the weights, which each trainer rank passes to the engine on its accelerators,
 and `resume` begins generation. `sleep` interrupts all requests. Requests that reach a server later are returned
-unanswered, so no request waits at a server while the trainer has its turn. Then the engines free their memory. A
-replica that died gets no requests. The next wake-up first restarts it on the same accelerators, within the restart
+unanswered, so no request waits at a server while the trainer works. Then the engines free their memory. A replica
+that died gets no requests. The next wake-up first restarts it on the same accelerators, within the restart
 budget, since every trainer rank needs an engine to which it passes weights.
 
 FSDP ranks gather their weights from the same shards, so all must pass identical weights; otherwise the run ends.
@@ -72,8 +72,8 @@ class HybridPublisher(WeightPublisher):
     def sleep(self, others_serve: bool = False) -> float:
         """Interrupt the replicas' requests, and free their memory, by force if need be.
 
-        If ``others_serve``, the replicas leave routing. Otherwise requests have nowhere else to go, and those that
-        still reach a replica are returned unanswered.
+        If ``others_serve``, the load balancer first stops routing requests to the replicas. Otherwise requests have
+        nowhere else to go, and those that still reach a replica are returned unanswered.
 
         Returns:
             The seconds until all engines have stopped generating.
@@ -96,7 +96,7 @@ class HybridPublisher(WeightPublisher):
 
     async def _spread(self, servers: Sequence[Any]) -> None:
         asked = [server.give_back_waiting.remote() for server in servers]
-        # Without a cleared cache, a conversation would stay with its server.
+        # The load balancer's cache ties each conversation to a server. Clear it, so that conversations can move.
         answers = await self.outcomes([self.known.load_balancer.clear_sticky_cache.remote(), *asked])
         for error in (answer for answer in answers if isinstance(answer, BaseException)):
             logger.warning("requests may be spread unevenly over the rollout replicas: %s", error)
@@ -163,7 +163,8 @@ class HybridPublisher(WeightPublisher):
             )
 
     async def _resume(self, staged: StagedVersion) -> None:
-        # The engines' memory, including the KV cache, was allocated again when the weights were loaded.
+        # When the weights were loaded, the engines allocated all their memory again, including the KV cache, so only
+        # generation has to be resumed.
         await self.known.each("resume", self.known.present, lambda record: record.replica.resume_generation())
         await self.known.route(self.known.present)
         await self._unroute_dead()

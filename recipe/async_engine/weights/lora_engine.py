@@ -30,10 +30,10 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
-    """Yield (name in the base model, full tensor) of a PEFT model under ``fully_shard``, with its adapters merged.
+    """Yield (name in the base model, full tensor) for each parameter of a PEFT model, with its adapters merged.
 
-    This is a collective: all ranks must consume the tensors in step. On a single rank a tensor without an adapter is
-    the model's own, not a copy.
+    The model is sharded with ``fully_shard``. This is a collective: all ranks must consume the tensors in step. On a
+    single rank a tensor without an adapter is the model's own, not a copy.
 
     Raises:
         WeightsError: an adapter does more than add a product to a weight (DoRA, for example), or another layer without
@@ -88,7 +88,7 @@ def _merged(base: torch.Tensor, layer: LoraLayer, device: Any) -> torch.Tensor:
 
 
 class LoraSending(FSDPEngine):
-    """Mixin for verl's FSDP engines that sends merged weights or only adapters; with FSDP1, verl merges the weights."""
+    """Mixin for verl's FSDP engines that sends merged weights or only adapters; with FSDP1, verl's code merges them."""
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
@@ -115,8 +115,9 @@ class LoraFSDPEngineWithLMHead(LoraSending, FSDPEngineWithLMHead):
 def register(device: str, vendor: str) -> None:
     """Make verl use `LoraFSDPEngineWithLMHead` in this process, for language models on a vendor's accelerator.
 
-    verl prefers engines that are registered for a vendor, and registers no FSDP engine for one itself. On the CPU this
-    does nothing, because the CPU's engines (`recipe.laptop.platform.engines`) already derive from `LoraSending`.
+    verl prefers an engine that is registered for a vendor to a general one. Its own FSDP engines are general, so this
+    one is chosen. On the CPU this does nothing, because the CPU's engines (`recipe.laptop.platform.engines`) already
+    derive from `LoraSending`.
     """
     for backend in ("fsdp", "fsdp2"):
         if device != "cpu" and (device, vendor) not in EngineRegistry._engines["language_model"][backend]:

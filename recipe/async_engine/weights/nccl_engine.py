@@ -94,7 +94,7 @@ class Group:
         threading.Thread(target=self._abort, name="leave-nccl-group", daemon=True).start()
 
     def join(self, world_size: int, rank: int, stream: Any) -> None:
-        """Join the group, with collectives on ``stream``: Ray's own stream and the default one wait for each other."""
+        """Join the group. Its collectives use ``stream``: Ray's own stream and the default one wait for each other."""
         collective.init_collective_group(world_size, rank, "nccl", self.name)
         rays, device = collective.get_group_handle(self.name), torch.cuda.current_device()
         rays._get_nccl_collective_communicator(str(device), [device])
@@ -103,7 +103,7 @@ class Group:
     def end_rendezvous(self) -> None:
         """Kill the detached Ray actor through which the members have found each other, as it would outlive the run."""
         rays = collective.get_group_handle(self.name)
-        # An actor for the rendezvous exists even for a communicator that could not be created.
+        # Add the key of the devices in use, because the actor exists even if their communicator could not be created.
         for key in {*rays._dev_comm_map, ",".join(map(str, rays._used_gpu_indices))}:
             with suppress(ValueError):
                 rays._destroy_store(rays._generate_group_key(key))
@@ -137,7 +137,7 @@ class BucketDescriptions:
         return self._socket.recv_string()
 
     def recv_pyobj(self) -> Any:
-        # The second part of a message arrives together with the first.
+        # The second part of a message arrives together with the first, so this does not block.
         return self._socket.recv_pyobj()
 
     def close(self) -> None:
@@ -203,7 +203,11 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return verl's topology and a group's name, a new one unless all members report the same group and ranks."""
+        """Return verl's topology, with the name of the group that the members join.
+
+        This is the name of the present group if all members report this group with the topology's ranks, else a new
+        one.
+        """
         topology = super().build_topology(actor_wg_world_size, rollout_world_size, metadata)
         ranks = [rank for side in topology for rank in side["rank"]]
         world_size = topology[0]["world_size"][0]
@@ -281,7 +285,8 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         """Free the buckets. The group is kept, unless ``rebuild_group`` is set."""
         self.send_buf = self.recv_buf = None
         self._cycles.clear()
-        # verl's finalize empties torch's cache, which waits for all work that training has queued on the device.
+        # Only receivers call verl's finalize: it empties torch's cache, which waits for all work that training has
+        # queued on the device.
         if 0 < self.num_senders <= self.rank:
             super().finalize()
         if not self._keeps_group:

@@ -24,7 +24,7 @@ class Bucket:
         self.holds: dict[str, TensorMeta] = {}
         self.length = 0
         self.left: Any = None
-        """CUDA event that follows the sending of the bucket's contents, or None if nothing is being sent."""
+        """CUDA event that completes when the bucket's contents have been sent, or None if nothing is being sent."""
 
     def place(self, size: int) -> int | None:
         """Return the offset, in bytes, for ``size`` more bytes, or None if they do not fit."""

@@ -107,7 +107,7 @@ class WeightPublisher(CheckpointEngineManager):
         weights: Weights,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """``dtype`` is the narrowest dtype in which floating-point weights can be sent without a loss of precision."""
+        """``dtype``: the narrowest dtype for sending floating-point weights with which no receiver loses precision."""
         super().__init__(config, actor_wg, replicas)
         self.weights = weights
         """The settings ``async_training.weights``, with a value for each that was null."""
@@ -252,7 +252,7 @@ class WeightPublisher(CheckpointEngineManager):
 
     async def _agree_on_dtypes(self) -> Wire:
         if self._in_place:
-            # Which parameters an engine holds in a wider dtype is only known with staging.
+            # Without staging, the parameters that an engine holds in a wider dtype are not known, so narrow none.
             return Wire()
         servers = [record.replica.server_handle for record in self.known.present if record.generates]
         answers = await self._all([server.wide_parameters.remote() for server in servers])

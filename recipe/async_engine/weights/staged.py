@@ -90,8 +90,8 @@ class StagedWeights(ABC):
 class Intake:
     """Passes one stream of weights to `StagedWeights`.
 
-    After an error, which becomes `problem`, the rest of the stream is read and ignored, because other receivers may
-    need it.
+    After an error, whose text becomes `problem`, the rest of the stream is read and ignored, because other receivers
+    may still need the transfer.
     """
 
     def __init__(self, staged: StagedWeights, version: int) -> None:

@@ -34,7 +34,7 @@ async def outcomes(references: list[Any], timeout_s: float) -> list[Any]:
 
 
 class TransferGroup:
-    """The members of one transfer. Their checkpoint engines are called together, each for at most ``timeout_s``."""
+    """The members of one transfer. Each call of their checkpoint engines may take ``timeout_s`` seconds."""
 
     def __init__(self, trainer: RayWorkerGroup, receivers: RayWorkerGroup, engine_class: Any, timeout_s: float) -> None:
         self._trainer, self._receivers = trainer, receivers
@@ -110,7 +110,7 @@ def evaluated(
 
     Returns:
         The records of the replicas that loaded the version, the sender's metrics, the checksum of what it sent, and the
-        trainer's error or None. The error of each other replica is stored in its record.
+        trainer's error or None. The error of each replica that did not load it is stored in its record.
     """
     trainer, receivers = results[:ranks], results[ranks:]
     trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)

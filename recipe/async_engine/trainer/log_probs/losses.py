@@ -2,7 +2,7 @@
 """The policy losses for `BYPASS` and `LOGLINEAR`, and the mismatch metrics of all sources of proximal log-probs.
 
 Contract: both losses wrap the chosen loss, which is verl's or a user's loss with the name in
-``actor.policy_loss.loss_mode``, or verl's ``loss_type=reinforce``. They compute ``algorithm.rollout_correction``
+``actor.policy_loss.loss_mode``, or verl's ``loss_type=reinforce``. They apply ``algorithm.rollout_correction``
 themselves. The chosen loss gets the mask without the tokens that the correction rejects, and the importance weights if
 it needs them. The metrics of the mismatch between behaviour and proximal policy have verl's names
 (``rollout_corr/*``). They are reported even without a correction, whereas verl reports metrics of the importance
@@ -116,8 +116,8 @@ def corrected(
 ) -> Loss:
     """Return the chosen loss with verl's rollout correction, and metrics of the loss and the mismatch.
 
-    All tensors are (rows, R). A micro-batch without trainable tokens has the loss 0, and the metrics of a current
-    policy that equals the behaviour policy. verl's correction would raise an error instead, but all ranks have to
+    All tensors are (rows, R). A micro-batch without trainable tokens has the loss 0, and metrics as if the
+    current policy were the behaviour policy. verl's correction would raise an error instead, but all ranks have to
     report the same number of values of each metric (utils/metric/utils.py:143).
 
     Args:
@@ -157,7 +157,8 @@ def corrected(
 def mismatch_metrics(proximal: torch.Tensor, sampled: torch.Tensor, response_mask: torch.Tensor) -> dict[str, float]:
     """Return metrics of the untruncated token ratios ``exp(proximal - sampled)``.
 
-    The log-probs of proximal and behaviour policy, and ``response_mask``, 1 for trained tokens, are (rows, R).
+    ``proximal`` and ``sampled`` are the log-probs of the proximal and the behaviour policy, (rows, R).
+    ``response_mask``, (rows, R), is 1 for trained tokens.
 
     Returns:
         verl's KL, perplexity and chi-squared metrics; mean, maximum and minimum of the ratios w; and the effective

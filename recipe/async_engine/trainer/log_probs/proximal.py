@@ -66,8 +66,8 @@ class ProximalLogProbs:
         timing.setdefault("old_log_prob", 0.0)
         began = time.monotonic()
         if self._source in (Proximal.BYPASS, Proximal.LOGLINEAR):
-            # `old_log_probs` are the behaviour policy's. The loss (`losses`) interpolates between these and the current
-            # policy's, and reports the mismatch.
+            # Here `old_log_probs` are those of the behaviour policy. The loss (`losses`) computes the proximal ones
+            # from these, and reports the mismatch.
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
             if self._source is Proximal.LOGLINEAR:
                 batch.batch["rollout_is_weights"] = shares(batch.batch[TOKEN_VERSIONS], version)
@@ -133,9 +133,10 @@ class ProximalLogProbs:
 
 
 def fill_reference(batch: DataProto, metrics: Metrics, compute: Callable[[DataProto], DataProto]) -> DataProto:
-    """Add the log-probs that the reference policy's servers have computed to a batch, as ``ref_log_prob``.
+    """Add the reference policy's log-probs, which its servers have computed, to ``batch`` as ``ref_log_prob``.
 
-    If some rows have none, the trainer computes all rows with ``compute``, and these rows get the trainer's values.
+    If some rows have none, the trainer computes all rows with ``compute``, and only the rows that had none get the
+    trainer's values.
     """
     rows = batch.non_tensor_batch.pop(REFERENCE, [None] * len(batch))
     column = torch.zeros(batch.batch["responses"].shape)
@@ -161,7 +162,8 @@ def rename_loss_metrics(metrics: Metrics) -> None:
 def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: Any) -> dict[str, float]:
     """Return a batch's ``actor/entropy``, aggregated like the loss (verl/experimental/separation/ray_trainer.py:522).
 
-    Each token's ``entropy``, and ``response_mask``, 1 for trained tokens, are (rows, R). ``actor`` is verl's section.
+    Each token's ``entropy``, and ``response_mask``, 1 for trained tokens, are (rows, R). ``actor`` is the actor's
+    section of verl's configuration.
     """
     total = agg_loss(
         loss_mat=entropy,
@@ -183,7 +185,7 @@ class ServerColumns:
     entropy: torch.Tensor  # entropy of each token's distribution, float32 (rows, R)
     versions: torch.Tensor  # version that computed each token's scores, int64 (rows, R)
     missing: torch.Tensor  # whether a row has no usable scores, bool (rows,)
-    wrong: int  # number of missing rows that have scores, but of an unacceptable version
+    wrong: int  # number of rows in ``missing`` that have scores, but of an unacceptable version
     late_tokens: int  # number of tokens that were scored by another version than the requested one
     queued_s: float  # longest time that a request for these scores waited at a server, in seconds
 
