@@ -65,7 +65,8 @@ def take_arguments(config: DictConfig, mode: str) -> None:
     with open_dict(config):
         config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
         config.transfer_queue.enable = False
-        # A synchronous DAPO script sets how many prompts are generated at a time; the modes start them one by one.
+        # A synchronous DAPO script sets how many prompts are generated at a time. The modes start them one by one, so
+        # unset it.
         config.data.gen_batch_size = None
         if placement(config) != SHARED:
             _take_resources(config)

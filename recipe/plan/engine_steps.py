@@ -29,7 +29,7 @@ _KNOWN = (*_USED, Class.IDLE_PLACES)
 
 VARIES = 0.25
 """Smallest standard deviation of a quantity, as a share of its mean, with which its coefficient is fitted."""
-_SMALLEST = 1e-300  # An error of 0 would have no logarithm.
+_SMALLEST = 1e-300  # Is added to an error before its logarithm is taken, because 0 has none.
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def fit_steps(
         batch = places * sum(part.share for part in parts if part.what in _USED)
         if tokens and batch > 0 and all(part.what in _KNOWN for part in parts):
             new, again = (sum(part.tokens or 0 for part in parts if part.what == what) for what in _FIRST)
-            # A request that finds a free slot waits for the next step, on average for half a step.
+            # A request that finds a free slot waits in it for the next step, on average half a step: count that too.
             finds = new + again if any(part.what == Class.IDLE_PLACES for part in parts) else 0
             steps = (tokens + finds / 2) / batch
             rows.append((batch, (new + again) / steps, again / steps, (end - start) / steps, steps))

@@ -206,7 +206,7 @@ class Alarms:
             raise self._error
 
     def finish(self) -> None:
-        """At the run's end, let an alarm ring if its condition held at every test, and there were too few tests before.
+        """At the run's end, ring each alarm that was tested too few times to ring, if its condition held at every test.
 
         Raise `AlarmLimit` if an alarm ends the run.
         """
@@ -259,8 +259,8 @@ class UnchangedWeights:
     def updated(self, gradient_norms: Iterable[float], next_learning_rate: float) -> None:
         """Record the policy updates of one step, given the gradient norm of each update.
 
-        ``next_learning_rate`` is the one after the step, as verl reports it. The first step never counts as a change of
-        the weights, because its own learning rate is not known.
+        ``next_learning_rate`` is the learning rate after the step, because verl reports only that one. The first step
+        never counts as a change of the weights, because the learning rate with which it was made is not known.
         """
         moves = self._learning_rate is not None and self._learning_rate > 0
         if moves and any(math.isfinite(norm) and norm > 0 for norm in gradient_norms):

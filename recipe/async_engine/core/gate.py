@@ -81,8 +81,8 @@ class StalenessGate:
     """Decides whether a group may start and whether a batch may be trained, so that no group gets too stale.
 
     In the module's letters, version is v, announced is a (at first equal to v) and batches_taken is j. live is the
-    number of live groups; of each, the gate stores only the start version (the version of its oldest token). Methods
-    that change the state raise `StalenessViolation` if the invariant does not hold afterwards.
+    number of live groups. For each live group, the gate stores only the start version (the version of its oldest
+    token). Methods that change the state raise `StalenessViolation` if the invariant does not hold afterwards.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StalenessGate:
 
     @property
     def admission_limit(self) -> int:
-        """Return how many groups may be live, by the pipeline depth and by the staleness bound."""
+        """Return how many groups may be live at most; pipeline depth and staleness bound both limit the number."""
         versions_left = self.announced + self.settings.max_staleness - self.version
         ahead = min(self._groups_ahead, versions_left * self.settings.version_groups)
         return ahead + self.batches_left * self.settings.batch_groups
@@ -187,7 +187,7 @@ class StalenessGate:
         self.check()
 
     def give_back(self, starts: Sequence[int]) -> None:
-        """Make the groups of the last taken batch live again, because it was not trained; the invariant still holds."""
+        """Make the groups of the last taken batch live again, because the batch was not trained."""
         self._starts.update(starts)
         self.live += len(starts)
         self.batches_taken -= 1
@@ -225,7 +225,7 @@ class StalenessGate:
     def _places(self, start: int, batches_left: int) -> int:
         """Return slots(start) for a given number of batches left before the next version, but never less than 0.
 
-        A negative number would refuse every batch, even if no live group has a start version that old.
+        With a negative number, `can_take` would refuse even a batch that leaves no group with a start version that old.
         """
         bound = self.settings
         versions_left = start + bound.max_staleness - self.version

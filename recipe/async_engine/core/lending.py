@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SWITCH_SHARE = 0.05
-"""Largest cost of a switch per batch, as a share of a step's time; one switch collects enough batches for that."""
+"""Largest share of a step's time that a switch may cost per batch; a switch collects enough batches to stay below."""
 
 EMPTY_SHARE = 0.5
 """Share of empty hybrid places above which a loan ends early if no trajectory waits."""
@@ -52,9 +52,9 @@ class Average:
 class Places:
     """The sequence slots (places) of the engines, and the trajectories that wait for them.
 
-    standalone, hybrid: places of all live replicas that are standalone or hybrid, awake or asleep. waiting:
-    trajectories that could generate at once if they had a place, including those of prompts that the gate would admit.
-    hybrid_taken: hybrid places in which a trajectory generates.
+    standalone, hybrid: number of places of all live standalone and of all live hybrid replicas, awake or asleep.
+    waiting: trajectories that could generate at once if they had a place, including those of prompts that the gate would
+    admit. hybrid_taken: hybrid places in which a trajectory generates.
     """
 
     standalone: int
@@ -68,8 +68,8 @@ class Demand:
     """The prompt groups that the trainer needs next, and how far they are generated.
 
     batch_groups: groups of a batch. ready: groups that are ready. sampled: groups that are generated and wait for
-    rewards. spent: place-seconds that the other running groups have used so far. may_take: whether a batch may be taken
-    now. most_live: number of groups that the staleness gate allows to be running or ready.
+    rewards. spent: place-seconds used so far by groups that are still being generated. may_take: whether a batch may be
+    taken now. most_live: number of groups that the staleness gate allows to be running or ready.
     """
 
     batch_groups: int
@@ -112,7 +112,10 @@ class PlaceMeter:
         return self._of_each
 
     def leave(self, began: float, group: int | None) -> None:
-        """Record that a trajectory no longer runs, and add its place-seconds to its group (None if that has ended)."""
+        """Record that a trajectory no longer runs, and add its place-seconds to ``group`` (None for an ended group).
+
+        ``began`` is what :meth:`begin` returned for the trajectory.
+        """
         self._advance()
         self._running -= 1
         self._begun -= began
@@ -136,7 +139,7 @@ class PlaceMeter:
 
     @property
     def spent(self) -> float:
-        """Place-seconds of all trajectories that run, and of the groups of which some are still to be sampled."""
+        """Place-seconds so far of all running trajectories, and of groups that are not yet sampled completely."""
         self._advance()
         return max(0.0, self._of_groups + self._running * self._of_each - self._begun)
 
@@ -167,7 +170,7 @@ class LendingPolicy:
         return self._gain_s(self._in_groups(places.standalone), self._in_groups(hybrid), self._missing(demand)) > 0
 
     def woke(self, seconds: float) -> None:
-        """Record how long the hybrid replicas took to wake. The first time is slow, so the second replaces it."""
+        """Record how long the hybrid replicas took to wake; the first time is too slow to count in the average."""
         if self._wakes == 1:
             self.wake_s = Average()
         self._wakes += 1

@@ -120,7 +120,7 @@ class AdmissionPolicy(Protocol):
     def next_batch(self, ready: ReadyGroups) -> Sequence[Group] | None:
         """Return the ``ready.batch_groups`` groups to train now, or None to wait; at least that many groups are ready.
 
-        As long as groups and version stay the same, the method must keep returning None, or keep returning a batch.
+        As long as the groups and the version stay the same, either every call must return None or every call a batch.
         """
 
 
@@ -217,7 +217,7 @@ def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:
 
 
 def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
-    """Return the batch that the policy chooses, or None; a `Batch` is not read here, so `checked` must verify it."""
+    """Return the policy's batch, or None; a returned `Batch` is checked only when its groups are read (`checked`)."""
     found = asked(policy, "next_batch", ready)
     if found is None or isinstance(found, Batch):
         return found
@@ -226,7 +226,7 @@ def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
 
 
 def checked(policy: AdmissionPolicy, chosen: Any, ready: ReadyGroups) -> list[Group]:
-    """Return the chosen groups as the ledger has them; raise PolicyError unless they are a full, ready batch."""
+    """Return the ledger's objects of the ``chosen`` groups; raise PolicyError unless all are ready and fill a batch."""
     try:
         groups = [ready.find(group.id) for group in chosen]
     except (TypeError, AttributeError) as error:

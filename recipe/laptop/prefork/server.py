@@ -175,7 +175,7 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """Make modules read environment variables again that they read at import, except for Ray's job id (`run`)."""
+    """Make modules read again the environment variables that they read at import, except for those in `run`."""
     tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config
@@ -238,7 +238,7 @@ def _leave(status: int) -> None:
 
 @contextmanager
 def _actor_classes_named_by_the_system() -> Iterator[None]:
-    """Make Ray take the ids of actor classes (ray/actor.py) from the system's random-number generator meanwhile.
+    """Within this context, make Ray draw the ids of actor classes (ray/actor.py) from the system's random numbers.
 
     Importing modules with actors would otherwise use Ray's own generator, which cannot be seeded again in a fork.
     """

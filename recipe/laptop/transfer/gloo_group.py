@@ -71,7 +71,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 class GlooGroup:
-    """The connection between the sender (rank 0) and all receivers, which must start the same operations in order.
+    """The connection between the sender (rank 0) and all receivers; all must start the same operations in one order.
 
     Args:
         group_id: name of the group, which no other group of this store has had.

@@ -112,8 +112,8 @@ class SharedSegments:
 def shared_memory_domain() -> str | None:
     """Return a string that is equal for two processes if and only if they can open each other's /proc entries.
 
-    Return None if /proc is not readable. Ray's node ids do not show this: two Ray nodes may be on one host, and may be
-    in containers that do not see each other's processes.
+    Return None if /proc is not readable. Ray's node ids cannot be used for this: two Ray nodes may be on one host, and
+    may be in containers that do not see each other's processes.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -101,7 +101,7 @@ class ModelShape:
 
     @property
     def without_head(self) -> int:
-        """Return the number of parameters of a value model, whose head has one output instead of the vocabulary."""
+        """Return the number of parameters of a value model, whose head has one output instead of ``vocab`` outputs."""
         return self.layer_parameters + self.expert_parameters + self.embedding + 2 * self.hidden
 
     def lora_parameters(self, rank: int) -> int:
