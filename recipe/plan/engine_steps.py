@@ -84,7 +84,7 @@ def fit_steps(
         return None
     batches, joined, again, took, weight = np.array(rows).T
     answered = np.array([*_contexts(answers, middles, np.average(took, weights=weight))]) / replicas
-    # Requests that join again have as many tokens as the other requests, on average.
+    # Assume that requests that join again have as many tokens as the running requests have on average.
     read = prompt * joined + again * answered / batches if prompt else joined
     table = np.column_stack((np.ones(len(took)), batches, answered + prompt * batches, read))
     known = [column for column in (1, 2, 3) if _varies(table[:, column], weight)]

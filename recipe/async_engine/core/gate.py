@@ -2,10 +2,10 @@
 """The staleness gate, which decides whether a group may start and whether a batch may be trained.
 
 Contract. A training batch has `b` prompt groups, and after `k` batches there is a new policy version; `B = k * b`. `v`
-is the current version: the trainer has *sealed* it, and trains on from it. `a <= v` is the newest *announced* version,
-which generates: its weights have reached all rollout replicas. `j` is the number of batches that the trainer has taken
-since version `v`, and `S` is the staleness bound. A group's *start version* is the version of its oldest token. A group
-is *live* from its issue until it is taken, filtered or failed. At all times and for every start version s,
+is the current version: the trainer has *sealed* it, and trains on from it. `a <= v` is the newest *announced* version:
+its weights have reached all rollout replicas, which generate with it. `j` is the number of batches that the trainer has
+taken since version `v`, and `S` is the staleness bound. A group's *start version* is the version of its oldest token. A
+group is *live* from its issue until it is taken, filtered or failed. At all times and for every start version s,
 
     live groups with a start version <= s   <=   slots(s) = max(0, (s + S - v) * B + (k - j) * b)        (the invariant)
 

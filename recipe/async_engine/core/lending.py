@@ -7,16 +7,16 @@ replicas wake, generate, and sleep again. Contract:
 
 - A loan begins only while the trainer has no batch to train and trajectories wait for a place, and only if the switch
   is expected to save time.
-- A loan ends only when a batch is ready: once enough batches are ready for the time that the switch costs, or earlier
-  if most hybrid places are empty and no trajectory waits.
+- A loan ends only when a batch is ready: once enough batches are ready to make up for the cost of the switch, or
+  earlier if most hybrid places are empty and no trajectory waits.
 - These decisions affect only the speed. The staleness gate decides what may start and be trained, as without lending.
 
-The expectation is computed from averages of the present run: seconds to wake and to sleep, of a training step and of a
-group's rewards, and *place-seconds* of a group, the total time that its trajectories occupied places. If `n` groups are
-missing for a batch, `s` and `h` are the groups per second that standalone and hybrid places generate, `w` and `z` the
-seconds to wake and to sleep, and `r` those for rewards, then the batch is ready after n / s + r without a switch, and
-after w + (n - s w) / (s + h) + r + z with one. The switch also generates groups of later batches, whose time is added
-to what it saves. Tests: tests/core/test_lending.py, tests/plan/test_lending_simulation.py.
+The saving is predicted from averages over the run so far: the seconds of waking, of going to sleep, of a training step
+and of a group's rewards, and a group's *place-seconds*, the total time that its trajectories occupied places. If `n`
+groups are missing for a batch, `s` and `h` are the groups per second that standalone and hybrid places generate, `w`
+and `z` the seconds to wake and to sleep, and `r` those for rewards, then the batch is ready after n / s + r without a
+switch, and after w + (n - s w) / (s + h) + r + z with one. The switch also generates groups of later batches, whose
+time is added to what it saves. Tests: tests/core/test_lending.py, tests/plan/test_lending_simulation.py.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Places:
     """The sequence slots (places) of the engines, and the trajectories that wait for them.
 
     standalone, hybrid: number of places of all live standalone and of all live hybrid replicas, awake or asleep.
-    waiting: trajectories that could generate at once if they had a place, including those of prompts that the gate would
-    admit. hybrid_taken: hybrid places in which a trajectory generates.
+    waiting: number of trajectories that could generate at once if they had a place, including those of prompts that the
+    gate would admit. hybrid_taken: number of hybrid places in which a trajectory generates.
     """
 
     standalone: int

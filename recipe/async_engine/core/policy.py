@@ -5,7 +5,7 @@ ready groups form the next training batch.
 Contract. A policy can delay what the staleness gate and the ledger allow, but cannot admit what they refuse. If the
 gate refuses a chosen batch because older groups must be trained first, the ledger takes the oldest groups instead. A
 policy that never chooses a batch ends the run after ``async_training.timeouts.batch_wait`` seconds. An exception of a
-policy, or an invalid choice, becomes a `PolicyError`, which ends the run in order.
+policy, or an invalid choice, becomes a `PolicyError`, which ends the run cleanly.
 
 A policy is called under the ledger's lock, so it should return at once. Checkpoints do not contain a policy's
 attributes, so a policy must not depend on them after a resume. docs/extending.md shows how to write a policy. Tests:

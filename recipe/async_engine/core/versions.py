@@ -149,7 +149,7 @@ def align(
 
 
 def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
-    """Return the oldest version that any reading (see `align`) gives each token; None if none is found.
+    """Return the oldest version that any reading (see `align`) gives each token; None if no reading is found.
 
     The forward pass computes, piece by piece, how many tokens of ``sampled`` the pieces so far can cover exactly, and
     how many tokens of the next piece match from each such position. The backward pass keeps the positions from which

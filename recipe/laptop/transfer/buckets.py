@@ -227,7 +227,7 @@ class BucketReader:
 
 
 def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a uint8 tensor to host memory of the same length; NumPy bypasses the CPU caches if the tensor is large."""
+    """Copy a uint8 tensor to host memory of the same length; for large tensors, NumPy bypasses the CPU caches."""
     if source.is_cpu:
         np.copyto(target.numpy(), source.numpy())
     else:

@@ -184,7 +184,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         if transport is None:
             return
         self._cycles.add()
-        # A call may still run on the old thread and use the old buckets until its deadline. Later calls get new ones.
+        # A call may still run on the old thread until its deadline: close the group after it, and use a new thread.
         self._executor.submit(transport.group.close)
         self._executor.shutdown(wait=False)
         self._executor = _new_executor()

@@ -36,7 +36,7 @@ class Deadline:
         left = self._at - time.monotonic()
         if left <= 0:
             raise WeightStreamError(f"no time left for {waiting_for}: the weight sync has timeout_s={self._seconds:g}")
-        # gloo counts whole milliseconds and interprets 0 as no timeout.
+        # Return at least 1 ms, because gloo counts whole milliseconds and interprets 0 as no timeout.
         return timedelta(seconds=max(left, 0.001))
 
 
