@@ -97,7 +97,7 @@ def fit_steps(
 
 
 def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], step_s: float) -> Iterator[float]:
-    """Yield, for each time in ``moments``, the tokens that unfinished answers had, if each token took ``step_s``.
+    """Yield, for each time in ``moments``, how many tokens all unfinished answers had, if a token takes ``step_s``.
 
     answers: (number of tokens, time of its end) of each answer.
     """

@@ -126,7 +126,7 @@ class Alarms:
         limits: limit of each alarm, by the name of its setting; if None or missing, the alarm never ends the run.
         window: number of most recently ended prompt groups over which the share of failed groups is computed.
         tell: called with a message when an alarm begins to ring.
-        counts: count of each alarm in the checkpoint from which the run resumes.
+        counts: the property `counts` as saved in the checkpoint from which the run resumes.
     """
 
     def __init__(
@@ -219,11 +219,11 @@ class Alarms:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the count of each alarm that has rung since training began, resumed runs included."""
+        """Return, for each alarm that has rung, for how many tests or failed groups it rang since training began."""
         return {name: self._counts[name] for name in WATCHED if self._counts[name]}
 
     def metrics(self) -> dict[str, int]:
-        """Return the count of each alarm as a metric (docs/metrics.md)."""
+        """Return the counts of all alarms, and their sum, as metrics (docs/metrics.md)."""
         return {f"{METRIC}{name}": self._counts[name] for name in WATCHED} | {f"{METRIC}{ALL}": self._counts.total()}
 
     def summary(self) -> dict[str, dict[str, Any]]:

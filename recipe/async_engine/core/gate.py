@@ -157,7 +157,7 @@ class StalenessGate:
         self.check()
 
     def can_take(self, starts: Sequence[int] | Mapping[int, int]) -> bool:
-        """Return whether these groups may be the next batch, so that all others can still be trained in time.
+        """Return whether these groups may be the next batch: all other live groups must remain trainable in time.
 
         ``starts`` is the start version of each group of the batch, or the number of groups by start version.
         """
@@ -203,7 +203,7 @@ class StalenessGate:
         return self.version
 
     def announce(self) -> int:
-        """Record that the next sealed version generates at all rollout replicas, and return this version."""
+        """Record that all rollout replicas now generate with the next sealed version, and return this version."""
         if self.announced == self.version:
             raise GateError(f"version {self.version} is announced already, and no later one is sealed")
         self.announced += 1

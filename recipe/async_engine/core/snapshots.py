@@ -81,7 +81,7 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> 
     """Return a text for each setting that differs from the one saved in a checkpoint with ``live`` groups in progress.
 
     Raises:
-        SnapshotError: the run cannot resume with the present settings; the message has both values of each refused one.
+        SnapshotError: the run cannot resume with the present settings; the message has both values of each refused setting.
     """
     known = [name for name in RULES if name in saved and name in present]
     found = {name: f"{saved[name]} -> {present[name]}" for name in known if saved[name] != present[name]}

@@ -180,8 +180,8 @@ def _reread_environment() -> None:
     if "ray" in sys.modules:
         from ray._raylet import Config
 
-        # Ray's Config copies the environment at import. Ray itself calls `initialize` after it has changed a variable
-        # (ray/_private/authentication/authentication_token_setup.py).
+        # Ray's Config copies the environment at import. `initialize` copies it again; Ray itself calls it after it has
+        # changed a variable (ray/_private/authentication/authentication_token_setup.py).
         Config.initialize("")
 
 

@@ -152,7 +152,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     def init_process_group(
         self, rank: int, world_size: int, epoch: str, endpoint: list[Any], segments: str | None
     ) -> None:
-        """Join group ``epoch``, unless this process is in it already; with rank `OUTSIDE` do nothing."""
+        """Join the group named ``epoch``, unless this process is in it already; with rank `OUTSIDE` do nothing."""
         if rank == OUTSIDE or self.topology_epoch() == epoch:
             return
         shared = self._segments

@@ -157,7 +157,7 @@ MOST_LAYERS = 10_000
 
 
 def model_of(context: RuleContext, setting: str) -> ModelShape | None:
-    """Return the shape of the model in a setting; None if it has no known config.json, name or family."""
+    """Return the shape of the model that ``setting`` names; None if its sizes or its family are not known."""
     for fact in context.files:
         if fact.setting == setting and (config := fact.model_config or known_model(fact.path)) is not None:
             return shape_of(config)
