@@ -28,7 +28,7 @@ _USED = (*_FIRST, Class.DECODING)
 _KNOWN = (*_USED, Class.IDLE_PLACES)
 
 VARIES = 0.25
-"""Smallest standard deviation of a quantity, as a share of its mean, with which its coefficient is fitted."""
+"""The coefficient of a quantity is fitted only if its standard deviation is above this share of its mean."""
 _SMALLEST = 1e-300  # Is added to an error before its logarithm is taken, because 0 has none.
 
 

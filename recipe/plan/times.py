@@ -31,7 +31,7 @@ Seconds = Callable[[Sequence[int], float], float]
 FILLED_S = 1.0
 """Seconds after which empty engines are assumed to be full again, if answers wait for slots."""
 ENOUGH, EXPLAINED = 5, 0.9
-"""Smallest number of steps, and smallest correlation of tokens and seconds, with which a line is fitted."""
+"""A line is fitted only to at least so many steps, with at least this correlation of tokens and seconds."""
 _UNDER_WAY = (
     Class.PREFILL,
     Class.RE_PREFILL,

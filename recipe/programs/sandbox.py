@@ -136,8 +136,8 @@ def run(
     """Run a Python program in a new sandbox.
 
     Args:
-        call: (name, arguments) of a function of the program, or of a method of its class ``Solution``, that is called
-            after the program; the output is then only the function's result, as JSON.
+        call: name and arguments of a function of the program, or of a method of its class ``Solution``. It is called
+            after the program has run, and the output is only its result, as JSON.
 
     Raises:
         SandboxUnavailable: the program could not be isolated, so it was not run.

@@ -98,11 +98,11 @@ FETCH_S = 10.0
 PING_S = 10.0
 """Time to answer a ping, for a log-prob server at a weight sync and for each replica after a failed transfer."""
 SERVERS_END_S = 30.0
-"""Time until the actor names of a lost replica's servers are free after the servers have ended."""
+"""Time to wait, after the servers of a lost replica have ended, until their actor names are free."""
 CLEARED_S = 60.0
-"""Time until Ray counts the resources of a lost replica as free after the replica has ended."""
+"""Time to wait, after a lost replica has ended, until Ray counts its resources as free."""
 FREE_S = 3.0
-"""Time for which a replica started during a run looks for free accelerators, because Ray frees them with a delay."""
+"""Time to wait for free accelerators when a replica is started during a run, because Ray frees them with a delay."""
 
 # Time limits for reporting. Waiting for a report never delays a run by more than its limit.
 

@@ -165,7 +165,7 @@ class LendingPolicy:
         if demand.may_take or hybrid == 0:
             return False
         if places.standalone == 0 or self.group_place_s.value is None or self._wakes < MEASURED:
-            # No other replica generates, or this switch is needed to measure the averages.
+            # Lend in any case: no other replica generates, or this switch is needed to measure the averages.
             return True
         return self._gain_s(self._in_groups(places.standalone), self._in_groups(hybrid), self._missing(demand)) > 0
 

@@ -50,7 +50,7 @@ RULES: dict[str, Changed] = {
     PER_VERSION: Changed.REFUSED,
     WHOLE: Changed.REFUSED,
     "async_training.placement": Changed.REFUSED,
-    # `SampleLedger.restore` refuses a bound that the checkpoint's groups do not fit.
+    # Only noted here, because `SampleLedger.restore` refuses a bound that the checkpoint's groups do not fit.
     "async_training.max_staleness": Changed.NOTED,
     # verl writes one checkpoint file per FSDP rank, so strategy and ranks must stay the same.
     "actor_rollout_ref.actor.strategy": Changed.REFUSED,
@@ -81,7 +81,7 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> 
     """Return a text for each setting that differs from the one saved in a checkpoint with ``live`` groups in progress.
 
     Raises:
-        SnapshotError: the run cannot resume with the present settings; the message has both values of each refused setting.
+        SnapshotError: the run cannot resume with the present settings; the message has both values of these settings.
     """
     known = [name for name in RULES if name in saved and name in present]
     found = {name: f"{saved[name]} -> {present[name]}" for name in known if saved[name] != present[name]}

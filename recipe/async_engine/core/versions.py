@@ -24,7 +24,8 @@ Runs = list[tuple[int, int]]
 """Run-length code of the versions of consecutive tokens: (version, number of tokens), ..."""
 
 ALIGNMENT_WORK = 32
-"""Limit on the token comparisons of `align`, per token. Only degenerate answers (one repeated token) need more."""
+"""Largest number of comparisons that `align` makes per token. Only degenerate answers (one repeated token) need more.
+"""
 
 
 def run_lengths(versions: Iterable[int]) -> Runs:
