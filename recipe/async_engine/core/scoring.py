@@ -134,7 +134,7 @@ class ScoringQueue:
 
     @property
     def may_join(self) -> bool:
-        """Return whether a weight sync may communicate now: with ``holds_for_weights``, only while no batch is scored."""
+        """Return whether a weight sync may communicate now; with ``holds_for_weights``, not while a batch is scored."""
         return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:

@@ -78,10 +78,12 @@ RULES: dict[str, Changed] = {
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> list[str]:
-    """Return a text for each setting that differs from the one saved in a checkpoint with ``live`` groups in progress.
+    """Return a text for each setting whose value in ``present`` is not the one in ``saved``, that of a checkpoint.
+
+    ``live`` is the number of unfinished prompt groups in the checkpoint.
 
     Raises:
-        SnapshotError: the run cannot resume with the present settings; the message has both values of these settings.
+        SnapshotError: a setting that must not change has changed; the message has both of its values.
     """
     known = [name for name in RULES if name in saved and name in present]
     found = {name: f"{saved[name]} -> {present[name]}" for name in known if saved[name] != present[name]}

@@ -152,9 +152,9 @@ def align(
 def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
     """Return the oldest version that any reading (see `align`) gives each token; None if no reading is found.
 
-    The forward pass computes, piece by piece, how many tokens of ``sampled`` the pieces so far can cover exactly, and
-    how many tokens of the next piece match from each such position. The backward pass keeps the positions from which
-    the end of the response can be reached, and labels the tokens between two such positions with the piece's version.
+    The forward pass finds, for each piece, the positions in ``sampled`` at which it can begin because the pieces before
+    it cover all earlier tokens, and how many of its tokens match from there. The backward pass keeps the positions from
+    which the end can be reached, and labels the tokens that a piece covers between two of them with its version.
     """
     end = len(sampled)
     work_left = ALIGNMENT_WORK * (end + sum(len(tokens) for _, tokens in pieces))

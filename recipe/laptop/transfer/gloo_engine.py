@@ -19,7 +19,7 @@ Contract:
 - No wait is unbounded: ``timeout_s`` limits a whole sync on each member, and ``connect_timeout_s`` limits connecting.
   If a receiver dies, the sender fails as soon as the connection closes, or else at its deadline. A receiver whose
   consumer stops early leaves the group, so the sender fails too. Errors are `WeightStreamError`. A sender that failed
-  still iterates over its weights to the end, since the other trainer ranks gather them with it.
+  still iterates over its weights to the end, because all trainer ranks must take part in gathering them.
 - Blocking calls run one after the other on a separate thread, so that the event loop is never blocked.
 - A sender returns when every receiver has consumed the whole stream, so its success implies that of all receivers.
 - A received tensor is a view of a reused buffer, which other receivers may read too. It is valid until the next one is
