@@ -187,7 +187,7 @@ class StalenessGate:
         self.check()
 
     def give_back(self, starts: Sequence[int]) -> None:
-        """Make the groups of the last taken batch live again, because the batch was not trained."""
+        """Make the groups of the last taken batch live again, because it was not trained. The invariant still holds."""
         self._starts.update(starts)
         self.live += len(starts)
         self.batches_taken -= 1

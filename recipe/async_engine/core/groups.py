@@ -165,7 +165,7 @@ class LedgerCounts:
 
 
 class StalenessStats(Counter[int]):
-    """Number of trained groups by staleness: the version that a group trained minus that of its oldest token."""
+    """Number of trained groups by staleness: the version that was trained minus that of the group's oldest token."""
 
     @property
     def sum(self) -> int:

@@ -217,7 +217,7 @@ def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:
 
 
 def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
-    """Return the policy's batch, or None; a returned `Batch` is checked only when its groups are read (`checked`)."""
+    """Return the policy's batch, or None; a `Batch` is not checked yet: call `checked` before using its groups."""
     found = asked(policy, "next_batch", ready)
     if found is None or isinstance(found, Batch):
         return found

@@ -221,7 +221,7 @@ def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int
 
 
 def _with_unsampled(labels: Iterable[tuple[int, int]], response_mask: Sequence[int]) -> Runs:
-    """Return the versions of a response's tokens as run-length code, given ``labels``, that of its sampled tokens.
+    """Return the versions of a response's tokens as run-length code, given that of its sampled tokens, ``labels``.
 
     Tokens with ``response_mask`` 0 were not sampled and get `NOT_SAMPLED`.
     """

@@ -175,7 +175,7 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """Make modules read again the environment variables that they read at import, except for those in `run`."""
+    """Make modules read again the environment variables that they read at import, except Ray's job id (see `run`)."""
     tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config
