@@ -28,7 +28,7 @@ def refused(setting: str, value: object, allowed: str, advice: str) -> ConfigErr
 def check_main(config: DictConfig, main: str) -> None:
     """Raise ConfigError if the main program, the module named ``main``, would ignore the flag.
 
-    A user's own main program is assumed to use it. If it does not, `recipe.mains.trainer.NoAgentLoops` ends the run.
+    A user's own main program is assumed to use the flag; if not, `recipe.mains.trainer.NoAgentLoops` ends the run.
     """
     ours = main.startswith("recipe.") and any(main == f"recipe.{mode}.main" for mode in MODES)
     if config.get(CHOSEN) and main != MAIN and (ours or main.split(".")[0] == "verl"):
@@ -65,7 +65,8 @@ def take_arguments(config: DictConfig, mode: str) -> None:
     with open_dict(config):
         config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
         config.transfer_queue.enable = False
-        # A synchronous DAPO script sets how many prompts are generated at a time; the modes start them one by one.
+        # A synchronous DAPO script sets how many prompts are generated at a time. The modes start them one by one, so
+        # unset it.
         config.data.gen_batch_size = None
         if placement(config) != SHARED:
             _take_resources(config)
@@ -91,7 +92,7 @@ def _take_resources(config: DictConfig) -> None:
 
 
 def _count_in_mini_batches(config: DictConfig) -> None:
-    """Replace `data.train_batch_size` by the equal number of mini-batches per step, which the mode reads instead."""
+    """Replace `data.train_batch_size` by its number of mini-batches, because the mode reads that setting instead."""
     size, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if size % mini:
         allowed = f"a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}"

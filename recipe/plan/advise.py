@@ -45,7 +45,7 @@ class Advice:
     Attributes:
         tokens_per_s: median of the trained tokens per second; `lowest` and `highest` are the range.
         staleness: median of the mean staleness of groups, in versions.
-        shares: share of accelerator time by class, such as waiting for a batch, with the first seed.
+        shares: share of the accelerator time that each class, such as waiting for a batch, has with the first seed.
         also: further Hydra overrides, appended to `overrides`.
     """
 
@@ -88,7 +88,7 @@ class Advice:
         }
 
     def why_worse(self, best: Advice) -> str:
-        """Return, as text, the class of lost accelerator time that exceeds that of ``best`` by most, and the excess."""
+        """Return as text which class of lost accelerator time has grown most against ``best``, and by how much."""
         lost = {name: share - best.shares.get(name, 0.0) for name, share in self.shares.items()}
         waits = {name: more for name, more in lost.items() if KINDS[Class(name)] not in (Kind.USEFUL, Kind.START_UP)}
         name = max(waits, key=lambda name: waits[name], default="")
@@ -137,7 +137,10 @@ def _divisors(count: int, most: int) -> list[int]:
 
 
 def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: int) -> bool:
-    """Return whether trainer and rollout, with ``counts`` accelerators in groups of ``parts``, fit on the nodes."""
+    """Return whether trainer and rollout fit on ``nodes`` nodes of ``per_node`` accelerators.
+
+    counts, parts: numbers of accelerators that trainer and rollout use in total, and on each of their nodes.
+    """
     (small, small_count), (large, large_count) = sorted(zip(parts, counts, strict=True))
     full, rest = divmod(large_count // large, per_node // large)
     empty = nodes - full - (rest > 0)

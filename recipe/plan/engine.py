@@ -72,7 +72,7 @@ class Clock:
 class Request:
     """A request for an answer of ``length`` tokens.
 
-    tokens: number of sampled tokens when the request entered or left an engine. entered: number of steps that the
+    tokens: number of sampled tokens when the request last joined or left an engine. entered: number of steps that the
     engine had made when the request joined. versions: (policy version, number of tokens that it sampled), in order.
     """
 

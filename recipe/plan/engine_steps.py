@@ -28,8 +28,8 @@ _USED = (*_FIRST, Class.DECODING)
 _KNOWN = (*_USED, Class.IDLE_PLACES)
 
 VARIES = 0.25
-"""Smallest standard deviation of a quantity, as a share of its mean, with which its coefficient is fitted."""
-_SMALLEST = 1e-300  # An error of 0 would have no logarithm.
+"""The coefficient of a quantity is fitted only if its standard deviation is above this share of its mean."""
+_SMALLEST = 1e-300  # Is added to an error before its logarithm is taken, because 0 has none.
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def fit_steps(
         batch = places * sum(part.share for part in parts if part.what in _USED)
         if tokens and batch > 0 and all(part.what in _KNOWN for part in parts):
             new, again = (sum(part.tokens or 0 for part in parts if part.what == what) for what in _FIRST)
-            # A request that finds a free slot waits for the next step, on average for half a step.
+            # A request that finds a free slot waits in it for the next step, on average half a step: count that too.
             finds = new + again if any(part.what == Class.IDLE_PLACES for part in parts) else 0
             steps = (tokens + finds / 2) / batch
             rows.append((batch, (new + again) / steps, again / steps, (end - start) / steps, steps))
@@ -84,7 +84,7 @@ def fit_steps(
         return None
     batches, joined, again, took, weight = np.array(rows).T
     answered = np.array([*_contexts(answers, middles, np.average(took, weights=weight))]) / replicas
-    # Requests that join again have as many tokens as the other requests, on average.
+    # Assume that requests that join again have as many tokens as the running requests have on average.
     read = prompt * joined + again * answered / batches if prompt else joined
     table = np.column_stack((np.ones(len(took)), batches, answered + prompt * batches, read))
     known = [column for column in (1, 2, 3) if _varies(table[:, column], weight)]
@@ -97,7 +97,7 @@ def fit_steps(
 
 
 def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], step_s: float) -> Iterator[float]:
-    """Yield, for each time in ``moments``, the tokens that unfinished answers had, if each token took ``step_s``.
+    """Yield, for each time in ``moments``, how many tokens all unfinished answers had, if a token takes ``step_s``.
 
     answers: (number of tokens, time of its end) of each answer.
     """

@@ -58,7 +58,7 @@ class LendingSimulation(Simulation):
         self._queue: list[tuple[int, int, int, Request]] = []
         self._numbers = count()
         self._meter = PlaceMeter(self.clock, self.standalone * scenario.places)
-        # What the meter gave at the begin of each request that is at an engine.
+        # The result of `PlaceMeter.begin` for each request that is at an engine.
         self._began: dict[str, float] = {}
         self._sampled_at: dict[int, float] = {}
         for number in self._asleep:

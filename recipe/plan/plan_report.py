@@ -30,7 +30,7 @@ WIDTH = 34
 
 
 def report(title: str, found: Findings, of_verl: bool) -> str:
-    """Return the whole plan as text; ``of_verl``: one of verl's own trainers runs, and forms batches in its own way."""
+    """Return the whole plan as text; ``of_verl``: whether verl's own trainer runs, which forms batches in its way."""
     context = found.context
     sections = {
         "processes": _processes(context),

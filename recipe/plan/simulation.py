@@ -406,7 +406,7 @@ class Simulation:
         waits = self._scoring > 0 and not self.ledger.may_take()
         why = self.manager.why(prompts_left=True, waits_for_rewards=waits)
         if why != self._lane.what:
-            # Until now free slots were idle for the old reason, so collect the engines' spans before it changes.
+            # Up to now free slots were idle for the old reason, so end the engines' present spans before it changes.
             self._ask_engines()
             self._lane.turn_to(why)
 

@@ -31,7 +31,7 @@ Seconds = Callable[[Sequence[int], float], float]
 FILLED_S = 1.0
 """Seconds after which empty engines are assumed to be full again, if answers wait for slots."""
 ENOUGH, EXPLAINED = 5, 0.9
-"""Smallest number of steps, and smallest correlation of tokens and seconds, with which a line is fitted."""
+"""A line is fitted only to at least so many steps, with at least this correlation of tokens and seconds."""
 _UNDER_WAY = (
     Class.PREFILL,
     Class.RE_PREFILL,
@@ -133,7 +133,7 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         raise CannotPlan(f"the event record in {folder} has no trained group: let the run train some steps first")
     parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
     resumes = [event.end - event.start for event in synced if event.what == "resume"]
-    # In turns, engines go to sleep and wake with the weights between two updates.
+    # If training and generation take turns, engines sleep and wake once per weight sync: add two switches to its time.
     switch = 2 * statistics.mean(_phases(run, SWITCH) or [0.0])
     swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0]) + switch
     rewards = about(run.trajectories, "reward")
@@ -218,7 +218,7 @@ def group_size(run: Run) -> int:
 
 def steps_trained(run: Run) -> int:
     """Return the number of trained steps in the event record, at least 1."""
-    # All rows with the token ages of one step have the same start time.
+    # All rows with the token ages of one step have the same start time, so count the different start times.
     last = pc.max(about(run.groups, "trained")["end"]).as_py() or 0.0
     return max(1, sum(start <= last for start in run.tokens["start"].unique().to_pylist()))
 

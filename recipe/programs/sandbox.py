@@ -105,9 +105,9 @@ class Limits:
         cpu = max(1, int(self.cpu_s))
         equal = {
             "AS": self.memory_bytes,
-            # This limit also applies to the program's output, which goes to files in memory.
+            # This limit also applies to the program's output (to files in memory), so it must be above `output_bytes`.
             "FSIZE": max(self.file_bytes, self.output_bytes + 1),
-            # This limit also counts the program's main thread and the sandbox's first process.
+            # Add 2, because this limit also counts the program's main thread and the sandbox's first process.
             "NPROC": self.threads + 2,
             "NOFILE": self.open_files,
             **dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE", "NICE", "RTPRIO"), 0),
@@ -136,8 +136,8 @@ def run(
     """Run a Python program in a new sandbox.
 
     Args:
-        call: (name, arguments) of a function of the program, or of a method of its class ``Solution``, that is called
-            after the program; the output is then only the function's result, as JSON.
+        call: name and arguments of a function of the program, or of a method of its class ``Solution``. It is called
+            after the program has run, and the output is only its result, as JSON.
 
     Raises:
         SandboxUnavailable: the program could not be isolated, so it was not run.
@@ -248,7 +248,7 @@ def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> I
 
 def _first_process(info: FileIO) -> int | None:
     """Return the pid of the sandbox's first process, as bubblewrap reports it; None if there is no such process."""
-    # bubblewrap writes the whole report at once and closes the pipe.
+    # bubblewrap writes the whole report at once and closes the pipe, so reading to the end does not block.
     text = info.readall() if _is_readable(info, START_S) else b""
     return int(json.loads(text)["child-pid"]) if text else None
 
@@ -334,7 +334,7 @@ def _filter() -> bytes:
             rules.add_rule(pyseccomp.ERRNO(errno.EPERM), call)
     no_thread = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0)
     rules.add_rule(pyseccomp.ERRNO(errno.EPERM), "clone", no_thread)
-    # A filter cannot read the flags of clone3. On ENOSYS, the C library uses clone instead.
+    # A filter cannot read the flags of clone3, so always refuse it. On ENOSYS, the C library uses clone instead.
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)

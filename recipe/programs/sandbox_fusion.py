@@ -37,7 +37,7 @@ def run(url: str, source: str, stdin: str, limits: Limits, call: tuple[str, Sequ
     if call is not None:
         source = inspect.getsource(sandboxed.execute) + CALL.format(repr(json.dumps([source, call])))
     seconds = max(1, math.ceil(limits.wall_s))
-    # The second time limit is for compilation, which a Python program does not need.
+    # The second time limit is for compilation, which a Python program does not need, so any value will do.
     answer, error = call_sandbox_api(url, source, stdin, seconds, seconds, limits.memory_bytes >> 20)
     if answer is None or answer.get("status") == "SandboxError":
         said = error if answer is None else answer.get("message")

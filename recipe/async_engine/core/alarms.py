@@ -126,7 +126,7 @@ class Alarms:
         limits: limit of each alarm, by the name of its setting; if None or missing, the alarm never ends the run.
         window: number of most recently ended prompt groups over which the share of failed groups is computed.
         tell: called with a message when an alarm begins to ring.
-        counts: count of each alarm in the checkpoint from which the run resumes.
+        counts: the property `counts` as saved in the checkpoint from which the run resumes.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Alarms:
             raise self._error
 
     def finish(self) -> None:
-        """At the run's end, let an alarm ring if its condition held at every test, and there were too few tests before.
+        """At the run's end, ring each alarm that was tested too few times to ring, if its condition held at every test.
 
         Raise `AlarmLimit` if an alarm ends the run.
         """
@@ -219,11 +219,11 @@ class Alarms:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the count of each alarm that has rung since training began, resumed runs included."""
+        """Return, for each alarm that has rung, for how many tests or failed groups it rang since training began."""
         return {name: self._counts[name] for name in WATCHED if self._counts[name]}
 
     def metrics(self) -> dict[str, int]:
-        """Return the count of each alarm as a metric (docs/metrics.md)."""
+        """Return the counts of all alarms, and their sum, as metrics (docs/metrics.md)."""
         return {f"{METRIC}{name}": self._counts[name] for name in WATCHED} | {f"{METRIC}{ALL}": self._counts.total()}
 
     def summary(self) -> dict[str, dict[str, Any]]:
@@ -259,8 +259,8 @@ class UnchangedWeights:
     def updated(self, gradient_norms: Iterable[float], next_learning_rate: float) -> None:
         """Record the policy updates of one step, given the gradient norm of each update.
 
-        ``next_learning_rate`` is the one after the step, as verl reports it. The first step never counts as a change of
-        the weights, because its own learning rate is not known.
+        ``next_learning_rate`` is the learning rate after the step, because verl reports only that one. The first step
+        never counts as a change of the weights, because the learning rate with which it was made is not known.
         """
         moves = self._learning_rate is not None and self._learning_rate > 0
         if moves and any(math.isfinite(norm) and norm > 0 for norm in gradient_norms):

@@ -8,7 +8,7 @@ SCORED_BY = "old_log_prob_versions"
 """Batch column, int64 (rows, R): the version that computed each token's ``old_log_probs``, -1 if not computed."""
 
 OLD_LOG_PROBS, ENTROPY = "old_log_probs", "entropy"
-"""verl's batch columns with the proximal log-probs and the entropies that were computed with them."""
+"""verl's batch columns with the proximal log-probs, and with the entropies that were computed together with them."""
 
 VERSION_RUNS = "version_runs"
 """Extra field of a trajectory: the policy versions of its response's tokens as run-length code [(version, count), ...].

@@ -91,9 +91,10 @@ def engine_request(
 ) -> tuple[list[int], dict[str, Any]]:
     """Return the prompt ids and sampling parameters to send to the engine.
 
-    In a continued answer, the last ``sampled`` of ``prompt_ids`` are tokens of the answer; they go into the parameters.
+    For a continued answer, the last ``sampled`` of ``prompt_ids`` are the answer's tokens so far. They are moved from
+    the prompt ids to the parameters, under the key `SAMPLED`.
     """
-    # flat_logprobs selects a format of log-probs that verl cannot read when no log-probs are requested.
+    # Drop flat_logprobs: if no log-probs are requested, it selects a format that verl cannot read.
     parameters = {name: given for name, given in sampling_params.items() if name != "flat_logprobs"}
     split = len(prompt_ids) - sampled
     if sampled:

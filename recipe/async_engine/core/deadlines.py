@@ -42,8 +42,8 @@ message.
 CLOSE_S = 60.0
 """Time for the trainer to write its last files after it has reported the end of the run."""
 LEAVE_S = 20.0
-"""Time for the trainer's process to exit after the watch inside it has ended the run, for which it needs 15 s. If a
-suspended fork of the process keeps its sockets open, the process does not seem to exit at all.
+"""Time for the trainer's process to exit after the watch inside it has ended the run; an exit takes up to 15 s. Without
+this limit, the main would wait for ``heartbeat`` if a suspended fork of the process kept its sockets open.
 """
 END_S = 40.0
 """Time for ending a run's processes and writing its summary; then the main is ended by force."""
@@ -75,8 +75,8 @@ BLAME_S = 5.0
 # Deadlines for agent-loop and reward workers.
 
 REWARD_WORKER_S = 30.0
-"""Time for a reward worker to answer a ping after a call timed out. Each caller lengthens it by a random part of up to
-half, so that usually only one caller kills the worker.
+"""Time for a reward worker to answer a ping after a call timed out. Each caller makes it longer by a random share, at
+most by half, so that usually only one caller kills the worker.
 """
 REWARD_PROCESS_S = 1.0
 """Time that a reward worker waits, once a scoring process or its socket has ended, for the other one to end too."""
@@ -96,13 +96,13 @@ FETCH_S = 10.0
 # Deadlines for replicas and log-prob servers.
 
 PING_S = 10.0
-"""Time for a log-prob server to answer a ping at a weight sync, and for each replica after a failed transfer."""
+"""Time to answer a ping, for a log-prob server at a weight sync and for each replica after a failed transfer."""
 SERVERS_END_S = 30.0
-"""Time until the actor names of a lost replica's servers are free after the servers have ended."""
+"""Time to wait, after the servers of a lost replica have ended, until their actor names are free."""
 CLEARED_S = 60.0
-"""Time until Ray counts the resources of a lost replica as free after the replica has ended."""
+"""Time to wait, after a lost replica has ended, until Ray counts its resources as free."""
 FREE_S = 3.0
-"""Time for which a replica started during a run looks for free accelerators, because Ray frees them with a delay."""
+"""Time to wait for free accelerators when a replica is started during a run, because Ray frees them with a delay."""
 
 # Time limits for reporting. Waiting for a report never delays a run by more than its limit.
 
@@ -117,7 +117,7 @@ BOOKS_S = 20.0
 BOOKS_OF_A_FAILED_RUN_S = 4.0
 """Replaces `BOOKS_S` at the end of a failed run; it is shorter, because a worker may have caused the failure."""
 TRACKERS_S = 120.0
-"""Time for all trackers together to finish at the end of a run; at most a third of ``stop`` is used."""
+"""Time for all trackers together to finish at the end of a run, but never more than a third of ``stop``."""
 REFUSED_S = 60.0
 """Time for reporting the run's failure to the other trackers when one tracker cannot be set up."""
 
@@ -141,7 +141,7 @@ class Silence:
     process could not receive anything then.
 
     Args:
-        part: text for messages: the component, and that it is silent.
+        part: text for messages that names the component and says that it is silent.
         limit_s: seconds that the component may be silent.
         clock: returns seconds and never goes backwards.
     """

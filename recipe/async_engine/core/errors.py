@@ -29,11 +29,11 @@ class StalenessViolation(RecipeError):
 
 
 class GateError(RecipeError):
-    """The staleness gate was asked for something that its state does not allow, such as a group over the limit."""
+    """The staleness gate was asked for something that its state does not allow, such as a group beyond the limit."""
 
 
 class LedgerError(RecipeError):
-    """The sample ledger was asked for something that its state does not allow, such as a prompt's second issue."""
+    """The sample ledger was asked for something that its state does not allow, such as issuing a prompt twice."""
 
 
 class LedgerIdentityError(LedgerError):

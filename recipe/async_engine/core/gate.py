@@ -2,10 +2,10 @@
 """The staleness gate, which decides whether a group may start and whether a batch may be trained.
 
 Contract. A training batch has `b` prompt groups, and after `k` batches there is a new policy version; `B = k * b`. `v`
-is the current version: the trainer has *sealed* it, and trains on from it. `a <= v` is the newest *announced* version,
-which generates: its weights have reached all rollout replicas. `j` is the number of batches that the trainer has taken
-since version `v`, and `S` is the staleness bound. A group's *start version* is the version of its oldest token. A group
-is *live* from its issue until it is taken, filtered or failed. At all times and for every start version s,
+is the current version: the trainer has *sealed* it, and trains on from it. `a <= v` is the newest *announced* version:
+its weights have reached all rollout replicas, which generate with it. `j` is the number of batches that the trainer has
+taken since version `v`, and `S` is the staleness bound. A group's *start version* is the version of its oldest token. A
+group is *live* from its issue until it is taken, filtered or failed. At all times and for every start version s,
 
     live groups with a start version <= s   <=   slots(s) = max(0, (s + S - v) * B + (k - j) * b)        (the invariant)
 
@@ -81,8 +81,8 @@ class StalenessGate:
     """Decides whether a group may start and whether a batch may be trained, so that no group gets too stale.
 
     In the module's letters, version is v, announced is a (at first equal to v) and batches_taken is j. live is the
-    number of live groups; of each, the gate stores only the start version (the version of its oldest token). Methods
-    that change the state raise `StalenessViolation` if the invariant does not hold afterwards.
+    number of live groups. For each live group, the gate stores only the start version (the version of its oldest
+    token). Methods that change the state raise `StalenessViolation` if the invariant does not hold afterwards.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StalenessGate:
 
     @property
     def admission_limit(self) -> int:
-        """Return how many groups may be live, by the pipeline depth and by the staleness bound."""
+        """Return how many groups may be live at most; pipeline depth and staleness bound both limit the number."""
         versions_left = self.announced + self.settings.max_staleness - self.version
         ahead = min(self._groups_ahead, versions_left * self.settings.version_groups)
         return ahead + self.batches_left * self.settings.batch_groups
@@ -157,7 +157,7 @@ class StalenessGate:
         self.check()
 
     def can_take(self, starts: Sequence[int] | Mapping[int, int]) -> bool:
-        """Return whether these groups may be the next batch, so that all others can still be trained in time.
+        """Return whether these groups may be the next batch: all other live groups must remain trainable in time.
 
         ``starts`` is the start version of each group of the batch, or the number of groups by start version.
         """
@@ -187,7 +187,7 @@ class StalenessGate:
         self.check()
 
     def give_back(self, starts: Sequence[int]) -> None:
-        """Make the groups of the last taken batch live again, because it was not trained; the invariant still holds."""
+        """Make the groups of the last taken batch live again, because it was not trained. The invariant still holds."""
         self._starts.update(starts)
         self.live += len(starts)
         self.batches_taken -= 1
@@ -203,7 +203,7 @@ class StalenessGate:
         return self.version
 
     def announce(self) -> int:
-        """Record that the next sealed version generates at all rollout replicas, and return this version."""
+        """Record that all rollout replicas now generate with the next sealed version, and return this version."""
         if self.announced == self.version:
             raise GateError(f"version {self.version} is announced already, and no later one is sealed")
         self.announced += 1
@@ -225,7 +225,7 @@ class StalenessGate:
     def _places(self, start: int, batches_left: int) -> int:
         """Return slots(start) for a given number of batches left before the next version, but never less than 0.
 
-        A negative number would refuse every batch, even if no live group has a start version that old.
+        With a negative number, `can_take` would refuse even a batch that leaves no group with a start version that old.
         """
         bound = self.settings
         versions_left = start + bound.max_staleness - self.version

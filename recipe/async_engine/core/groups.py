@@ -27,9 +27,9 @@ NON_FINITE_REASON = "non_finite"
 class PromptRef:
     """One prompt of one epoch.
 
-    index: position in the data set, >= 0. Positions in the sampler's order take the least memory in `PromptSet`; row
-    numbers of a shuffled data set are also correct. epoch: number of completed passes over the data set, >= 0. uid:
-    name of the prompt's group in the trainer's batch.
+    index: number >= 0 of the prompt within its epoch: its position in the sampler's order (which takes the least memory
+    in `PromptSet`) or its row in the data set. epoch: number of completed passes over the data set, >= 0. uid: name of
+    the prompt's group in the trainer's batch.
     """
 
     index: int
@@ -43,7 +43,7 @@ class PromptRef:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that has been read but not issued; ``row`` is a batch of one, as verl collates it: ``row[name][0]``."""
+    """A prompt that has been read but not issued; ``row[name][0]`` is a field of its data row, as verl collates it."""
 
     epoch: int
     index: int
@@ -92,7 +92,7 @@ class PromptSet:
         return True
 
     def to_rows(self) -> list[list[int]]:
-        """Return a sorted row [epoch, first, end] for each range of consecutive indices first..end-1."""
+        """Return the set as sorted rows [epoch, first, end], one for each range of consecutive indices first..end-1."""
         return [
             [epoch, first, end]
             for epoch, edges in sorted(self._edges.items())
@@ -125,7 +125,7 @@ class Group:
     id: number of groups that were issued before. start: the start version, which is the version of the oldest token;
     until a token is sampled, it is the version with which generation was to start. attempts: number of times that
     generation was started from scratch. reason: why the group was filtered or failed, else empty. batch: number of the
-    batch that will train the group, if it was fixed when the group was issued.
+    training batch to which the group was assigned when it was issued; None if batches are formed later.
     """
 
     id: int
@@ -165,7 +165,7 @@ class LedgerCounts:
 
 
 class StalenessStats(Counter[int]):
-    """Number of trained groups by staleness: the version that they trained minus the version of their oldest token."""
+    """Number of trained groups by staleness: the version that was trained minus that of the group's oldest token."""
 
     @property
     def sum(self) -> int:
@@ -193,13 +193,13 @@ class FilterCount:
         self._limit = limit
         self._kept = 0
         self._filtered = 0
-        # The values say whether a group was kept (None until it ends), in issue order from the oldest unended group. A
-        # plain dict would scan past all deleted entries each time its first entry is read.
+        # Maps the id of each group, in issue order, to whether it was kept (None until it ends). Groups that have been
+        # counted are deleted, and a plain dict would scan past them each time its first entry is read.
         self._outcomes: OrderedDict[int, bool | None] = OrderedDict()
 
     @property
     def exceeded(self) -> bool:
-        """Return whether as many groups as the limit were filtered since the last full batch."""
+        """Return whether the number of groups filtered since the last full batch has reached the limit."""
         return 0 < self._limit <= self._filtered
 
     def issued(self, group_id: int) -> None:

@@ -8,8 +8,8 @@ present step), TRAINED, FILTERED or FAILED. At all times
 
 and no prompt is issued or trained twice in an epoch, also after a restart from a checkpoint. The staleness gate
 (`core/gate.py`) decides whether a group may start and whether a batch may be trained; the admission policy
-(`core/policy.py`) chooses the batch. The ledger has no clock and no threads; its caller holds a lock. Of a group that
-has ended, the ledger stores no object, only its prompt's index in a compact set and a count. Proofs: docs/staleness.md.
+(`core/policy.py`) chooses the batch. The ledger has no clock and no threads; its caller holds a lock. For a group that
+has ended, the ledger stores only its prompt's index, in a compact set, and counts. Proofs: docs/staleness.md.
 Tests: tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
 """
 
@@ -104,7 +104,7 @@ class SampleLedger:
         return [self._live[group_id] for group_id in self._leased]
 
     def trained_prompts(self) -> list[list[int]]:
-        """Return the indices of all trained prompts as sorted rows [epoch, first, end], each for first..end-1."""
+        """Return all trained prompts as sorted rows [epoch, first, end], one for each range of indices first..end-1."""
         return self._trained_prompts.to_rows()
 
     def can_issue(self) -> bool:
@@ -132,7 +132,7 @@ class SampleLedger:
             prompts_left = min(prompts_left, self.issue_limit - self._issued)
         if self.target_groups is not None:
             prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
-        # If batches are fixed, only a group that is issued later can fill a free slot of the next batch.
+        # With fixed batches, count only the groups of the next batch: no other live group can fill its free slots.
         in_batch = self._live.places_taken(self._first_untaken()) if self.policy.fixed_batches else 0
         candidates = in_batch if self.policy.fixed_batches else len(self._live) - len(self._leased)
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
@@ -309,7 +309,7 @@ class SampleLedger:
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any], settings: GateSettings, **rules: Any) -> Self:
-        """Return a ledger with the state in ``snapshot``, after `core.snapshots.changes` has compared the settings.
+        """Return a ledger with the state in ``snapshot``; call `core.snapshots.changes` first to compare the settings.
 
         ``rules`` are the constructor's keyword arguments; their limits count from the beginning of the run, not from
         the resume. Running groups keep their start versions, because generation continues from their saved tokens.

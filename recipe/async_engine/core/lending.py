@@ -7,16 +7,16 @@ replicas wake, generate, and sleep again. Contract:
 
 - A loan begins only while the trainer has no batch to train and trajectories wait for a place, and only if the switch
   is expected to save time.
-- A loan ends only when a batch is ready: once enough batches are ready for the time that the switch costs, or earlier
-  if most hybrid places are empty and no trajectory waits.
+- A loan ends only when a batch is ready: once enough batches are ready to make up for the cost of the switch, or
+  earlier if most hybrid places are empty and no trajectory waits.
 - These decisions affect only the speed. The staleness gate decides what may start and be trained, as without lending.
 
-The expectation is computed from averages of the present run: seconds to wake and to sleep, of a training step and of a
-group's rewards, and *place-seconds* of a group, the total time that its trajectories occupied places. If `n` groups are
-missing for a batch, `s` and `h` are the groups per second that standalone and hybrid places generate, `w` and `z` the
-seconds to wake and to sleep, and `r` those for rewards, then the batch is ready after n / s + r without a switch, and
-after w + (n - s w) / (s + h) + r + z with one. The switch also generates groups of later batches, whose time is added
-to what it saves. Tests: tests/core/test_lending.py, tests/plan/test_lending_simulation.py.
+The saving is predicted from averages over the run so far: the seconds of waking, of going to sleep, of a training step
+and of a group's rewards, and a group's *place-seconds*, the total time that its trajectories occupied places. If `n`
+groups are missing for a batch, `s` and `h` are the groups per second that standalone and hybrid places generate, `w`
+and `z` the seconds to wake and to sleep, and `r` those for rewards, then the batch is ready after n / s + r without a
+switch, and after w + (n - s w) / (s + h) + r + z with one. The switch also generates groups of later batches, whose
+time is added to what it saves. Tests: tests/core/test_lending.py, tests/plan/test_lending_simulation.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SWITCH_SHARE = 0.05
-"""Largest cost of a switch per batch, as a share of a step's time; one switch collects enough batches for that."""
+"""Largest share of a step's time that a switch may cost per batch; a switch collects enough batches to stay below."""
 
 EMPTY_SHARE = 0.5
 """Share of empty hybrid places above which a loan ends early if no trajectory waits."""
@@ -52,9 +52,9 @@ class Average:
 class Places:
     """The sequence slots (places) of the engines, and the trajectories that wait for them.
 
-    standalone, hybrid: places of all live replicas that are standalone or hybrid, awake or asleep. waiting:
-    trajectories that could generate at once if they had a place, including those of prompts that the gate would admit.
-    hybrid_taken: hybrid places in which a trajectory generates.
+    standalone, hybrid: number of places of all live standalone and of all live hybrid replicas, awake or asleep.
+    waiting: number of trajectories that could generate at once if they had a place, including those of prompts that the
+    gate would admit. hybrid_taken: number of hybrid places in which a trajectory generates.
     """
 
     standalone: int
@@ -68,8 +68,8 @@ class Demand:
     """The prompt groups that the trainer needs next, and how far they are generated.
 
     batch_groups: groups of a batch. ready: groups that are ready. sampled: groups that are generated and wait for
-    rewards. spent: place-seconds that the other running groups have used so far. may_take: whether a batch may be taken
-    now. most_live: number of groups that the staleness gate allows to be running or ready.
+    rewards. spent: place-seconds used so far by groups that are still being generated. may_take: whether a batch may be
+    taken now. most_live: number of groups that the staleness gate allows to be running or ready.
     """
 
     batch_groups: int
@@ -112,7 +112,10 @@ class PlaceMeter:
         return self._of_each
 
     def leave(self, began: float, group: int | None) -> None:
-        """Record that a trajectory no longer runs, and add its place-seconds to its group (None if that has ended)."""
+        """Record that a trajectory no longer runs, and add its place-seconds to ``group`` (None for an ended group).
+
+        ``began`` is what :meth:`begin` returned for the trajectory.
+        """
         self._advance()
         self._running -= 1
         self._begun -= began
@@ -136,7 +139,7 @@ class PlaceMeter:
 
     @property
     def spent(self) -> float:
-        """Place-seconds of all trajectories that run, and of the groups of which some are still to be sampled."""
+        """Place-seconds so far of all running trajectories, and of groups that are not yet sampled completely."""
         self._advance()
         return max(0.0, self._of_groups + self._running * self._of_each - self._begun)
 
@@ -162,12 +165,12 @@ class LendingPolicy:
         if demand.may_take or hybrid == 0:
             return False
         if places.standalone == 0 or self.group_place_s.value is None or self._wakes < MEASURED:
-            # No other replica generates, or this switch is needed to measure the averages.
+            # Lend in any case: no other replica generates, or this switch is needed to measure the averages.
             return True
         return self._gain_s(self._in_groups(places.standalone), self._in_groups(hybrid), self._missing(demand)) > 0
 
     def woke(self, seconds: float) -> None:
-        """Record how long the hybrid replicas took to wake. The first time is slow, so the second replaces it."""
+        """Record how long the hybrid replicas took to wake. The first wake is slow, so the second replaces it."""
         if self._wakes == 1:
             self.wake_s = Average()
         self._wakes += 1

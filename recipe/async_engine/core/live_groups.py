@@ -17,7 +17,7 @@ class LiveGroups:
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
-        # This has the ids of groups by state and start version, and no empty sets.
+        # Ids of groups by state and start version. A start version without groups has no entry.
         self._by_start: dict[GroupState, dict[int, set[int]]] = {state: {} for state in GroupState}
         self._counts: Counter[GroupState] = Counter()
         self._by_batch: defaultdict[int, set[int]] = defaultdict(set)
@@ -92,7 +92,7 @@ class LiveGroups:
         return self._ready_of_batch[batch]
 
     def _leave(self, group: Group) -> None:
-        """Remove a group from all indexes but that of ids; ``group`` must be the object that `put` got last."""
+        """Remove ``group``, as it was last given to `put`, from all indexes except for the one by id."""
         by_start = self._by_start[group.state]
         by_start[group.start].discard(group.id)
         if not by_start[group.start]:

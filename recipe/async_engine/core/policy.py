@@ -5,7 +5,7 @@ ready groups form the next training batch.
 Contract. A policy can delay what the staleness gate and the ledger allow, but cannot admit what they refuse. If the
 gate refuses a chosen batch because older groups must be trained first, the ledger takes the oldest groups instead. A
 policy that never chooses a batch ends the run after ``async_training.timeouts.batch_wait`` seconds. An exception of a
-policy, or an invalid choice, becomes a `PolicyError`, which ends the run in order.
+policy, or an invalid choice, becomes a `PolicyError`, which ends the run cleanly.
 
 A policy is called under the ledger's lock, so it should return at once. Checkpoints do not contain a policy's
 attributes, so a policy must not depend on them after a resume. docs/extending.md shows how to write a policy. Tests:
@@ -120,7 +120,7 @@ class AdmissionPolicy(Protocol):
     def next_batch(self, ready: ReadyGroups) -> Sequence[Group] | None:
         """Return the ``ready.batch_groups`` groups to train now, or None to wait; at least that many groups are ready.
 
-        As long as groups and version stay the same, the method must keep returning None, or keep returning a batch.
+        As long as the groups and the version stay the same, either every call must return None or every call a batch.
         """
 
 
@@ -217,7 +217,7 @@ def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:
 
 
 def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
-    """Return the batch that the policy chooses, or None; a `Batch` is not read here, so `checked` must verify it."""
+    """Return the policy's batch, or None; a `Batch` is not checked yet: call `checked` before using its groups."""
     found = asked(policy, "next_batch", ready)
     if found is None or isinstance(found, Batch):
         return found
@@ -226,7 +226,7 @@ def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
 
 
 def checked(policy: AdmissionPolicy, chosen: Any, ready: ReadyGroups) -> list[Group]:
-    """Return the chosen groups as the ledger has them; raise PolicyError unless they are a full, ready batch."""
+    """Return the ledger's objects of the ``chosen`` groups; raise PolicyError unless all are ready and fill a batch."""
     try:
         groups = [ready.find(group.id) for group in chosen]
     except (TypeError, AttributeError) as error:

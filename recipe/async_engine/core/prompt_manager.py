@@ -39,8 +39,8 @@ class TrajectoryState(StrEnum):
 class Why(StrEnum):
     """Why no further trajectory starts to generate, for the run's time account.
 
-    GENERATING: trajectories have all slots. LAST_OF_...: some trajectories generate, but slots are free, and the named
-    reason keeps others from starting. With all other values no trajectory generates.
+    GENERATING: trajectories use all slots. LAST_OF_...: some trajectories generate, but slots are free, and the named
+    reason keeps further trajectories from starting. All other values: no trajectory generates, for the named reason.
     """
 
     GENERATING = "generating"
@@ -107,7 +107,7 @@ class PromptManager:
         self._states: dict[int, list[TrajectoryState]] = {}
         self._groups_in: Counter[TrajectoryState] = Counter()
         self._trajectories_in: Counter[TrajectoryState] = Counter()
-        # This heap of (priority, group id, index) may have trajectories that no longer wait, which are skipped.
+        # A heap of (priority, group id, index). Entries of trajectories that no longer wait are skipped on reading.
         self._waiting: list[tuple[float, int, int]] = []
 
     @property
@@ -152,8 +152,8 @@ class PromptManager:
 
         Args:
             issue: issues a group for the next prompt; returns False if there is no prompt now.
-            portion: number of trajectories after which to stop at the next end of a group, so that the caller's lock is
-                held only briefly; None for no limit.
+            portion: number of trajectories after which to stop, so that the caller's lock is held only briefly; the
+                group of the last one is still completed. None for no limit.
         """
         count, last = 0, None
         while portion is None or count < portion or self.first_waiting() == last:
@@ -320,7 +320,7 @@ def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
 
 
 MEMORY = 4
-"""Number of recently ended trajectories over which `Slots` averages, as a multiple of the slots without tools."""
+"""Number of recently ended trajectories over which `Slots` averages, as a multiple of its ``least`` slots."""
 
 
 class Slots:

@@ -15,11 +15,11 @@ from typing import Any
 PASSED, FELL_BACK, FAILED, LEFT_OUT = "passed", "fell back", "failed", "left out"
 
 SHARES = {"float32": 0.02, "float16": 0.1}
-"""Allowed difference between two computations of log-probs, as a share of their spread, by the engine's dtype."""
+"""Allowed difference between two computations of log-probs, as a share of their spread, for dtypes of the engine."""
 USUAL_SHARE = 0.25
 """The allowed share for dtypes that `SHARES` lacks: bfloat16 and narrower ones."""
 LEAST_SPREAD = 0.2
-"""Smallest spread of log-probs, in nats, from which the allowed difference is computed."""
+"""Lower bound of the spread of log-probs, in nats, in the computation of the allowed difference."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class ScoringRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoringBatch:
-    """Requests that ``version`` scores together. An older version should have scored those whose id is in ``late``."""
+    """Requests that ``version`` scores together; ``late``: ids of those that an older version should have scored."""
 
     version: int
     requests: tuple[ScoringRequest, ...]
@@ -152,7 +152,7 @@ class ScoringQueue:
         """Record that the weights that arrived last, staged or live, differ from those that were sent.
 
         Return the requests that waited for these weights, for another server to score. If these weights are staged,
-        they still leave the staging memory by a promotion, but then no weights are live.
+        `next` still returns a `Promotion`, which frees the staging memory, but no weights are live after it.
         """
         self.live = None
         self._is_refused = self._staged is not None

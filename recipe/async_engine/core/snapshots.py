@@ -50,7 +50,7 @@ RULES: dict[str, Changed] = {
     PER_VERSION: Changed.REFUSED,
     WHOLE: Changed.REFUSED,
     "async_training.placement": Changed.REFUSED,
-    # `SampleLedger.restore` refuses a bound that the checkpoint's groups do not fit.
+    # Only noted here, because `SampleLedger.restore` refuses a bound that the checkpoint's groups do not fit.
     "async_training.max_staleness": Changed.NOTED,
     # verl writes one checkpoint file per FSDP rank, so strategy and ranks must stay the same.
     "actor_rollout_ref.actor.strategy": Changed.REFUSED,
@@ -78,10 +78,12 @@ RULES: dict[str, Changed] = {
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> list[str]:
-    """Return a text for each setting that differs from the one saved in a checkpoint with ``live`` groups in progress.
+    """Return a text for each setting whose value in ``present`` is not the one in ``saved``, that of a checkpoint.
+
+    ``live`` is the number of unfinished prompt groups in the checkpoint.
 
     Raises:
-        SnapshotError: the run cannot resume with the present settings; the message has both values of each refused one.
+        SnapshotError: a setting that must not change has changed; the message has both of its values.
     """
     known = [name for name in RULES if name in saved and name in present]
     found = {name: f"{saved[name]} -> {present[name]}" for name in known if saved[name] != present[name]}

@@ -24,7 +24,8 @@ Runs = list[tuple[int, int]]
 """Run-length code of the versions of consecutive tokens: (version, number of tokens), ..."""
 
 ALIGNMENT_WORK = 32
-"""Limit on the token comparisons of `align`, per token. Only degenerate answers (one repeated token) need more."""
+"""Largest number of comparisons that `align` makes per token. Only degenerate answers (one repeated token) need more.
+"""
 
 
 def run_lengths(versions: Iterable[int]) -> Runs:
@@ -33,7 +34,7 @@ def run_lengths(versions: Iterable[int]) -> Runs:
 
 
 def last_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return the run-length code of the last ``count`` tokens, given that of all tokens."""
+    """Return the run-length code of the last ``count`` of the tokens whose code is ``runs``."""
     found: list[tuple[int, int]] = []
     for version, length in reversed(runs):
         if count <= 0:
@@ -44,7 +45,7 @@ def last_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, in
 
 
 def joined(runs: Iterable[tuple[int, int]], more: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the run-length code of two sequences of tokens in a row, given that of each."""
+    """Return the run-length code of the tokens whose code is ``runs``, followed by those whose code is ``more``."""
     found: Runs = []
     for version, count in (*runs, *more):
         _append(found, version, count)
@@ -149,11 +150,11 @@ def align(
 
 
 def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
-    """Return the oldest version that any reading (see `align`) gives each token; None if `align` must fall back.
+    """Return the oldest version that any reading (see `align`) gives each token; None if no reading is found.
 
-    The forward pass computes, piece by piece, how many tokens of ``sampled`` the pieces so far can cover exactly, and
-    how many tokens of the next piece match from each such position. The backward pass keeps the positions from which
-    the end of the response can be reached, and labels the tokens between two such positions with the piece's version.
+    The forward pass finds, for each piece, the positions in ``sampled`` at which it can begin because the pieces before
+    it cover all earlier tokens, and how many of its tokens match from there. The backward pass keeps the positions from
+    which the end can be reached, and labels the tokens that a piece covers between two of them with its version.
     """
     end = len(sampled)
     work_left = ALIGNMENT_WORK * (end + sum(len(tokens) for _, tokens in pieces))
@@ -220,7 +221,10 @@ def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int
 
 
 def _with_unsampled(labels: Iterable[tuple[int, int]], response_mask: Sequence[int]) -> Runs:
-    """Return the run-length code of a whole response, given that of its sampled tokens (mask 1)."""
+    """Return the versions of a response's tokens as run-length code, given that of its sampled tokens, ``labels``.
+
+    Tokens with ``response_mask`` 0 were not sampled and get `NOT_SAMPLED`.
+    """
     found: Runs = []
     left = iter(labels)
     version = count = 0

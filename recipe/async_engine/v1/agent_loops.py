@@ -51,7 +51,8 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             super()._agent_loop_postprocess(output, validate, **kwargs),
         )
         if columns:
-            # verl has just stored the answers under these keys, and marks the prompt as complete after this method.
+            # verl has just stored the answers under these keys. It marks the prompt as complete only after this method,
+            # so the trainer never reads an answer without these columns.
             await tq.async_kv_batch_put(
                 keys=[f"{kwargs['uid']}_{kwargs['session_id']}_{number}" for number in range(len(outputs))],
                 fields=list_of_dict_to_tensordict(columns),
@@ -59,7 +60,7 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             )
 
     async def _columns(self, scoring: ScoringClient, output: AgentLoopOutput) -> dict[str, torch.Tensor]:
-        """Return a server's log-probs and entropies of an answer with R tokens, float32 (R,); NaN if it has none."""
+        """Return a server's log-probs and entropies of an answer with R tokens, float32 (R,); NaN if none scored it."""
         response, versions = output.response_ids, output.extra_fields
         if output.multi_modal_data or versions.get("max_global_steps") is None:
             return _unscored(len(response))

@@ -76,8 +76,8 @@ class BoundedTrainer(PPOTrainer):
         super()._init_resource_pool_mgr()
         for role in (Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
-                # This worker loads weights into the engine on its own accelerators, so it must keep the engine from
-                # answering meanwhile.
+                # This worker loads weights into the engine on its own accelerators, and keeps the engine from answering
+                # while it does so.
                 self.role_worker_mapping[role] = ray.remote(HybridActorWorker)
 
     def _setup(self) -> None:
@@ -92,11 +92,11 @@ class BoundedTrainer(PPOTrainer):
             self._server_sync = self._give_weights_to(replicas)
 
     def _give_weights_to(self, servers: list[RolloutReplica]) -> CheckpointEngineManager | None:
-        """Make weight syncs include the log-prob servers, so that they have each version before it generates.
+        """Make weight syncs include the log-prob servers, which must have a version before answers are sampled with it.
 
         Return a checkpoint-engine manager for the servers alone, or None if verl's own manager includes them.
         """
-        # verl passes weights to the colocated rollout without a checkpoint engine, so the servers can have one.
+        # verl passes weights to the colocated rollout without a checkpoint engine, so only the servers use this one.
         return CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
@@ -146,7 +146,7 @@ class BoundedTrainer(PPOTrainer):
         """Return the servers' log-probs and entropies for a batch, and columns to compare them with, (rows, R) each."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
         if padding:
-            # verl's padding rows are copies of an answer, shortened to one token, but they lack these two columns.
+            # verl's padding rows are copies of an answer, shortened to one token, without these two columns: add zeros.
             nothing = [{name: torch.zeros(1) for name in (OLD_LOG_PROBS, ENTROPY)} for _ in padding]
             tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(nothing))
         fields = [OLD_LOG_PROBS, ENTROPY, "response_mask"]

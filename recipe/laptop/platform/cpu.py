@@ -80,8 +80,8 @@ class PlatformCPU(PlatformBase):
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
-            # This keeps vLLM from changing the executor from "uni" to "mp", which it does only to set OpenMP's
-            # variables, which are set above. The asynchronous engine is a separate process nevertheless.
+            # Keep vLLM from changing the executor from "uni" to "mp", which it does only to set OpenMP's variables.
+            # They are set above. The asynchronous engine is a separate process all the same.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         return {name: os.environ.get(name, value) for name, value in defaults.items()}

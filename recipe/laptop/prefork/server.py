@@ -175,13 +175,13 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """Make modules read environment variables again that they read at import, except for Ray's job id (`run`)."""
+    """Make modules read again the environment variables that they read at import, except Ray's job id (see `run`)."""
     tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config
 
-        # Ray's Config copies the environment at import. Ray itself calls `initialize` after it has changed a variable
-        # (ray/_private/authentication/authentication_token_setup.py).
+        # Ray's Config copies the environment at import. `initialize` copies it again; Ray itself calls it after it has
+        # changed a variable (ray/_private/authentication/authentication_token_setup.py).
         Config.initialize("")
 
 
@@ -238,7 +238,7 @@ def _leave(status: int) -> None:
 
 @contextmanager
 def _actor_classes_named_by_the_system() -> Iterator[None]:
-    """Make Ray take the ids of actor classes (ray/actor.py) from the system's random-number generator meanwhile.
+    """Within this context, make Ray draw the ids of actor classes (ray/actor.py) from the system's random numbers.
 
     Importing modules with actors would otherwise use Ray's own generator, which cannot be seeded again in a fork.
     """

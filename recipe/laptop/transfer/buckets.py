@@ -85,7 +85,7 @@ class Buckets:
         return cls([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
 
     def room(self, turn: int, nbytes: int) -> torch.Tensor:
-        """Return uint8[nbytes] in the bucket for frame ``turn``; raise WeightStreamError if memory is too small."""
+        """Return uint8[nbytes] in the bucket of frame ``turn``; raise WeightStreamError if memory is too small."""
         place = turn % len(self._memory)
         largest = self._memory[place].numel()
         if nbytes > largest:
@@ -227,7 +227,7 @@ class BucketReader:
 
 
 def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a uint8 tensor to host memory of the same length; NumPy bypasses the CPU caches if the tensor is large."""
+    """Copy a uint8 tensor to host memory of the same length; for large tensors, NumPy bypasses the CPU caches."""
     if source.is_cpu:
         np.copyto(target.numpy(), source.numpy())
     else:

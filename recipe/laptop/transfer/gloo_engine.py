@@ -3,8 +3,8 @@
 
 It is for machines without an accelerator, and for trainer and rollout on one host. Tensors on a device are copied to
 the host bucket by bucket. Buckets are passed through shared memory if all members are on one host, otherwise over gloo;
-gloo connects the members in both cases. Ray's object store, with an actor as mailbox, was tried instead: 988
-MB to one receiver took 1.5 times as long (2.3 times in pieces of a bounded size), and a new group seconds. To select
+gloo connects the members in both cases. Through Ray's object store, with an actor as mailbox, 988 MB to one
+receiver took 1.5 times as long (2.3 times in pieces of a bounded size), and creating a group took seconds. To select
 this engine, set::
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=recipe_gloo
@@ -19,7 +19,7 @@ Contract:
 - No wait is unbounded: ``timeout_s`` limits a whole sync on each member, and ``connect_timeout_s`` limits connecting.
   If a receiver dies, the sender fails as soon as the connection closes, or else at its deadline. A receiver whose
   consumer stops early leaves the group, so the sender fails too. Errors are `WeightStreamError`. A sender that failed
-  still iterates over its weights to the end, since the other trainer ranks gather them with it.
+  still iterates over its weights to the end, because all trainer ranks must take part in gathering them.
 - Blocking calls run one after the other on a separate thread, so that the event loop is never blocked.
 - A sender returns when every receiver has consumed the whole stream, so its success implies that of all receivers.
 - A received tensor is a view of a reused buffer, which other receivers may read too. It is valid until the next one is
@@ -152,7 +152,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     def init_process_group(
         self, rank: int, world_size: int, epoch: str, endpoint: list[Any], segments: str | None
     ) -> None:
-        """Join group ``epoch``, unless this process is in it already; with rank `OUTSIDE` do nothing."""
+        """Join the group named ``epoch``, unless this process is in it already; with rank `OUTSIDE` do nothing."""
         if rank == OUTSIDE or self.topology_epoch() == epoch:
             return
         shared = self._segments
@@ -184,7 +184,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         if transport is None:
             return
         self._cycles.add()
-        # A call may still run on the old thread and use the old buckets until its deadline. Later calls get new ones.
+        # A call may still run on the old thread until its deadline: close the group after it, and use a new thread.
         self._executor.submit(transport.group.close)
         self._executor.shutdown(wait=False)
         self._executor = _new_executor()

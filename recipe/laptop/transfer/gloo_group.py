@@ -36,7 +36,7 @@ class Deadline:
         left = self._at - time.monotonic()
         if left <= 0:
             raise WeightStreamError(f"no time left for {waiting_for}: the weight sync has timeout_s={self._seconds:g}")
-        # gloo counts whole milliseconds and interprets 0 as no timeout.
+        # Return at least 1 ms, because gloo counts whole milliseconds and interprets 0 as no timeout.
         return timedelta(seconds=max(left, 0.001))
 
 
@@ -71,7 +71,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 class GlooGroup:
-    """The connection between the sender (rank 0) and all receivers, which must start the same operations in order.
+    """The connection between the sender (rank 0) and all receivers; all must start the same operations in one order.
 
     Args:
         group_id: name of the group, which no other group of this store has had.

@@ -31,12 +31,12 @@ SEGMENT_BYTES = 1 << 36
 class Transport:
     """Broadcasts the header of each frame, and also the body unless it is in one of the ``shared`` segments.
 
-    With shared memory there is a barrier before each frame except for the first two; when a receiver enters the barrier
-    before frame n, it has consumed frame n - 2. The sender waits for the barrier before frame n - 1 before it sends
-    frame n, and only then refills a segment that earlier frames used.
+    With shared memory there is a barrier before each frame except for the first two. A receiver that enters the barrier
+    before frame n has consumed frame n - 2. Before the sender sends frame n, it waits until all members have entered
+    the barrier before frame n - 1; only then does it refill a segment that an earlier frame used.
 
-    While a barrier is pending, a member starts no operation that waits for another member: a group closes its
-    connections, by which the other members notice a failure, only when none of its operations is in progress.
+    While a barrier is pending, a member starts no operation that waits for another member. Members notice the failure
+    of another one by its closed connections, and a group closes them only when none of its operations is in progress.
     """
 
     def __init__(self, group: GlooGroup, shared: SharedSegments | None) -> None:
@@ -112,8 +112,8 @@ class SharedSegments:
 def shared_memory_domain() -> str | None:
     """Return a string that is equal for two processes if and only if they can open each other's /proc entries.
 
-    Return None if /proc is not readable. Ray's node ids do not show this: two Ray nodes may be on one host, and may be
-    in containers that do not see each other's processes.
+    Return None if /proc is not readable. Ray's node ids cannot be used for this: two Ray nodes may be on one host, and
+    may be in containers that do not see each other's processes.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

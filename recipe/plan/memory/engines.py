@@ -41,7 +41,7 @@ def longest(config: Mapping[str, Any]) -> int:
 
 
 def micro_batch_tokens(config: Mapping[str, Any], sizing: Sizing, shares: int) -> int:
-    """Return the number of tokens that a rank has of a micro-batch, if ``shares`` ranks split each sequence."""
+    """Return how many tokens of a micro-batch one rank computes, if ``shares`` ranks split each sequence."""
     if lookup(config, sizing.dynamic):
         return int(lookup(config, sizing.tokens) or DEFAULT_TOKENS)
     return int(lookup(config, sizing.rows) or 1) * longest(config) // shares

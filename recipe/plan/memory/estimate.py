@@ -3,8 +3,8 @@
 
 Contract: `parts_of` returns a `Part` for each set of accelerators with the same role (trainer ranks, rollout replicas,
 log-prob servers), with their memory in each phase of the run (`Moment`) in which it may peak. A run is refused if the
-certain amounts of a part exceed a device, or if all of its amounts exceed a device by more than the estimate's error;
-there is a warning if they exceed the share `NEAR` of a device. `recipe.mains` passes this module to the configuration's
+certain amounts of a part exceed a device's memory, or if all of its amounts exceed it by more than the share `ERROR`;
+there is a warning if they exceed the share `NEAR` of it. `recipe.mains` passes this module to the configuration's
 check, which calls `problems` and `warnings`. Shown by tests/plan/test_memory.py and test_memory_parts.py;
 docs/memory.md compares the estimates with published and measured figures.
 """

@@ -43,7 +43,7 @@ class Part:
         moments: memory of each device in each phase.
         settings: the settings whose change saves memory, most effective first.
         host: host memory for each device.
-        host_once: host memory that is needed only once.
+        host_once: host memory that is needed once for the whole part.
         notes: further remarks for the plan, such as the size of the KV cache.
     """
 

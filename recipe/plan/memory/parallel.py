@@ -61,7 +61,7 @@ def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator
     of_experts = f"{section}.expert_tensor_parallel_size"
     # If no tensor-parallel size is set for experts, Megatron uses that of the other layers for them.
     inherited = {} if context.count(of_experts) else _experts(shape)
-    # mbridge does not pad the vocabulary, so the size must divide its entries; Megatron-Bridge is not checked.
+    # mbridge does not pad the vocabulary, so the tensor-parallel size must divide it. Megatron-Bridge is not checked.
     vocabulary = {"entries of the vocabulary": shape.vocab} if context.get(f"{section}.vanilla_mbridge") else {}
     yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {**vocabulary, **inherited})
     yield from _divides(context, of_experts, _experts(shape))

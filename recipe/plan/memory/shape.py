@@ -101,7 +101,7 @@ class ModelShape:
 
     @property
     def without_head(self) -> int:
-        """Return the number of parameters of a value model, whose head has one output instead of the vocabulary."""
+        """Return the number of parameters of a value model, whose head has one output instead of ``vocab`` outputs."""
         return self.layer_parameters + self.expert_parameters + self.embedding + 2 * self.hidden
 
     def lora_parameters(self, rank: int) -> int:
@@ -157,7 +157,7 @@ MOST_LAYERS = 10_000
 
 
 def model_of(context: RuleContext, setting: str) -> ModelShape | None:
-    """Return the shape of the model in a setting; None if it has no known config.json, name or family."""
+    """Return the shape of the model that ``setting`` names; None if its sizes or its family are not known."""
     for fact in context.files:
         if fact.setting == setting and (config := fact.model_config or known_model(fact.path)) is not None:
             return shape_of(config)

@@ -117,7 +117,7 @@ class FSDP:
 
 
 def fsdp_rank(shape: ModelShape, layout: FSDP, update: Work | None, forward: Work | None, head: bool = True) -> Rank:
-    """Return the memory of an FSDP2 rank; ``head``: the model has a language-model head, which a critic lacks."""
+    """Return the memory of an FSDP2 rank; ``head``: whether the model has a language-model head (a critic has none)."""
     parameters = shape.parameters if head else shape.without_head
     trained = 0 if not layout.trains else parameters if layout.trained is None else layout.trained
     outside = parameters - shape.layer_parameters - shape.expert_parameters
