@@ -79,7 +79,7 @@ def _look(config: DictConfig, may_settle: bool) -> None:
         sys.stderr.writelines(f"{said}\n" for said in without)
         own = copy.deepcopy(own)
         with read_write(own), open_dict(own):
-            own.pop("hydra", None)  # Hydra removes this section too before it calls the main function.
+            own.pop("hydra", None)  # Hydra does the same before it calls the main function.
         trainer = str(own.trainer.get("v1", {}).get("trainer_mode", ""))
         status = show(own, trainer) if plans else 0
         if not plans and (found := findings(own, trainer).problems):

@@ -115,7 +115,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     places = run.settings["engine_places"] / replicas
     if min(run.settings["engine_places"], run.settings["max_concurrent_trajectories"]) < replicas:
         raise CannotPlan(
-            f"the event record in {folder} has fewer sequence slots or trajectories than its {replicas} engines"
+            f"the event record in {folder} cannot be used, because its settings have fewer sequence slots or "
+            f"trajectories than the {replicas} engines: each engine needs at least one of both"
         )
     used = _place_seconds(run.pieces, places)
     ends = [(tokens, end) for group in answers.values() for tokens, _, end in group]

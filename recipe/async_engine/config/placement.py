@@ -93,7 +93,8 @@ def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | 
         room = sum(_times(unit, (node.accelerators, node.cpus)) for node in rooms)
         taken = itertools.accumulate(_times(unit, group) for group in groups)
         first += [index for index, count in enumerate(taken) if count > room][:1]
-    # The last group is the CPU of the trainer's process; if only this CPU does not fit, return the last part.
+    # The last of `groups` is the one CPU of the trainer's process, which belongs to no part. If only this group does
+    # not fit, return the last part instead.
     return owners[min(*first, len(owners) - 1)] if first else None
 
 

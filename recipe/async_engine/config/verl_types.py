@@ -125,7 +125,8 @@ LIMITED: Mapping[str, Expected] = {
     "steps": STEPS,
     "default_local_dir": NAME,
 }
-# Accepted values of settings whose type does not follow from verl's default configuration, which may lack them.
+# Accepted values of settings whose type cannot be derived from verl's default configuration, for example because the
+# setting is absent there.
 ADDED: Mapping[str, Expected] = {
     f"{ROLLOUT}.standalone_gpu_memory_utilization": SHARE,
     f"{ROLLOUT}.qat": SECTION,

@@ -212,7 +212,7 @@ class FilterCount:
             self._advance()
 
     def forget(self, group_id: int) -> None:
-        """Stop waiting for the outcome of a group that failed; an outcome that was recorded before stays."""
+        """Stop tracking a failed group, which will report no outcome. An outcome reported before is kept."""
         if self._outcomes.get(group_id, True) is None:
             del self._outcomes[group_id]
             self._advance()

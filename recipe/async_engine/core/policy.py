@@ -182,10 +182,12 @@ def admission_policy(name: str) -> AdmissionPolicy:
     try:
         policy = getattr(importlib.import_module(module), class_name)()
     except Exception as error:  # a user's module may raise anything
-        raise SettingError(SETTING, name, allowed, f"It cannot be loaded: {told(error)}") from error
+        raise SettingError(SETTING, name, allowed, f"This policy cannot be loaded: {told(error)}") from error
     has = ("whole_groups", "fixed_batches", "at_hand", "next_prompt", "rank", "next_batch")
     if lacking := [each for each in has if not hasattr(policy, each)]:
-        raise SettingError(SETTING, name, allowed, f"It lacks {', '.join(lacking)}: derive it from OldestReady.")
+        raise SettingError(
+            SETTING, name, allowed, f"The policy lacks {', '.join(lacking)}: derive it from OldestReady."
+        )
     loaded: AdmissionPolicy = policy
     return loaded
 

@@ -97,7 +97,7 @@ class RolloutServer(Protocol):
         """Make the staged weights live as ``version``. The caller pauses generation during this call."""
 
     async def leave_routing(self) -> None:
-        """Return all waiting requests as aborted, and all later ones until complete weights have been loaded."""
+        """Answer waiting requests as aborted, and likewise later ones until complete weights have been loaded."""
 
     async def check_engine(self) -> None:
         """Raise `EngineDied` if the engine has died."""

@@ -189,7 +189,8 @@ class ScoringPool:
             self.stats["timed_out"] += 1
             raise RewardFailed(
                 f"the reward function {self._what} gave nothing within {self._timeout_s:g} s "
-                "(async_training.timeouts.reward): its process was killed, or no process was free"
+                "(async_training.timeouts.reward): either it was running, and its process has been ended, or "
+                "all reward processes were busy"
             ) from None
         except RewardProcessDied as error:
             self.stats["died"] += 1

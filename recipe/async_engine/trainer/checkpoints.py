@@ -146,7 +146,10 @@ def clear(root: str | Path) -> None:
 
 
 def require_room(root: str | Path, after: int) -> None:
-    """Raise `CheckpointError` if ``root`` has a checkpoint of another trainer for a step later than ``after``."""
+    """Raise `CheckpointError` if ``root`` has a later checkpoint than that of step ``after`` from stock verl's trainer.
+
+    The run would write a checkpoint of its own to the same folder.
+    """
     foreign = [str(folder) for step, folder in _folders(root).items() if step > after and not _is_ours(folder)]
     if foreign:
         raise CheckpointError(

@@ -144,7 +144,10 @@ class Rehearsal:
         self.compare(before)
 
     def _sent(self) -> Check:
-        """Send the version with the publisher's settings; if that fails, apply a fallback to them. Return the check."""
+        """Send the weights once with the publisher's present settings, and return this check with its outcome.
+
+        If the weights do not arrive, change the publisher's settings to a fallback, which the caller may try.
+        """
         weights, began = self.publisher.weights, time.monotonic()
         check = Check(f"weights arrive (publish={weights.publish}, staging={weights.staging})")
         cause: Exception | None = None

@@ -353,7 +353,10 @@ class WeightPublisher(CheckpointEngineManager):
     async def _load(
         self, records: list[ReplicaRecord], version: int
     ) -> tuple[list[ReplicaRecord], dict[str, float], BaseException | None]:
-        """Try one transfer to all ``records``; return those that loaded it, the trainer's metrics, and its error."""
+        """Try once to transfer ``version`` to all ``records``.
+
+        Return the records that loaded the version, the trainer's metrics, and the trainer's error or None.
+        """
         handles = [worker for record in records for worker in record.replica.workers]
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
         group = TransferGroup(self.actor_wg, rollout, self.backend_cls, self._answer_s)

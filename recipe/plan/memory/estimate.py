@@ -160,7 +160,10 @@ class _Run:
         return tokens, layers, f"{MODEL}.use_fused_kernels", "trainer.n_gpus_per_node", BUCKET
 
     def _snapshot(self) -> tuple[Item, ...]:
-        """Return the host copy of the weights that is sent while training continues; () if training waits instead."""
+        """Return the entry for the copy in host memory from which weights are sent while training continues.
+
+        If training waits for the weight sync, there is no such copy, and the result is empty.
+        """
         weights = self.settings.weights
         if weights.publish != "beside":
             return ()

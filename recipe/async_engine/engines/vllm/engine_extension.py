@@ -74,7 +74,8 @@ def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
     """Return another instance of the engine's model, uninitialized and not registered in the engine."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
-    # The engine looks up live layers in these two registries, so layers of this instance get registries of their own.
+    # vLLM finds the layers of the live model through these two registries. The second model must not change them, so it
+    # gets registries of its own.
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
     # Leave inference mode, because tensors created in it cannot be written to outside of it.
