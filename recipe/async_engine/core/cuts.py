@@ -5,8 +5,8 @@ Contract: with unchanged weights, an interrupted and continued answer has exactl
 sampled without the interruption. The request that continues an answer has the parameters of the whole answer and, under
 the key `SAMPLED`, the tokens sampled before, which the engine treats as its own output
 (`engines/vllm/continued_answers.py`). A request with parameters that do not allow this is refused when the answer
-begins. Shown by tests/core/test_cuts.py, which fails for a vLLM parameter without an entry in `SPANS`, and with a real
-engine by tests/integration/test_cut_answers.py.
+begins. docs/partial-rollout.md says of each parameter why a continued answer obeys it. Shown by tests/core/test_cuts.py,
+which fails for a vLLM parameter that the page lacks, and with a real engine by tests/integration/test_cut_answers.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,59 +14,6 @@ from typing import Any
 
 SAMPLED = "recipe_sampled"
 """Key in a request's ``extra_args`` for the answer's tokens that were sampled before an interruption."""
-
-_NEXT = "decides on one token at a time, by its logits alone"
-_OUTPUT = "goes by the answer's tokens so far, which the engine has"
-_COUNT = "counts the answer's tokens, those before the cut among them"
-_TEXT = "goes by the answer's text so far, which the server's detokenizer has read again"
-_REQUEST = "is about how the engine gives an answer back, not about its tokens"
-_DERIVED = "vLLM's own, derived from the others"
-
-SPANS = {
-    "temperature": _NEXT,
-    "top_p": _NEXT,
-    "top_k": _NEXT,
-    "min_p": _NEXT,
-    "logit_bias": _NEXT,
-    "allowed_token_ids": _NEXT,
-    "stop_token_ids": _NEXT,
-    "ignore_eos": _NEXT,
-    "presence_penalty": _OUTPUT,
-    "frequency_penalty": _OUTPUT,
-    "repetition_penalty": _OUTPUT,
-    "bad_words": _OUTPUT,
-    "watermarking": _OUTPUT,
-    "trace_decode_token_ids": _OUTPUT,
-    "repetition_detection": _OUTPUT,
-    "structured_outputs": "its grammar has taken in the tokens before the cut",
-    "thinking_token_budget": "has gone through the tokens before the cut one by one",
-    "extra_args": "a logits processor is given the answer's tokens so far; calls that it counts itself begin anew",
-    "max_tokens": _COUNT,
-    "min_tokens": _COUNT,
-    "seed": "its generator has drawn as often as for the tokens before the cut",
-    "stop": _TEXT,
-    "include_stop_str_in_output": _TEXT,
-    "skip_special_tokens": _TEXT,
-    "spaces_between_special_tokens": _TEXT,
-    "detokenize": _TEXT,
-    "logprobs": "each part brings those of its own tokens",
-    "prompt_logprobs": "are of the prompt alone, in whichever part has them first",
-    "prompt_logprob_start": _REQUEST,
-    "prompt_logprob_token_ids": _REQUEST,
-    "logprob_token_ids": _REQUEST,
-    "flat_logprobs": _REQUEST,
-    "n": "one answer a request: more are refused",
-    "output_kind": "DELTA is refused: verl's server would keep the last piece of an answer only",
-    "stream_interval": _REQUEST,
-    "skip_clone": _REQUEST,
-    "skip_reading_prefix_cache": _REQUEST,
-    "routed_experts_prompt_start": _REQUEST,
-    "output_text_buffer_length": _DERIVED,
-    "_eos_token_id": _DERIVED,
-    "_all_stop_token_ids": _DERIVED,
-    "_bad_words_token_ids": _DERIVED,
-}
-"""For each of vLLM's sampling parameters, why a continued answer obeys it as an uninterrupted one would."""
 
 _DELTA = 1
 
