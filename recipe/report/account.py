@@ -51,7 +51,7 @@ The times may differ, because they come from the clocks of two processes."""
 
 
 class Kind(StrEnum):
-    """The category of a class of time: useful work, repeated work, or a form of waste."""
+    """Whether what an accelerator does, such as decoding or waiting for a batch, is useful, repeated or wasted."""
 
     USEFUL = "useful"
     REPEATED = "repeated"

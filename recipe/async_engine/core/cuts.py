@@ -5,7 +5,7 @@ Contract: with unchanged weights, an interrupted and continued answer has exactl
 sampled without the interruption. The request that continues an answer has the parameters of the whole answer and, under
 the key `SAMPLED`, the tokens sampled before, which the engine treats as its own output
 (`engines/vllm/continued_answers.py`). A request with parameters that do not allow this is refused when the answer
-begins. docs/partial-rollout.md says of each parameter why a continued answer obeys it. Shown by tests/core/test_cuts.py,
+begins. docs/partial-rollout.md says why a continued answer obeys each parameter. Shown by tests/core/test_cuts.py,
 which fails for a vLLM parameter that the page lacks, and with a real engine by tests/integration/test_cut_answers.py.
 """
 

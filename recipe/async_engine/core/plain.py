@@ -128,7 +128,7 @@ def told(error: BaseException) -> str:
 def origin(error: BaseException) -> str:
     """Return the root cause of an error in loading a user's file, with file and line, as text; "" if there is no cause.
 
-    Advice is added if the error is due to verl, which loads the file without a module name that dataclasses may need.
+    verl does not register the file as a module, which some dataclasses need. If that is the cause, advice is added.
     """
     first = _first(error)
     if first is error:

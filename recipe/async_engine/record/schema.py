@@ -249,7 +249,7 @@ def _is_metric(value: Any) -> bool:
 
 
 def marker_in(folder: Path, name: str) -> Marker:
-    """Return the marker, the file ``name``, of the checkpoint in ``folder``.
+    """Read ``name``, the file that marks the checkpoint in ``folder`` as complete, and return its content.
 
     Raises:
         FileNotFoundError: the checkpoint has no marker.

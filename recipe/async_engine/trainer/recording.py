@@ -142,7 +142,7 @@ class Recording:
         self._told.append(event._replace(start=event.start - self._began, end=event.end - self._began))
 
     def follow(self, name: str, lane: Lane) -> None:
-        """From now on, record the activity that this process collects in ``lane``, under the given name."""
+        """Copy what this process collects in ``lane`` to the event record from now on, under the given name."""
         lane.take()
         self._lanes[name] = lane
 

@@ -62,7 +62,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A part that nearly fills a device, or exceeds it (``refused``), with the phase in which this happens."""
+    """A part of the run that nearly fills a device's memory in one phase, or needs more than it has (``refused``)."""
 
     part: Part
     moment: Moment
