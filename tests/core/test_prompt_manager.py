@@ -152,7 +152,7 @@ def test_an_incomplete_group_is_never_complete() -> None:
     manager.open()
     fill(manager)
     manager.sampled(Trajectory(0, 0))
-    with pytest.raises(LedgerError, match="trajectories that are"):
+    with pytest.raises(LedgerError, match="group 0 is not complete"):
         manager.complete(0, 0)
 
 

@@ -193,7 +193,7 @@ def test_marker_of_another_kind_is_named_and_the_older_checkpoint_is_taken(
 ) -> None:
     (checkpointed_run / "global_step_4" / MARKER).write_text(marker)
     assert state_in(checkpointed_run).find() == str(checkpointed_run / "global_step_2")
-    assert "global_step_4 cannot be used" in caplog.text and f"its {MARKER} " in caplog.text
+    assert "global_step_4 cannot be used" in caplog.text and f"s {MARKER} " in caplog.text
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "7", "\ufffe", "[" * 100_000])

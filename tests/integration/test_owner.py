@@ -43,7 +43,7 @@ def test_second_start_in_a_folder_names_the_first_and_touches_nothing(tmp_path: 
     assert is_owned(tmp_path) and not is_owned(tmp_path, CHECKPOINTS)
     assert owner_of(tmp_path) == socket.gethostname()
     try:
-        with pytest.raises(FolderTaken, match=rf"process {run.pid} on \S+, since 20.*folder of its own"):
+        with pytest.raises(FolderTaken, match=rf"process {run.pid} on \S+, since 20.*another folder"):
             RunRecord(tmp_path, "fully_async")
         assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     finally:
