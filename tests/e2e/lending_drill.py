@@ -40,7 +40,7 @@ class LendingDrill(AsyncPPOTrainer):
 
     def _drilled(self, act: Callable[..., Any], phase: str) -> Callable[..., Any]:
         @wraps(act)
-        def drilled(*arguments: Any) -> Any:
+        def drilled(*arguments: Any, **named: Any) -> Any:
             self.switches += phase == "wake"
             done = Path(os.environ["DRILL_DONE"])
             if (
@@ -52,7 +52,7 @@ class LendingDrill(AsyncPPOTrainer):
                 done.write_text(f"{os.environ['DRILL_PART']} {phase} at step {self.global_steps}")
                 wait_s = LENT_S if phase == "lent" else DURING_S
                 threading.Timer(wait_s, os.kill, (victim, signal.SIGKILL)).start()
-            return act(*arguments)
+            return act(*arguments, **named)
 
         return drilled
 
