@@ -13,13 +13,11 @@ kinds of `Violation`:
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from schedule_simulator import Schedule, Tally, Violation
 
-from recipe.async_engine.core.groups import GroupState, PromptRef
-from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.groups import GroupState
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory, TrajectoryState
 
 WAITS, RUNS, SAMPLED = "waits", "runs", "sampled"
@@ -141,17 +139,9 @@ class CapacitySchedule(Schedule):
     def issue_next(self) -> bool:
         if self.issued >= self.plan.prompts:
             return False
-        limit = self.depth_groups + (self.k - self.taken) * self.b
-        live = len(self.running) + len(self.ready)
-        if live + 1 > limit:
-            raise Violation("depth", f"{live + 1} live groups, {limit} admitted")
-        group = self.manager.issue(PromptRef(index=self.issued, epoch=0, uid=str(self.issued)))
-        self.issued += 1
-        if group.start != self.announced:
-            raise Violation("early", f"{group} starts, version {self.announced} is announced")
-        self.starts[group.id] = self.announced
-        self.running.append(group.id)
-        self.states |= {(group.id, n): WAITS for n in range(self.size)}
+        group_id = self.issue_by(self.manager.issue)
+        self.running.append(group_id)
+        self.states |= {(group_id, n): WAITS for n in range(self.size)}
         return True
 
     def sample(self, key: tuple[int, int]) -> None:
@@ -199,20 +189,12 @@ class CapacitySchedule(Schedule):
             self.straggling.discard((group_id, n))
 
     def resume(self) -> None:
-        snapshot = json.loads(json.dumps(self.ledger.snapshot()))
-        self.ledger = SampleLedger.restore(snapshot, self.plan.settings, target_groups=self.plan.target_groups)
+        super().resume()
         self.manager, self.is_open = self.new_manager(), True
         self.straggling.clear()
         for group in self.ledger.in_state(GroupState.RUNNING):
             self.manager.adopt(group, [IN_A_CHECKPOINT[self.states[group.id, n]] for n in range(self.size)])
         self.states = {key: SAMPLED if state == SAMPLED else WAITS for key, state in self.states.items()}
-        if self.leased:
-            self.ready.update(self.leased)
-            self.leased = []
-            self.taken -= 1
-        self.announced = self.version
-        self.tally.resumed += 1
-        self.check_counts()
 
 
 def run_capacity_schedules(seeds: range, manager_type: type[PromptManager] = PromptManager) -> dict[str, int]:

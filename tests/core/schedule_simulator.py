@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import floor
 from typing import Any
 
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import PromptRef
+from recipe.async_engine.core.groups import Group, PromptRef
 from recipe.async_engine.core.ledger import SampleLedger
 
 EVENT_LIMIT = 20_000
@@ -166,17 +167,22 @@ class Schedule:
         return None
 
     def issue(self) -> None:
+        group_id = self.issue_by(self.ledger.issue)
+        straggles = self.rng.random() < self.plan.straggler_share
+        (self.stragglers if straggles else self.running).append(group_id)
+
+    def issue_by(self, issue: Callable[[PromptRef], Group]) -> int:
+        """Have ``issue`` issue a group for the next prompt, and return its id."""
         limit = self.depth_groups + (self.k - self.taken) * self.b
         live = len(self.running) + len(self.stragglers) + len(self.ready)
         if live + 1 > limit:
             raise Violation("depth", f"{live + 1} live groups, {limit} admitted")
-        group = self.ledger.issue(PromptRef(index=self.issued, epoch=0, uid=str(self.issued)))
+        group = issue(PromptRef(index=self.issued, epoch=0, uid=str(self.issued)))
         self.issued += 1
         if group.start != self.announced:
             raise Violation("early", f"{group} starts, version {self.announced} is announced")
         self.starts[group.id] = self.announced
-        straggles = self.rng.random() < self.plan.straggler_share
-        (self.stragglers if straggles else self.running).append(group.id)
+        return group.id
 
     def end_ordinary(self) -> None:
         self.end(self.running.pop(self.rng.randrange(len(self.running))))
