@@ -41,8 +41,9 @@ ACCOUNT: dict[str, Any] = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, value in tracker_files.environment(tmp_path).items():
         monkeypatch.setenv(name, value)
-    # Another test of this process may have had a TMPDIR of its own, which is gone, when W&B was imported.
-    Path(MEDIA_TMP.name).mkdir(parents=True, exist_ok=True)
+    # W&B makes its folder for media once in a process, and other tests of this process may remove it.
+    monkeypatch.setattr(MEDIA_TMP, "name", str(tmp_path / "media"))
+    Path(MEDIA_TMP.name).mkdir()
     yield tmp_path
     wandb.teardown()
 
