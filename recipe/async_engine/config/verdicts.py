@@ -20,8 +20,16 @@ from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
-ENGINES = {"vllm": "recipe.async_engine.engines.vllm.replica.GatedVLLMReplica"}
+ENGINES = {
+    "vllm": "recipe.async_engine.engines.vllm.replica.GatedVLLMReplica",
+    "sglang": "recipe.async_engine.engines.sglang.replica.GatedSGLangReplica",
+}
 """The replica class of each rollout engine, by ``rollout.name``."""
+ADAPTERS = {
+    "vllm": "recipe.async_engine.engines.vllm.adapter.DeadlineServerAdapter",
+    "sglang": "recipe.async_engine.engines.sglang.adapter.SGLangServerAdapter",
+}
+"""For each rollout engine, the class that passes weights from a trainer rank or a weight worker to its servers."""
 
 UNREAD = "verl 0.9.1 does not read it either; remove it"
 QUEUE = "nothing goes through TransferQueue here"
@@ -258,7 +266,7 @@ TABLE: tuple[Verdict, ...] = (
     *_none(UNREAD, "ROLLOUT.layered_summon", here=apart),
     *_none(
         UNREAD,
-        """ROLLOUT.{do_sample,over_sample_rate,multi_stage_wake_up,skip,engine_kwargs.sglang,engine_kwargs.trtllm}
+        """ROLLOUT.{do_sample,over_sample_rate,multi_stage_wake_up,skip,engine_kwargs.trtllm}
         ROLLOUT.{agent.custom_async_server,multi_turn.interaction_config_path,multi_turn.num_repeat_rollouts}
         ROLLOUT.multi_turn.{tokenization_sanity_check_mode,use_inference_chat_template}
         JUDGE.rollout.{do_sample,layered_summon,multi_stage_wake_up,n} {actor_rollout_ref,critic}.nccl_timeout

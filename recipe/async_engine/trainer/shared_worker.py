@@ -5,7 +5,7 @@ from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, register
 
-from recipe.async_engine.engines.vllm.weight_worker import DeadlineServerAdapter
+from recipe.async_engine.engines.vllm.adapter import DeadlineServerAdapter
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 
 
