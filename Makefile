@@ -54,8 +54,8 @@ $(BIN)/python:
 
 # --no-deps: the lock is complete, and leaves out packages that break the stack (see docs/dependencies.md).
 # An accelerator build of torch needs libraries that the lock does not have; its own requirements bring them.
-$(STAMP): requirements/cpu.lock setup.py pyproject.toml | $(BIN)/python
-	$(BIN)/python $(PIP) install --quiet --no-deps -r requirements/cpu.lock
+$(STAMP): requirements/cpu.lock requirements/sglang-cpu.txt setup.py pyproject.toml | $(BIN)/python
+	$(BIN)/python $(PIP) install --quiet --no-deps -r requirements/cpu.lock -r requirements/sglang-cpu.txt
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  $(BIN)/python $(PIP) install --quiet "$$(grep '^torch==' requirements/cpu.lock)"
 	$(BIN)/python $(PIP) install --quiet --no-deps --no-build-isolation --editable .
