@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each token is labelled with the version that sampled it, whatever becomes of running answers at a swap.
 
-Two real engines under load, or one of SGLang, or one with two data-parallel cores, dozens of swaps each way (swap_scenario.py). The
-tokens themselves say which weights sampled them; labels come from the counts that the engine gives at a swap.
+Two real engines under load, or one of SGLang, or one with two data-parallel cores, dozens of swaps each way
+(swap_scenario.py). The tokens themselves say which weights sampled them; labels come from the counts that the engine gives at a swap.
 """
 
 from __future__ import annotations
