@@ -3,8 +3,9 @@
 
 ``python -m swap_scenario MODEL RAY_FOLDER FORKS RESULT SECONDS ENGINE CORES``, started by test_swaps.py, runs two real
 rollout replicas, or one of SGLang, or one whose engine has two data-parallel cores, with the real publisher and client,
-and a sender in place of a trainer. With the weights of version v the next token is always `token_of` (v), whatever precedes it. The result, as
-JSON, has each request's answer and the labels of its tokens, for each way to handle running answers at a swap.
+and a sender in place of a trainer. With the weights of version v the next token is always `token_of` (v), whatever
+precedes it. The result, as JSON, has each request's answer and the labels of its tokens, for each way to handle running
+answers at a swap.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """Each token is labelled with the version that sampled it, whatever becomes of running answers at a swap.
 
 Two real engines under load, or one of SGLang, or one with two data-parallel cores, dozens of swaps each way
-(swap_scenario.py). The tokens themselves say which weights sampled them; labels come from the counts that the engine gives at a swap.
+(swap_scenario.py). The tokens themselves say which weights sampled them; labels come from the counts that the engine
+gives at a swap.
 """
 
 from __future__ import annotations
