@@ -2,6 +2,7 @@
 """The SGLang rollout server. `recipe.async_engine.engines.gated_server` has the contract."""
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Collection
 from typing import Any
@@ -16,6 +17,7 @@ from sglang.srt.managers.io_struct import (
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
+from recipe.async_engine.actors.sockets import sockets_folder
 from recipe.async_engine.engines.answers import COMPLETED
 from recipe.async_engine.engines.gated_server import STRAGGLER_S, GatedServer
 from recipe.async_engine.engines.http_gate import HttpGate, guard
@@ -86,6 +88,8 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Launch the server like verl, with this package's scheduler and with the gate in front of its endpoints."""
+        # SGLang puts its sockets into temporary files, which it leaves behind; Ray's folder is removed after the run.
+        tempfile.tempdir = sockets_folder()
         # verl passes these two functions to SGLang.
         sglang_engine.run_scheduler_process = run_scheduler
         sglang_engine.run_detokenizer_process = run_detokenizer
