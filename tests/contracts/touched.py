@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what `recipe` uses of verl, vLLM and Ray, from its sources.
+"""Finds what `recipe` uses of verl, vLLM, SGLang and Ray, from its sources.
 
 It finds imported names and members used of them; members of theirs that a subclass overrides or uses; members of a
 parameter or an attribute that is annotated with a class of theirs; and members of the objects listed in `HELD`, whose
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from upstream import Found, Upstream, dotted, statements
 
-PACKAGES = ("verl", "vllm", "ray")
+PACKAGES = ("verl", "vllm", "sglang", "ray")
 # Only these internals of Ray are checked; its documented interface is not.
 OF_RAY = ("ray._private", "ray._raylet", "ray.util.collective", "ray.actor")
 
@@ -61,7 +61,7 @@ HELD = {
     ("log_prob_servers.worker", "self.server_adapter.worker"): TRAINER_RANK,
     ("trainer.actor_worker", "self.actor"): TRAINER_RANK,
     ("trainer.actor_worker", "self.actor.engine"): FSDP,
-    ("trainer.shared_worker", "self.rollout"): "recipe.async_engine.engines.vllm.weight_worker:DeadlineServerAdapter",
+    ("trainer.shared_worker", "self.rollout"): "recipe.async_engine.engines.vllm.adapter:DeadlineServerAdapter",
 }
 
 
