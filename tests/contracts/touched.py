@@ -30,6 +30,9 @@ FSDP = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 CONFIG, MODEL_CONFIG = "vllm.config:VllmConfig", "vllm.config.model:ModelConfig"
 PARALLEL_CONFIG = "vllm.config.parallel:ParallelConfig"
 
+TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+SGLANG_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+
 # Objects by the expression that names them in a module of this package; modules of the engine have shortened names.
 HELD = {
     ("engines.vllm.server", "self.engine"): ENGINE,
@@ -51,6 +54,27 @@ HELD = {
     ("engines.vllm.engine_extension", "config.model_config"): MODEL_CONFIG,
     ("engines.vllm.engine_extension", "config.compilation_config"): "vllm.config.compilation:CompilationConfig",
     ("engines.vllm.staged_adapter", "self._worker"): WORKER,
+    ("engines.sglang.server", "self.tokenizer_manager"): TOKENIZER_MANAGER,
+    ("engines.sglang.calls", "tokenizer_manager"): TOKENIZER_MANAGER,
+    ("engines.sglang.outputs", "manager"): TOKENIZER_MANAGER,
+    ("engines.sglang.outputs", "obj"): "sglang.srt.managers.io_struct:GenerateReqInput",
+    ("engines.sglang.calls", "answer"): "sglang.srt.managers.io_struct:UpdateWeightsFromTensorReqOutput",
+    ("engines.sglang.processes", "self.server_args"): "sglang.srt.server_args:ServerArgs",
+    ("engines.sglang.processes", "self.tp_worker"): "sglang.srt.managers.tp_worker:TpModelWorker",
+    ("engines.sglang.processes", "self.tp_worker.model_runner"): SGLANG_RUNNER,
+    ("engines.sglang.processes", "runner"): SGLANG_RUNNER,
+    ("engines.sglang.processes", "runner.model_config"): "sglang.srt.configs.model_config:ModelConfig",
+    ("engines.sglang.processes", "self.running_batch"): "sglang.srt.managers.schedule_batch:ScheduleBatch",
+    ("engines.sglang.processes", "batch"): "sglang.srt.managers.schedule_batch:ScheduleBatch",
+    ("engines.sglang.processes", "req"): "sglang.srt.managers.schedule_batch:Req",
+    ("engines.sglang.processes", "sampling_params"): "sglang.srt.sampling.sampling_params:SamplingParams",
+    ("engines.sglang.processes", "self.tree_cache"): "sglang.srt.mem_cache.base_prefix_cache:BasePrefixCache",
+    ("engines.sglang.processes", "self.req_to_token_pool"): "sglang.srt.mem_cache.memory_pool:ReqToTokenPool",
+    (
+        "engines.sglang.processes",
+        "self.token_to_kv_pool_allocator",
+    ): "sglang.srt.mem_cache.allocator:BaseTokenToKVPoolAllocator",
+    ("engines.sglang.processes", "method"): ("sglang.srt.layers.quantization.base_config:QuantizeMethodBase"),
     ("weights.nccl_engine", "rays"): NCCL_GROUP,
     ("weights.nccl_engine", "collective.get_group_handle(self.name)"): NCCL_GROUP,
     ("weights.publisher", "record.replica"): REPLICA,
