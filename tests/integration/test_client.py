@@ -19,7 +19,7 @@ from recipe.async_engine.core.errors import EngineDied, GenerationError, Request
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.engines.answers import RECOMPUTED, VERSION_RUNS, Sampled
 from recipe.async_engine.engines.load_balancer import SAY_ENDED_S
-from recipe.async_engine.engines.vllm.output_watch import OutputWatch
+from recipe.async_engine.engines.vllm.outputs import VLLMOutputs
 from recipe.async_engine.record.activity import EngineActivity, Work
 from recipe.async_engine.rollout import client as client_module
 from recipe.async_engine.rollout.client import MOST_FAILURES, ResumingClient
@@ -234,7 +234,7 @@ class SamplingServer:
     """
 
     def __init__(self, tokens: int, with_log_probs: bool = True, swap_after: int | None = None) -> None:
-        self.outputs = OutputWatch(EngineActivity(time.monotonic, 4))
+        self.outputs = VLLMOutputs(EngineActivity(time.monotonic, 4))
         self.versions = RequestVersions()
         self.swap_after = swap_after
         self.tokens = tokens
@@ -347,7 +347,7 @@ async def test_complete_answer_on_its_way_is_not_taken_for_a_part() -> None:
         for finished in (False, True):
             yield SimpleNamespace(finished=finished, outputs=[SimpleNamespace(token_ids=[10, 11], logprobs=None)])
 
-    watch, versions = OutputWatch(EngineActivity(time.monotonic, 4)), RequestVersions()
+    watch, versions = VLLMOutputs(EngineActivity(time.monotonic, 4)), RequestVersions()
     versions.submit("one", 4)
     told = []
     async for _ in watch.watching(sample)([], {}, "one"):

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from test_server_gate import SOON, load, make_server, settle  # noqa: F401 - a fixture
 
-from recipe.async_engine.engines.vllm.http_gate import SERVED, HttpGate, guard
+from recipe.async_engine.engines.http_gate import SERVED, HttpGate, guard
 
 
 class Client:
@@ -21,7 +21,7 @@ class Client:
 
     def __init__(self, server: Any) -> None:
         self.reached = 0
-        assert guard(server.admit) == "recipe.async_engine.engines.vllm.http_gate.HttpGate"
+        assert guard(server.admit) == "recipe.async_engine.engines.http_gate.HttpGate"
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(HttpGate(self._app)), base_url="http://server")
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:

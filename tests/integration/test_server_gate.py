@@ -20,7 +20,7 @@ from recipe.async_engine.core.errors import EngineDied, RequestFailed
 from recipe.async_engine.engines.answers import RECOMPUTED, VERSION_RUNS, Sampled
 from recipe.async_engine.engines.vllm.engine_settings import RUNNER_CHOICE, RolloutServerError
 from recipe.async_engine.engines.vllm.server import GatedVLLMHttpServer
-from recipe.async_engine.engines.vllm.weights_gate import WeightsGate
+from recipe.async_engine.engines.weights_gate import WeightsGate
 
 SOON = 5.0
 

@@ -23,9 +23,10 @@ from remote_fakes import Handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
 from recipe.async_engine.core.errors import EngineDied, WeightLoadError
-from recipe.async_engine.engines.vllm import weight_worker as module
+from recipe.async_engine.engines import weight_stream as module
+from recipe.async_engine.engines.vllm.adapter import DeadlineServerAdapter
 from recipe.async_engine.engines.vllm.engine_extension import DeadlineReceiver, Staging
-from recipe.async_engine.engines.vllm.weight_worker import DeadlineServerAdapter, DeadlineSocket, DeadlineWeightSender
+from recipe.async_engine.engines.weight_stream import DeadlineSocket, DeadlineWeightSender
 from recipe.async_engine.weights.checksum import StreamChecksum
 from recipe.async_engine.weights.staged import StagedWeights
 

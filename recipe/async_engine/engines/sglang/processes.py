@@ -49,8 +49,9 @@ class StagingScheduler(sglang_scheduler.Scheduler):
         torch.distributed.all_gather_object(outcomes, outcome, group=self.tp_cpu_group)
         wrong = [text for succeeded, text in outcomes if not succeeded]
         if wrong:
-            return UpdateWeightsFromTensorReqOutput(False, wrong[0])
-        return UpdateWeightsFromTensorReqOutput(True, json.dumps([result for _, result in outcomes]))
+            return UpdateWeightsFromTensorReqOutput(success=False, message=wrong[0])
+        results = json.dumps([result for _, result in outcomes])
+        return UpdateWeightsFromTensorReqOutput(success=True, message=results)
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
         before = sampled_before(req.sampling_params)
