@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
+
 from recipe.async_engine.core.cuts import sampled_before
 from recipe.async_engine.core.versions import RequestVersions, last_runs
 from recipe.async_engine.engines.answers import Sampled
@@ -59,8 +61,10 @@ class OutputWatch:
         output = self._newest.get(request_id)
         return 0 if output is None else len(output.prompt_token_ids or ()) + self._before[request_id]
 
-    def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
+    def since(self, request_id: str, known: int, versions: RequestVersions, processor: Any) -> Sampled | None:
         """Return the tokens of an answer after the first ``known`` ones, possibly none, or None if it is complete.
+
+        ``processor`` is vLLM's output processor, which has the experts that were chosen for the tokens.
 
         A complete answer is already in transit to the client. If this method returned its tokens too, the client might
         treat the answer as incomplete, and request tokens beyond its end.
@@ -77,4 +81,19 @@ class OutputWatch:
         tokens, log_probs = list(answer.token_ids[known:]), None
         if answer.logprobs is not None:
             log_probs = [answer.logprobs[known + n][token].logprob for n, token in enumerate(tokens)]
-        return Sampled(tokens, last_runs(runs, len(tokens)), log_probs)
+        experts = self._experts(request_id, known, len(answer.token_ids), processor)
+        return Sampled(tokens, last_runs(runs, len(tokens)), log_probs, experts)
+
+    def _experts(self, request_id: str, known: int, sampled: int, processor: Any) -> np.ndarray | None:
+        """Return the rows (`joined_experts`) that the tokens from ``known`` to ``sampled`` add; None without experts.
+
+        vLLM returns them only with a complete answer, but its output processor collects them until then.
+        """
+        names = processor.external_req_ids.get(request_id, ())
+        states = [processor.request_states[name] for name in names if name in processor.request_states]
+        chunks = [chunk for state in states for chunk in state.routed_experts_chunks]
+        if not chunks:
+            return None
+        # The first token of a continued answer adds only the row of the last token before the interruption.
+        first = 1 if self._before[request_id] else len(self._newest[request_id].prompt_token_ids)
+        return np.concatenate(chunks)[first + known - 1 if known else 0 : first + sampled - 1]

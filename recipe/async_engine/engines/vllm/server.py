@@ -251,7 +251,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
         news = {
-            request_id: self._outputs.since(request_id, count, self._versions)
+            request_id: self._outputs.since(request_id, count, self._versions, self.engine.output_processor)
             for request_id, count in known.items()
             if request_id in self._tasks
         }
