@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import pickle
 import random
@@ -36,6 +35,8 @@ from recipe.async_engine.rollout.kept_answers import AnswerBook, TrajectoryRecor
 TRAJECTORIES = 120
 PUBLISH_EVERY_S, FETCH_EVERY_S = 0.6, 0.05
 DIES_AFTER_TOKENS = 60
+ROUNDING = 1e-4
+"""Difference of two experts' logits, which are about 1, below which fp32 kernels may choose either."""
 # A trajectory is at most four answers, and what a tool returned after each.
 LONGEST_ANSWER, LONGEST_TOOL, TURNS = 60, 12, 4
 
@@ -114,39 +115,56 @@ async def publish(servers: list[Any], version: int, at_swap: str) -> None:
         await server.resume_generation()
 
 
-@functools.cache
-def chosen_by(version: int, tokens: tuple[int, ...]) -> np.ndarray:
-    """Return the experts that a version chooses for each token, in each layer, in increasing order."""
-    model, chosen = weights_of(version), []
-    hooks = [
-        layer.mlp.gate.register_forward_hook(lambda gate, inputs, output: chosen.append(output[2].sort(-1).values))
-        for layer in model.model.layers
-    ]
+def sampling_versions(trajectory: dict[str, Any], runs: list[tuple[int, int]]) -> list[int]:
+    """Return for each token but the last one the version of the pass over it: the one that sampled what came next.
+
+    ``runs`` has the version of each token of the response; negative for the tokens of tools.
+    """
+    versions = [-1] * len(trajectory["prompt_ids"]) + [version for version, count in runs for _ in range(count)]
+    for place in range(len(versions) - 2, -1, -1):
+        if versions[place] < 0:
+            versions[place] = versions[place + 1]
+    return versions[1:]
+
+
+def excess(version: int, tokens: list[int], rows: list[int], experts: np.ndarray) -> torch.Tensor:
+    """Return how much larger the logit of the best expert left out is than that of the worst chosen one, for each row.
+
+    It is not above 0 if a version's routers choose the experts, and else the maximum over the layers. The model computes
+    the ``rows`` with ``experts``, and the other tokens with its own choice. So a choice between two experts that are
+    equal up to rounding does not change what the tokens after it should choose.
+    """
+    forced, found = torch.from_numpy(experts[rows].astype(np.int64)), []
+
+    def force(gate: Any, inputs: Any, output: Any) -> Any:
+        logits, _, chosen = output
+        mine = forced[:, len(found)]
+        left = logits[rows].scatter(1, mine, -torch.inf).max(1).values
+        found.append(left - logits[rows].gather(1, mine).min(1).values)
+        chosen = chosen.index_copy(0, torch.tensor(rows), mine)
+        weights = logits.softmax(-1).gather(1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    model = weights_of(version)
+    hooks = [layer.mlp.gate.register_forward_hook(force) for layer in model.model.layers]
     with torch.no_grad():
         model(torch.tensor([tokens]))
     for hook in hooks:
         hook.remove()
-    return torch.stack(chosen, dim=1).numpy()
+    return torch.stack(found).max(0).values
 
 
-def expected(trajectory: dict[str, Any], runs: list[tuple[int, int]]) -> np.ndarray:
-    """Return the experts of all tokens but the last one: those of the pass that sampled the next sampled token.
-
-    ``runs`` has the version of each token of the response; negative for the tokens of tools.
-    """
-    tokens = (*trajectory["prompt_ids"], *trajectory["response_ids"])
-    versions = [-1] * len(trajectory["prompt_ids"]) + [version for version, count in runs for _ in range(count)]
-    rows, version = [], -1
-    for place in range(len(tokens) - 1, 0, -1):
-        version = versions[place] if versions[place] >= 0 else version
-        rows.append(chosen_by(version, tokens)[place - 1])
-    return np.stack(rows[::-1])
-
-
-def differences(found: np.ndarray, right: np.ndarray) -> int:
-    """Return the number of tokens whose experts differ in any layer."""
-    assert found.shape == right.shape, (found.shape, right.shape)
-    return int((np.sort(found, -1) != right).any((1, 2)).sum())
+def differences(trajectory: dict[str, Any], versions: list[int], experts: np.ndarray) -> tuple[int, int]:
+    """Return the numbers of tokens with other experts than their version chooses, and of equal ones up to rounding."""
+    tokens = [*trajectory["prompt_ids"], *trajectory["response_ids"]]
+    assert len(experts) == len(versions) == len(tokens) - 1
+    wrong = ties = 0
+    for version in set(versions):
+        rows = [place for place, by in enumerate(versions) if by == version]
+        found = excess(version, tokens, rows, experts)
+        wrong += int((found > ROUNDING).sum())
+        ties += int(((found > 0) & (found <= ROUNDING)).sum())
+    return wrong, ties
 
 
 class Run:
@@ -222,16 +240,18 @@ async def play(folder: Path) -> dict[str, Any]:
 
 
 def compared(run: Run, folder: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {"tokens": 0, "differences": 0, "shifted": 0, "of_last_pass": 0, "turns": 0, "mixed": 0}
+    counts = ("tokens", "differences", "ties", "shifted", "of_last_pass", "turns", "mixed")
+    seen: dict[str, Any] = dict.fromkeys(counts, 0)
     recorders = [recorder for _, recorder in run.done.values()]
     for trajectory, recorder in run.done.values():
         alignment = align(recorder.segments, trajectory["response_ids"], trajectory["response_mask"])
         assert alignment.exact
-        right, found = expected(trajectory, alignment.runs), trajectory["routed_experts"]
-        seen["tokens"] += len(right)
-        seen["differences"] += differences(found, right)
-        seen["shifted"] += differences(np.roll(found, 1, 0), right)
-        seen["of_last_pass"] += differences(recorder.experts.of_last_pass, right)
+        versions, found = sampling_versions(trajectory, alignment.runs), trajectory["routed_experts"]
+        wrong, ties = differences(trajectory, versions, found)
+        seen["tokens"], seen["ties"] = seen["tokens"] + len(found), seen["ties"] + ties
+        seen["differences"] += wrong
+        seen["shifted"] += differences(trajectory, versions, np.roll(found, 1, 0))[0]
+        seen["of_last_pass"] += differences(trajectory, versions, recorder.experts.of_last_pass)[0]
         seen["turns"] = max(seen["turns"], 1 + trajectory["response_mask"].count(0) // LONGEST_TOOL)
         seen["mixed"] += alignment.oldest != alignment.newest
     (folder / "trajectories").write_bytes(pickle.dumps([trajectory for trajectory, _ in run.done.values()]))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-LAYERS, EXPERTS, CHOSEN = 3, 8, 2
+LAYERS, EXPERTS, CHOSEN = 4, 8, 2
 MOST_TOKENS = 512
 
 
