@@ -32,7 +32,7 @@ from recipe.async_engine.rollout.chosen_experts import ChosenExperts
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TrajectoryRecorder, start_recording
 
-TRAJECTORIES = 120
+TRAJECTORIES = 90
 PUBLISH_EVERY_S, FETCH_EVERY_S = 0.6, 0.05
 DIES_AFTER_TOKENS = 60
 ROUNDING = 1e-4
@@ -199,7 +199,9 @@ class Run:
 
         async def one(number: int) -> None:
             async with slots:
-                recorder = start_recording(book.begin(f"{number}", self.records.get(f"{number}"), experts=Overwritten()))
+                recorder = start_recording(
+                    book.begin(f"{number}", self.records.get(f"{number}"), experts=Overwritten())
+                )
                 self.done[number] = await agent_loop(self.client, number), recorder
                 book.end(f"{number}", complete=True)
 

@@ -19,6 +19,7 @@ from recipe.async_engine.engines.vllm.continued_answers import SCHEDULER
 from recipe.async_engine.engines.vllm.engine_extension import staged_model_of
 from recipe.laptop.platform.engine_extension import CPUStagingExtension
 
+
 def return_experts() -> None:
     """Make the kernel of vLLM's CPU build pass on the experts that it selects."""
     select = CPUUnquantizedExperts._select_experts

@@ -25,9 +25,10 @@ def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
     if policy is not None:
         yield from _rollout(context, ROLLOUT, policy)
         yield from _training(context, ACTOR, policy)
-        for setting in (replay_mode(context), RETURNED if context.get(RETURNED) else None):
-            if setting is not None and not policy.experts:
-                yield _no_experts(context, setting, "disabled or false")
+        if context.get(RETURNED) and not policy.experts:
+            yield _no_experts(context, RETURNED, "false")
+        if (mode := replay_mode(context)) is not None and not policy.experts:
+            yield _no_experts(context, mode, "disabled")
         if context.settings.servers.backend == "megatron":
             yield from _megatron(context, f"{SERVERS}.engine", policy)
         elif context.settings.servers.enabled:

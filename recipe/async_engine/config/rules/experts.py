@@ -45,7 +45,9 @@ def router_replay(context: RuleContext) -> Iterator[Problem]:
     """Check that the experts that one side chooses are replayed by the other, and that each engine supports it."""
     strategy, returned, mode = context.get(f"{ACTOR}.strategy"), context.get(RETURNED), replay_mode(context)
     if returned and strategy not in REPLAYING:
-        advice = f"verl 0.9.1 replays no experts with this training engine: remove it, or set {ACTOR}.strategy=megatron."
+        advice = (
+            f"verl 0.9.1 replays no experts with this training engine: remove it, or set {ACTOR}.strategy=megatron."
+        )
         yield context.problem(RETURNED, f"false with {ACTOR}.strategy={strategy}", advice)
         return
     if returned and (mode is None or context.get(mode) != "R3"):
@@ -62,7 +64,9 @@ def _one_choice(context: RuleContext, mode: str) -> Iterator[Problem]:
     """Check that the proximal log-probs and the update use the same choice."""
     source, chosen = proximal_source(context.config, context.settings), context.get(mode)
     if chosen == "R3" and not context.get(RETURNED):
-        yield context.problem(RETURNED, f"true with {mode}=R3", "The trainer replays the experts of the rollout engines.")
+        yield context.problem(
+            RETURNED, f"true with {mode}=R3", "The trainer replays the experts of the rollout engines."
+        )
     if source is Proximal.SERVER:
         advice = f"Log-prob servers choose experts themselves: remove them, or set {mode}=disabled."
         yield context.problem("model_engine_server.backend", f"disabled with {mode}={chosen}", advice)
@@ -100,7 +104,9 @@ def expert_parallel(context: RuleContext) -> Iterator[Problem]:
     for engine in context.engines:
         setting = f"{engine}.expert_parallel_size"
         size = context.count(setting) or 1
-        sizes = [context.count(f"{engine}.{name}") or 1 for name in ("tensor_model_parallel_size", "data_parallel_size")]
+        sizes = [
+            context.count(f"{engine}.{name}") or 1 for name in ("tensor_model_parallel_size", "data_parallel_size")
+        ]
         if size > 1 and size != sizes[0] * sizes[1]:
             advice = "vLLM divides the experts among all ranks of tensor and data parallelism, or not at all."
             yield context.problem(setting, f"1, or {sizes[0]} x {sizes[1]}, tensor x data parallel size", advice)

@@ -84,7 +84,8 @@ class OutputWatch:
         experts = self._experts(request_id, known, len(answer.token_ids), processor)
         return Sampled(tokens, last_runs(runs, len(tokens)), log_probs, experts)
 
-    def _experts(self, request_id: str, known: int, sampled: int, processor: Any) -> np.ndarray | None:
+    @staticmethod
+    def _experts(request_id: str, known: int, sampled: int, processor: Any) -> np.ndarray | None:
         """Return the rows (`joined_experts`) that the tokens from ``known`` to ``sampled`` add; None without experts.
 
         vLLM returns them only with a complete answer, but its output processor collects them until then.
@@ -94,6 +95,6 @@ class OutputWatch:
         chunks = [chunk for state in states for chunk in state.routed_experts_chunks]
         if not chunks:
             return None
-        # The first token of a continued answer adds only the row of the last token before the interruption.
-        first = 1 if self._before[request_id] else len(self._newest[request_id].prompt_token_ids)
+        # The first chunk has the rows of the first token, and the chunks may be ahead of the newest output.
+        first = len(chunks[0])
         return np.concatenate(chunks)[first + known - 1 if known else 0 : first + sampled - 1]
