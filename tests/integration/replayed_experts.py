@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts that verl's Megatron engine replays for trajectories of routed_answers.py, with other weights.
 
-It is a separate process, started by test_router_replay.py, because it patches what it imports. It prints its results as
-one line of JSON: for each layout of ranks, what each rank saw. verl's functions make the batch: they pad each trajectory,
-join them, and remove the padding again. The experts are those with which the engine's layers compute.
+It is a separate process, started by test_router_replay.py, because it patches what it imports. It prints its results
+as one line of JSON: for each layout of ranks, what each rank saw. verl's functions make the batch: they pad each
+trajectory, join them, and remove the padding again. The experts are those with which the engine's layers compute.
 """
 
 from __future__ import annotations

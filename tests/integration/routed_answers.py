@@ -130,7 +130,7 @@ def sampling_versions(trajectory: dict[str, Any], runs: list[tuple[int, int]]) -
 def excess(version: int, tokens: list[int], rows: list[int], experts: np.ndarray) -> torch.Tensor:
     """Return how much larger the logit of the best expert left out is than that of the worst chosen one, for each row.
 
-    It is not above 0 if a version's routers choose the experts, and else the maximum over the layers. The model computes
+    It is the maximum over the layers, and not above 0 if the version's routers choose these experts. The model computes
     the ``rows`` with ``experts``, and the other tokens with its own choice. So a choice between two experts that are
     equal up to rounding does not change what the tokens after it should choose.
     """

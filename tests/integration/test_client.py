@@ -302,7 +302,7 @@ async def test_tokens_that_were_fetched_outlive_their_server(with_log_probs: boo
 
 @pytest.mark.parametrize("reads_all", [True, False])
 async def test_fetched_tokens_keep_the_experts_that_were_chosen_for_them(reads_all: bool) -> None:
-    """Whether the engine that goes on returns the experts of the earlier tokens, too, or only of those that it samples."""
+    """Whether the engine that goes on returns the experts of all tokens, or only of those that it samples."""
     first = len(PROMPT) + 2
     dying, more = SamplingServer(3), part([20, 21], 8)
     # The output processor may have more than the newest output.

@@ -3,8 +3,8 @@
 
 Real vLLM engines answer through the real client and servers, while versions are swapped under them, trajectories of
 several turns are resumed from checkpoints, and one of the engines dies. verl's functions batch the trajectories, and
-verl's Megatron engine, with stand-ins for Transformer Engine, replays them. Its weights are others, so that no expert is
-the right one by itself.
+verl's Megatron engine, with stand-ins for Transformer Engine, replays them. It has other weights, so that its own
+routers would choose other experts.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ CHECKPOINT = "a checkpoint was taken"
 class Sampled:
     """New tokens of one request. ``runs`` has (version, token count) for each run of tokens that one version sampled.
 
-    ``log_probs`` is None if the request did not ask for log-probs, and ``routed_experts`` (`joined_experts`) if the engine
-    does not return the experts that its routers chose.
+    ``log_probs`` is None if the request did not ask for log-probs, and ``routed_experts`` (`joined_experts`) is None if
+    the engine does not return the experts that its routers chose.
     """
 
     token_ids: list[int]
@@ -49,11 +49,11 @@ class Sampled:
 def joined_experts(known: np.ndarray | None, more: np.ndarray | None, tokens: int) -> np.ndarray | None:
     """Return the experts chosen for an answer so far, ``known``, with those for its next ``tokens`` tokens.
 
-    The arrays have a row (layers, experts per token) for each token that the engine has read, in the order of the prompt
-    and the answer. The newest token of an answer has no row, because the engine reads it only to sample the next one. So
-    each token adds the row of the token before it, and the first one the rows of the whole prompt. ``more`` ends with the
-    rows that the new tokens add. Rows of earlier tokens in it are not used: the engine may have read these tokens again,
-    with other weights than those that sampled them.
+    The arrays have a row (layers, experts per token) for each token of prompt and answer that the engine has read. The
+    newest token of an answer has no row, because the engine reads it only to sample the next one. So each token adds
+    the row of the token before it, and the first token of an answer adds the rows of the whole prompt. ``more`` ends
+    with the rows that the new tokens add. Rows of earlier tokens in it are not used: the engine may have read these
+    tokens again, with other weights than those that sampled them.
     """
     if more is None or not tokens:
         return known

@@ -3,7 +3,8 @@
 
 Contract: a request of a later turn sends the earlier turns again, and the engine reads them again, possibly with newer
 weights, whose routers choose other experts. The experts that a trainer replays for the tokens of an earlier turn are
-those of that turn, because they belong to the log-probs of its tokens. Shown by tests/integration/test_router_replay.py.
+those of that turn, because they belong to the log-probs of its tokens. Shown by tests/integration/test_client.py and,
+with real engines, test_router_replay.py.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ class ChosenExperts:
         self._known: list[tuple[np.ndarray, np.ndarray]] = []
 
     def first_chosen(self, token_ids: list[int], experts: np.ndarray | None) -> np.ndarray | None:
-        """Return ``experts``, the rows of a request and its answer ``token_ids``, with the earlier rows of known tokens.
+        """Return ``experts``, in which the rows of known tokens are replaced by their first ones.
 
-        A row depends on its token and all tokens before it, so it is known if an earlier request began with these tokens.
+        ``token_ids`` has the tokens of a request and its answer. A row depends on its token and on all tokens before
+        it, so it is known if an earlier request or answer began with these tokens.
         """
         if experts is None:
             return None

@@ -302,8 +302,8 @@ def check_experts(output: AgentLoopOutput) -> None:
     if len(shape) != 3 or not needed <= shape[0] <= tokens:
         given = f"the shape {shape}" if shape else shown(routed)
         raise UnusableAnswer(
-            f"routed_experts of the agent loop's AgentLoopOutput is {given}: it needs {needed} to {tokens} rows (layers, "
-            "experts per token), one for each token from the prompt's first to the one before the last sampled token"
+            f"routed_experts of the agent loop's AgentLoopOutput is {given}: it needs {needed} to {tokens} rows "
+            "(layers, experts per token), one for each token of prompt and response before the last sampled one"
         )
 
 

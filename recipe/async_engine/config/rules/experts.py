@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for mixtures of experts: their names in weight syncs, the replay of routers' choices, and expert parallelism.
 
-With router replay a trainer computes each token with the experts that another pass chose for it: in mode R3 the rollout
-engine, when it sampled the next token; in mode R2 the trainer's own pass that computes proximal log-probs. verl 0.9.1
-replays only in its Megatron and VeOmni engines (verl/workers/engine_workers.py:496). Shown by tests/config/test_config.py.
+With router replay a trainer computes each token with the experts that another pass chose for it: in mode R3 the pass of
+the rollout engine that sampled the next token; in mode R2 the trainer's own pass that computes proximal log-probs. verl
+0.9.1 replays only in its Megatron and VeOmni engines (verl/workers/engine_workers.py:496). Shown by
+tests/config/test_config.py.
 """
 
 from collections.abc import Iterator
@@ -45,9 +46,7 @@ def router_replay(context: RuleContext) -> Iterator[Problem]:
     """Check that the experts that one side chooses are replayed by the other, and that each engine supports it."""
     strategy, returned, mode = context.get(f"{ACTOR}.strategy"), context.get(RETURNED), replay_mode(context)
     if returned and strategy not in REPLAYING:
-        advice = (
-            f"verl 0.9.1 replays no experts with this training engine: remove it, or set {ACTOR}.strategy=megatron."
-        )
+        advice = f"verl 0.9.1 replays no experts in this training engine: remove it, or set {ACTOR}.strategy=megatron."
         yield context.problem(RETURNED, f"false with {ACTOR}.strategy={strategy}", advice)
         return
     if returned and (mode is None or context.get(mode) != "R3"):
@@ -64,9 +63,8 @@ def _one_choice(context: RuleContext, mode: str) -> Iterator[Problem]:
     """Check that the proximal log-probs and the update use the same choice."""
     source, chosen = proximal_source(context.config, context.settings), context.get(mode)
     if chosen == "R3" and not context.get(RETURNED):
-        yield context.problem(
-            RETURNED, f"true with {mode}=R3", "The trainer replays the experts of the rollout engines."
-        )
+        advice = "The trainer replays the experts that the rollout engines return."
+        yield context.problem(RETURNED, f"true with {mode}=R3", advice)
     if source is Proximal.SERVER:
         advice = f"Log-prob servers choose experts themselves: remove them, or set {mode}=disabled."
         yield context.problem("model_engine_server.backend", f"disabled with {mode}={chosen}", advice)
@@ -100,13 +98,11 @@ def _of_engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def expert_parallel(context: RuleContext) -> Iterator[Problem]:
-    """Check the expert-parallel size of engines, which is all of a replica's ranks (verl/workers/config/rollout.py:295)."""
+    """Check that an engine's expert-parallel size is all of a replica's ranks (verl/workers/config/rollout.py:295)."""
     for engine in context.engines:
         setting = f"{engine}.expert_parallel_size"
         size = context.count(setting) or 1
-        sizes = [
-            context.count(f"{engine}.{name}") or 1 for name in ("tensor_model_parallel_size", "data_parallel_size")
-        ]
-        if size > 1 and size != sizes[0] * sizes[1]:
+        tensor, data = (context.count(f"{engine}.{kind}_parallel_size") or 1 for kind in ("tensor_model", "data"))
+        if size > 1 and size != tensor * data:
             advice = "vLLM divides the experts among all ranks of tensor and data parallelism, or not at all."
-            yield context.problem(setting, f"1, or {sizes[0]} x {sizes[1]}, tensor x data parallel size", advice)
+            yield context.problem(setting, f"1, or {tensor} x {data}, tensor x data parallel size", advice)
