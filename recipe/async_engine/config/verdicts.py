@@ -278,6 +278,7 @@ TABLE: tuple[Verdict, ...] = (
         {ACTOR,REF,critic}.{megatron,veomni}.router_replay.{record,replay}_file
         global_profiler.global_tool_config.torch_memory.{stacks,kw_args}""",
     ),
+    *_none("verl replays experts in the actor only", "{REF,critic}.{megatron,veomni}.router_replay.mode"),
     *_none("verl 0.9.1 does not read it either; set optim.clip_grad beside it", "{ACTOR,critic}.grad_clip"),
     *_none(
         "verl 0.9.1 does not read it either; data.filter_overlong_prompts leaves out prompts that are too long",

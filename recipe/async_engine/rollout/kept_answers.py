@@ -29,6 +29,7 @@ from typing import Any
 from recipe.async_engine.engines.answers import ABORTED, CHECKPOINT, Flight
 from recipe.async_engine.log_prob_servers.client import PartScorer
 from recipe.async_engine.record.activity import ToolTime, Work
+from recipe.async_engine.rollout.chosen_experts import ChosenExperts
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class TrajectoryRecorder:
         sampled: a future that is done when the last token is sampled.
         told: a future that is done when the trajectory's cancellation was requested.
         over: set when the trajectory has ended, even if its agent loop continues.
+        experts: the experts that routers chose for the tokens of the trajectory.
     """
 
     segments: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -144,6 +146,7 @@ class TrajectoryRecorder:
     sampled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     told: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    experts: ChosenExperts = field(default_factory=ChosenExperts)
     task: asyncio.Task[Any] = field(init=False)
 
     @property

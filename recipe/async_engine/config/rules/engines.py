@@ -18,9 +18,6 @@ from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 AT_SWAP = "async_training.weights.at_swap"
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
-# Model families whose experts have other names in Transformers' model than in a checkpoint. verl's FSDP engines send
-# the names of the model, and vLLM expects those of the checkpoint.
-OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 STRATEGIES = {
     "dp": ("fsdp", "fsdp2"),
     "megatron": ("megatron",),
@@ -190,17 +187,6 @@ def lora(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(f"{MODEL}.target_parameters", "null", advice)
     if not context.get(f"{MODEL}.lora.merge"):
         yield from _adapters_alone(context, megatron)
-
-
-def experts(context: RuleContext) -> Iterator[Problem]:
-    """Refuse models for which verl sends names of experts that vLLM does not know."""
-    family, strategy = context.policy.get("model_type"), context.get(f"{ACTOR}.strategy")
-    if family in OTHER_EXPERTS and strategy != "megatron":
-        advice = "verl's FSDP engines send experts by names that vLLM does not know of this family; take another model"
-        advice += f", or {ACTOR}.strategy=megatron." if family == "mixtral" else "."
-        yield context.problem(
-            f"{MODEL}.path", f"no model of the family {family} with {ACTOR}.strategy={strategy}", advice
-        )
 
 
 def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:
