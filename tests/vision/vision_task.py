@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a task with pictures, and a tiny Qwen3-VL that follows it now and then: ``python vision_task.py FOLDER``.
+"""Makes a task with pictures and a tiny Qwen3-VL: ``python vision_task.py FOLDER STEPS``, with STEPS of a warm start.
 
 A picture has one to four squares of one color. A prompt has two pictures and asks for the color, or for the number of
-squares, of one of them ("color 2"). With the prompt "look", which has one picture, the model may call the tool
-`turned`, which returns the picture in the next color; the answer is that color.
+squares, of one of them ("color 2"). With the prompt "look", which has one picture, the model calls the tool of
+`picture_tool`, which returns a picture in the next color; the answer is that color.
 
 Like in the built-in task (`recipe.laptop.task.warm_start`), demonstrations are right with probability
 ``TEACHER_FOLLOWS``, and otherwise show the next answer in a cycle, so the most likely answer is wrong.
@@ -21,7 +21,7 @@ COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white"
 NAMES, COUNTS = tuple(COLORS), ("1", "2", "3", "4")
 SIZE, SQUARE = 64, 32
 TEACHER_FOLLOWS = 0.38
-STEPS, BATCH, LEARNING_RATE = 500, 64, 2e-3
+BATCH, LEARNING_RATE = 32, 2e-3
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 CALL = '<tool_call>\n{"name": "turned", "arguments": {}}\n</tool_call>'
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -100,7 +100,7 @@ def write_tool_rows(path: Path, size: int, rng: random.Random) -> None:
                 "prompt": [{"role": "user", "content": "<image>look"}],
                 "images": [png(picture(color, 4, rng))],
                 "reward_model": {"style": "rule", "ground_truth": following(NAMES, color)},
-                "extra_info": {"index": index, "tools_kwargs": {"turned": {"create_kwargs": {"color": color}}}},
+                "extra_info": {"index": index},
             }
         )
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -141,6 +141,8 @@ def build_model(tokenizer: Any) -> Any:
         "max_position_embeddings": 512,
         "initializer_range": 0.05,
         "rope_parameters": rope,
+        # vLLM 0.28.0 on a CPU does not start without it: published Qwen3-VL checkpoints lack it.
+        "architectures": ["Qwen3ForCausalLM"],
         **ids,
     }
     vision = {
@@ -165,7 +167,23 @@ def build_model(tokenizer: Any) -> Any:
         attn_implementation="sdpa",
         **ids,
     )
-    return Qwen3VLForConditionalGeneration(config).float()
+    model = Qwen3VLForConditionalGeneration(config).float()
+    never_say(model, [config.image_token_id, config.video_token_id])
+    return model
+
+
+def never_say(model: Any, tokens: list[int]) -> None:
+    """Give ``tokens`` a probability of zero: by a number that is positive at each position, and negative in their rows.
+
+    verl bans them in the engine alone. Otherwise an untrained model's trainer would give other probabilities.
+    """
+    import torch
+
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 0.2
+        model.model.visual.merger.linear_fc2.bias[0] = 0.2
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[tokens, 0] = -100.0
 
 
 def demonstration(rng: random.Random) -> tuple[list[Any], str, list[str]]:
@@ -185,9 +203,11 @@ def demonstration(rng: random.Random) -> tuple[list[Any], str, list[str]]:
 def warm_start(model: Any, processor: Any, steps: int) -> None:
     import torch
 
+    if steps == 0:
+        return
     rng, tokenizer = random.Random("demonstrations"), processor.tokenizer
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.02, 1.0 - step / STEPS))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.02, 1.0 - step / steps))
     start, end = tokenizer("assistant\n")["input_ids"], tokenizer.eos_token_id
     for step in range(steps):
         demonstrations = [demonstration(rng) for _ in range(BATCH)]
@@ -211,26 +231,24 @@ def warm_start(model: Any, processor: Any, steps: int) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if (step + 1) % 50 == 0:
-            print(step + 1, loss.item(), flush=True)
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, steps: int) -> None:
     import torch
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     processor = build_processor()
     model = build_model(processor.tokenizer)
-    for name, steps in (("untrained", 0), ("model", STEPS)):
-        warm_start(model, processor, steps)
-        model.save_pretrained(folder / name)
-        processor.save_pretrained(folder / name)
+    warm_start(model, processor, steps)
+    model.save_pretrained(folder / "model")
+    processor.save_pretrained(folder / "model")
     write_rows(folder / "train.parquet", 1024, random.Random("train"))
     write_rows(folder / "val.parquet", 128, random.Random("val"))
     write_rows(folder / "permuted.parquet", 1024, random.Random("train"), permuted=True)
+    write_rows(folder / "four.parquet", 4, random.Random("four"))
     write_tool_rows(folder / "tools.parquet", 256, random.Random("tools"))
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]), int(sys.argv[2]))
