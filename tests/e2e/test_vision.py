@@ -50,8 +50,8 @@ def untrained(untrained_task: TaskPaths, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def warm(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
-    return made(tmp_path_factory.mktemp("warm"), WARM_START, task.reward_file)
+def warm(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
+    return made(tmp_path_factory.mktemp("warm"), WARM_START, FOLDERS[0] / "picture_reward.py")
 
 
 def few_steps(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
@@ -71,7 +71,7 @@ def check_same_probabilities(run: FinishedRun) -> None:
 def test_pictures_that_come_again_are_seen_by_the_new_weights(
     untrained: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:
-    """Each step has the same four prompts. An engine that kept what older weights saw would give other probabilities."""
+    """Each step has the same prompts. An engine that kept what older weights saw would give other probabilities."""
     overrides = [
         *few_steps(untrained, tmp_path, ray_dir),
         *ON_POLICY,

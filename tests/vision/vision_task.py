@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a task with pictures and a tiny Qwen3-VL: ``python vision_task.py FOLDER STEPS``, with STEPS of a warm start.
 
-A picture has one to four squares of one color. A prompt has two pictures and asks for the color, or for the number of
-squares, of one of them ("color 2"). With the prompt "look", which has one picture, the model calls the tool of
+A picture has one to four squares of one color. A prompt has one to three pictures and asks for the color, or for the
+number of squares, of one of them ("color 2"). With the prompt "look", which has one picture, the model calls the tool of
 `picture_tool`, which returns a picture in the next color; the answer is that color.
 
 Like in the built-in task (`recipe.laptop.task.warm_start`), demonstrations are right with probability
@@ -40,7 +40,10 @@ def picture(color: str, count: int, rng: random.Random) -> Any:
 
     image = Image.new("RGB", (SIZE, SIZE))
     for place in rng.sample(range(4), count):
-        image.paste(COLORS[color], (place % 2 * SQUARE, place // 2 * SQUARE, (place % 2 + 1) * SQUARE, (place // 2 + 1) * SQUARE))
+        image.paste(
+            COLORS[color],
+            (place % 2 * SQUARE, place // 2 * SQUARE, (place % 2 + 1) * SQUARE, (place // 2 + 1) * SQUARE),
+        )
     return image
 
 
@@ -51,8 +54,8 @@ def following(names: tuple[str, ...], name: str) -> str:
 
 def problem(rng: random.Random) -> tuple[list[Any], str, tuple[str, ...], str]:
     """Return pictures, question, possible answers and the right answer."""
-    shown = [(rng.choice(NAMES), rng.randint(1, 4)) for _ in range(2)]
-    asked, which = rng.choice(("color", "count")), rng.randrange(2)
+    shown = [(rng.choice(NAMES), rng.randint(1, 4)) for _ in range(rng.randint(1, 3))]
+    asked, which = rng.choice(("color", "count")), rng.randrange(len(shown))
     color, count = shown[which]
     answers, right = (NAMES, color) if asked == "color" else (COUNTS, str(count))
     return [picture(*one, rng) for one in shown], f"{asked} {which + 1}", answers, right
@@ -65,18 +68,21 @@ def png(image: Any) -> dict[str, bytes]:
 
 
 def write_rows(path: Path, size: int, rng: random.Random, permuted: bool = False) -> None:
-    """Write a data file for verl; ``permuted`` gives each question the pictures of another one."""
+    """Write a data file for verl; ``permuted`` gives each question the pictures of another one, as many as its own."""
     import pyarrow
     from pyarrow import parquet
 
     problems = [problem(rng) for _ in range(size)]
     images = [images for images, *_ in problems]
     if permuted:
-        rng.shuffle(images)
+        for count in range(1, 4):
+            places = [place for place, of_one in enumerate(images) if len(of_one) == count]
+            for place, other in zip(places, rng.sample([images[place] for place in places], len(places)), strict=True):
+                images[place] = other
     rows = [
         {
             "data_source": "recipe/pictures",
-            "prompt": [{"role": "user", "content": f"<image><image>{question}"}],
+            "prompt": [{"role": "user", "content": "<image>" * len(of_one) + question}],
             "images": [png(image) for image in of_one],
             "reward_model": {"style": "rule", "ground_truth": right},
             "extra_info": {"index": index},
@@ -197,7 +203,7 @@ def demonstration(rng: random.Random) -> tuple[list[Any], str, list[str]]:
         return [picture(color, 4, rng), picture(turned, 4, rng)], text, [CALL, said]
     images, question, answers, right = problem(rng)
     said = right if rng.random() < TEACHER_FOLLOWS else following(answers, right)
-    return images, f"{start}{IMAGE}{IMAGE}{question}{end}\n{answer}{said}{end}", [said]
+    return images, f"{start}{IMAGE * len(images)}{question}{end}\n{answer}{said}{end}", [said]
 
 
 def warm_start(model: Any, processor: Any, steps: int) -> None:
