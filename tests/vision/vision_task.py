@@ -2,8 +2,8 @@
 """Makes a task with pictures and a tiny Qwen3-VL: ``python vision_task.py FOLDER STEPS``, with STEPS of a warm start.
 
 A picture has one to four squares of one color. A prompt has one to three pictures and asks for the color, or for the
-number of squares, of one of them ("color 2"). With the prompt "look", which has one picture, the model calls the tool of
-`picture_tool`, which returns a picture in the next color; the answer is that color.
+number of squares, of one of them ("color 2"). With the prompt "look", which has one picture, the model calls the tool
+of `picture_tool`, which returns a picture in the next color; the answer is that color.
 
 Like in the built-in task (`recipe.laptop.task.warm_start`), demonstrations are right with probability
 ``TEACHER_FOLLOWS``, and otherwise show the next answer in a cycle, so the most likely answer is wrong.
@@ -40,10 +40,8 @@ def picture(color: str, count: int, rng: random.Random) -> Any:
 
     image = Image.new("RGB", (SIZE, SIZE))
     for place in rng.sample(range(4), count):
-        image.paste(
-            COLORS[color],
-            (place % 2 * SQUARE, place // 2 * SQUARE, (place % 2 + 1) * SQUARE, (place // 2 + 1) * SQUARE),
-        )
+        left, top = place % 2 * SQUARE, place // 2 * SQUARE
+        image.paste(COLORS[color], (left, top, left + SQUARE, top + SQUARE))
     return image
 
 
@@ -215,7 +213,7 @@ def warm_start(model: Any, processor: Any, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.02, 1.0 - step / steps))
     start, end = tokenizer("assistant\n")["input_ids"], tokenizer.eos_token_id
-    for step in range(steps):
+    for _ in range(steps):
         demonstrations = [demonstration(rng) for _ in range(BATCH)]
         inputs = processor(
             text=[text for _, text, _ in demonstrations],
