@@ -14,6 +14,9 @@ LOCK_VENV := build/lock-venv
 GPU_PYTHON ?= python3.12
 # Pure Python, and published as sources only; nothing else is built.
 WITHOUT_WHEEL := antlr4-python3-runtime
+# Beside a CPU build of torch it loads only with the help of tests/vision, so it has a folder of its own.
+VISION := $(VENV)/vision
+TORCHVISION := torchvision==0.28.0
 PIP := -m pip --disable-pip-version-check
 
 # The stack is import-bound and runs many processes on few cores: one thread each.
@@ -58,6 +61,7 @@ $(STAMP): requirements/cpu.lock requirements/sglang-cpu.txt setup.py pyproject.t
 	$(BIN)/python $(PIP) install --quiet --no-deps -r requirements/cpu.lock -r requirements/sglang-cpu.txt
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  $(BIN)/python $(PIP) install --quiet "$$(grep '^torch==' requirements/cpu.lock)"
+	$(BIN)/python $(PIP) install --quiet --no-deps --upgrade --target $(VISION) $(TORCHVISION)
 	$(BIN)/python $(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

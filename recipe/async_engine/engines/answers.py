@@ -64,11 +64,11 @@ def joined_experts(known: np.ndarray | None, more: np.ndarray | None, tokens: in
 class Flight:
     """One open request at a server, with the tokens of its answer that the client has fetched.
 
-    ``asked`` has the tokens that were sent as the prompt. ``avoided`` is the server that failed this request before, if
-    any. ``told`` is whether the server has answered the latest fetch of this request's tokens, or failed to answer.
+    ``asked`` is the digest of the request. ``avoided`` is the server that failed this request before, if any. ``told``
+    is whether the server has answered the latest fetch of this request's tokens, or failed to answer.
     """
 
-    asked: list[int]
+    asked: bytes
     avoided: str | None = None
     told: bool = False
     server_id: str | None = None

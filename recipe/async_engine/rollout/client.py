@@ -67,7 +67,7 @@ from recipe.async_engine.engines.answers import (
 )
 from recipe.async_engine.engines.load_balancer import ENDED, SAY_ENDED_S
 from recipe.async_engine.record.activity import Work
-from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder, current_recorder
+from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder, current_recorder, digest
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +362,7 @@ class ResumingClient(LLMServerClient):
         self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
     ) -> TokenOutput | None:
         """Return the answer to a request from the checkpoint, or else from a server; None if a server sent no token."""
-        asked = kwargs["prompt_ids"]
+        asked = digest(kwargs["prompt_ids"], [kwargs.get(data) for data in MODALITIES])
         if recorder.over.is_set():
             raise GenerationError("the trajectory has ended, so its agent loop can send no further requests")
         answer = recorder.again(asked)
@@ -370,7 +370,7 @@ class ResumingClient(LLMServerClient):
             if not recorder.validates:
                 await self.gate.enter()
             began = time.monotonic()
-            answer = await self._ask_server(request_id, recorder, patience, **kwargs)
+            answer = await self._ask_server(request_id, recorder, patience, asked, **kwargs)
             recorder.asked_s += time.monotonic() - began
             # No other task runs between the removal of the request from ``recorder.flights`` and this line, so a
             # checkpoint has the request's tokens exactly once.
@@ -379,15 +379,15 @@ class ResumingClient(LLMServerClient):
         return answer
 
     async def _ask_server(
-        self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
+        self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, asked: bytes, **kwargs: Any
     ) -> TokenOutput | None:
-        """Send one request to one server.
+        """Send one request, whose digest is ``asked``, to one server.
 
         Returns:
             The answer, or None if the server returned no token, because it died, failed the request, or is no longer
                 in the load balancer.
         """
-        with self._under_way(recorder, kwargs["prompt_ids"], patience.failed_at) as flight, patience.spent():
+        with self._under_way(recorder, asked, patience.failed_at) as flight, patience.spent():
             answer = asyncio.ensure_future(super().generate(request_id, **kwargs))
             try:
                 part = await self._growing(answer, flight, patience)
@@ -443,7 +443,7 @@ class ResumingClient(LLMServerClient):
         return part
 
     @contextmanager
-    def _under_way(self, recorder: TrajectoryRecorder, asked: list[int], avoided: str | None) -> Iterator[Flight]:
+    def _under_way(self, recorder: TrajectoryRecorder, asked: bytes, avoided: str | None) -> Iterator[Flight]:
         """Register a request as open during the ``with`` block, so that its tokens are fetched regularly."""
         flight = Flight(asked, avoided=avoided)
         _flight.set(flight)
