@@ -24,6 +24,7 @@ from recipe.async_engine.config.rules import (
     names,
     parallel,
     servers,
+    sglang,
 )
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.sections import read_settings
@@ -51,6 +52,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     engines.experts,
     engines.weights,
     engines.rollout,
+    sglang.sglang,
     engines.cpu,
     engines.packages,
     servers.proximal_log_probs,
