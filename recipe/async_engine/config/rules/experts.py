@@ -21,15 +21,17 @@ RETURNED = f"{ROLLOUT}.enable_rollout_routing_replay"
 REPLAYING = ("megatron", "veomni")
 """The training engines that have router replay; each has its settings in the section of this name."""
 # Model families whose experts have other names in Transformers' model than in a checkpoint. verl's FSDP engines send
-# the names of the model, and vLLM expects those of the checkpoint.
+# the names of the model, and rollout engines expect those of the checkpoint.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 
 
 def families(context: RuleContext) -> Iterator[Problem]:
-    """Refuse models for which verl sends names of experts that vLLM does not know."""
+    """Refuse models for which verl sends names of experts that rollout engines do not know."""
     family, strategy = context.policy.get("model_type"), context.get(f"{ACTOR}.strategy")
     if family in OTHER_EXPERTS and strategy != "megatron":
-        advice = "verl's FSDP engines send experts by names that vLLM does not know of this family; take another model"
+        advice = (
+            "verl's FSDP engines send experts by names that no rollout engine knows of this family; take another model"
+        )
         advice += f", or {ACTOR}.strategy=megatron." if family == "mixtral" else "."
         yield context.problem(
             f"{MODEL}.path", f"no model of the family {family} with {ACTOR}.strategy={strategy}", advice
@@ -88,6 +90,9 @@ def _of_trainer(context: RuleContext, mode: str) -> Iterator[Problem]:
 
 def _of_engine(context: RuleContext) -> Iterator[Problem]:
     """Check what vLLM refuses if it returns experts (vllm/config/vllm.py:1068)."""
+    if context.on_sglang:
+        advice = "verl 0.9.1 cannot read the experts that SGLang returns: generate with vLLM, or remove it."
+        yield context.problem(RETURNED, f"false with {ROLLOUT}.name=sglang", advice)
     vllm, advice = f"{ROLLOUT}.engine_kwargs.vllm", "vLLM returns no experts with it: remove it."
     for name in ("pipeline", "decode_context", "prefill_context"):
         setting = f"{vllm}.{name}_parallel_size"
@@ -99,7 +104,7 @@ def _of_engine(context: RuleContext) -> Iterator[Problem]:
 
 def expert_parallel(context: RuleContext) -> Iterator[Problem]:
     """Check that an engine's expert-parallel size is all of a replica's ranks (verl/workers/config/rollout.py:295)."""
-    for engine in context.engines:
+    for engine in context.vllm_engines:
         setting = f"{engine}.expert_parallel_size"
         size = context.count(setting) or 1
         tensor, data = (context.count(f"{engine}.{kind}_parallel_size") or 1 for kind in ("tensor_model", "data"))
