@@ -25,6 +25,7 @@ from recipe.async_engine.config.rules import (
     names,
     parallel,
     servers,
+    sglang,
 )
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.sections import read_settings
@@ -54,6 +55,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     experts.expert_parallel,
     engines.weights,
     engines.rollout,
+    sglang.sglang,
     engines.cpu,
     engines.packages,
     servers.proximal_log_probs,
