@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from test_config import CPU, IN_TURNS, KEEP, MERGED, MODEL, ROLLOUT, WEIGHTS, WHOLE, configured, refused
+from test_config import CPU, IN_TURNS, KEEP, MEGATRON, MERGED, MODEL, ROLLOUT, WEIGHTS, WHOLE, configured, refused
 
 from recipe.async_engine.config.facts import Resources
 from recipe.async_engine.config.notices import notices
@@ -23,7 +23,7 @@ SGLANG_ON_CPU = {**CPU, **SGLANG, f"{ROLLOUT}.tensor_model_parallel_size": 1, AR
 
 
 def test_sglang_runs_in_every_mode() -> None:
-    for placed in ({}, WHOLE, IN_TURNS, KEEP, MERGED, {f"{ROLLOUT}.scheduling_policy": "priority"}):
+    for placed in ({}, WHOLE, IN_TURNS, KEEP, MEGATRON, MERGED, {f"{ROLLOUT}.scheduling_policy": "priority"}):
         assert refused(SGLANG | placed) == {}, placed
     assert refused(SGLANG_ON_CPU) == {}
 
@@ -45,6 +45,11 @@ def test_sglang_runs_in_every_mode() -> None:
         ({f"{ARGUMENTS}.random_seed": 0}, f"{ARGUMENTS}.random_seed", "null with several replicas"),
         ({f"{ARGUMENTS}.speculative_algorithm": "EAGLE"} | IN_HOST, f"{ARGUMENTS}.speculative_algorithm", "=none"),
         ({f"{ROLLOUT}.quantization": "fp8"} | IN_HOST, f"{ROLLOUT}.quantization", "staging=none"),
+        (
+            MEGATRON | {f"{ROLLOUT}.enable_rollout_routing_replay": True},
+            f"{ROLLOUT}.enable_rollout_routing_replay",
+            "Only vLLM was tried",
+        ),
         (IN_TURNS | {f"{ARGUMENTS}.enable_memory_saver": False}, f"{ARGUMENTS}.enable_memory_saver", "true with"),
         ({f"{ARGUMENTS}.tp_size": 2}, f"{ARGUMENTS}.tp_size", f"Set {ROLLOUT}.tensor_model_parallel_size"),
         ({f"{ARGUMENTS}.load_format": "auto"}, f"{ARGUMENTS}.load_format", f"Set {ROLLOUT}.load_format"),

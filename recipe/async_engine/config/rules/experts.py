@@ -21,15 +21,15 @@ RETURNED = f"{ROLLOUT}.enable_rollout_routing_replay"
 REPLAYING = ("megatron", "veomni")
 """The training engines that have router replay; each has its settings in the section of this name."""
 # Model families whose experts have other names in Transformers' model than in a checkpoint. verl's FSDP engines send
-# the names of the model, and vLLM expects those of the checkpoint.
+# the names of the model, and rollout engines expect those of the checkpoint.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 
 
 def families(context: RuleContext) -> Iterator[Problem]:
-    """Refuse models for which verl sends names of experts that vLLM does not know."""
+    """Refuse models for which verl sends names of experts that no rollout engine knows."""
     family, strategy = context.policy.get("model_type"), context.get(f"{ACTOR}.strategy")
     if family in OTHER_EXPERTS and strategy != "megatron":
-        advice = "verl's FSDP engines send experts by names that vLLM does not know of this family; take another model"
+        advice = "verl's FSDP engines send experts by names that no engine knows of this family; take another model"
         advice += f", or {ACTOR}.strategy=megatron." if family == "mixtral" else "."
         yield context.problem(
             f"{MODEL}.path", f"no model of the family {family} with {ACTOR}.strategy={strategy}", advice
@@ -48,6 +48,10 @@ def router_replay(context: RuleContext) -> Iterator[Problem]:
     if returned and strategy not in REPLAYING:
         advice = f"verl 0.9.1 replays no experts in this training engine: remove it, or set {ACTOR}.strategy=megatron."
         yield context.problem(RETURNED, f"false with {ACTOR}.strategy={strategy}", advice)
+        return
+    if returned and context.on_sglang:
+        advice = "Only vLLM was tried with the replay of its experts: remove it, or take vLLM."
+        yield context.problem(RETURNED, f"false with {ROLLOUT}.name=sglang", advice)
         return
     if returned and (mode is None or context.get(mode) != "R3"):
         advice = f"The trainer would not replay the experts that the engines return: set it to R3, or {RETURNED}=false."
@@ -104,5 +108,5 @@ def expert_parallel(context: RuleContext) -> Iterator[Problem]:
         size = context.count(setting) or 1
         tensor, data = (context.count(f"{engine}.{kind}_parallel_size") or 1 for kind in ("tensor_model", "data"))
         if size > 1 and size != tensor * data:
-            advice = "vLLM divides the experts among all ranks of tensor and data parallelism, or not at all."
+            advice = "An engine divides the experts among all ranks of tensor and data parallelism, or not at all."
             yield context.problem(setting, f"1, or {tensor} x {data}, tensor x data parallel size", advice)
