@@ -43,8 +43,8 @@ ACCELERATORS = [
     "trl==0.27.0",
 ]
 GPU = [*ACCELERATORS, "flash-linear-attention==0.5.2"]
-# SGLang and vLLM for accelerators exclude each other. SGLang asks for the one release of transformers that verl excludes,
-# so pip finds no solution; uv takes an override (docs/dependencies.md).
+# SGLang excludes vLLM for accelerators, and asks for the one release of transformers that verl excludes. pip therefore
+# finds no solution; uv takes an override (docs/dependencies.md).
 SGLANG = [
     "verl[verl-core,cupy-cu130]==0.9.1",
     "sglang==0.5.12",

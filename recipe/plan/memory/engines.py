@@ -184,7 +184,8 @@ def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
     return dtype_bytes(lookup(config, f"{engine}.mixed_precision.param_dtype", "bf16"), 2)
 
 
-# SGLang's defaults on devices below so many GiB: tokens of a prefill, and sequences in a graph on up to 3 ranks and more.
+# SGLang's defaults on devices below so many GiB: tokens of a prefill, and sequences in a graph, on up to 3 ranks and on
+# more.
 PREFILL_AND_GRAPHS = ((35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 # A sleeping vLLM engine keeps memory on each device (context, graphs, NCCL), and more if it has several devices: users
