@@ -47,10 +47,15 @@ class SubmittingServer(SGLangHttpServer):
         priority: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Answer like verl's ``generate``, but wait while generation is paused. SGLang has no use for ``priority``."""
+        """Answer like verl's ``generate``, but wait while generation is paused.
+
+        Beside ``max_tokens``, which verl translates, ``min_tokens`` may have vLLM's name. ``priority`` has no effect.
+        """
         rejected = await self._park_until_admitted(request_id)
         if rejected is not None:
             return rejected
+        if "min_tokens" in sampling_params:
+            sampling_params["min_new_tokens"] = sampling_params.pop("min_tokens")
         extra = sampling_params.pop("extra_args", None)
         if extra:
             sampling_params["custom_params"] = {**(sampling_params.get("custom_params") or {}), **extra}
