@@ -26,10 +26,12 @@ OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 
 
 def families(context: RuleContext) -> Iterator[Problem]:
-    """Refuse models for which verl sends names of experts that no rollout engine knows."""
+    """Refuse models for which verl sends names of experts that rollout engines do not know."""
     family, strategy = context.policy.get("model_type"), context.get(f"{ACTOR}.strategy")
     if family in OTHER_EXPERTS and strategy != "megatron":
-        advice = "verl's FSDP engines send experts by names that no engine knows of this family; take another model"
+        advice = (
+            "verl's FSDP engines send experts by names that no rollout engine knows of this family; take another model"
+        )
         advice += f", or {ACTOR}.strategy=megatron." if family == "mixtral" else "."
         yield context.problem(
             f"{MODEL}.path", f"no model of the family {family} with {ACTOR}.strategy={strategy}", advice
@@ -48,10 +50,6 @@ def router_replay(context: RuleContext) -> Iterator[Problem]:
     if returned and strategy not in REPLAYING:
         advice = f"verl 0.9.1 replays no experts in this training engine: remove it, or set {ACTOR}.strategy=megatron."
         yield context.problem(RETURNED, f"false with {ACTOR}.strategy={strategy}", advice)
-        return
-    if returned and context.on_sglang:
-        advice = "Only vLLM was tried with the replay of its experts: remove it, or take vLLM."
-        yield context.problem(RETURNED, f"false with {ROLLOUT}.name=sglang", advice)
         return
     if returned and (mode is None or context.get(mode) != "R3"):
         advice = f"The trainer would not replay the experts that the engines return: set it to R3, or {RETURNED}=false."
@@ -92,6 +90,9 @@ def _of_trainer(context: RuleContext, mode: str) -> Iterator[Problem]:
 
 def _of_engine(context: RuleContext) -> Iterator[Problem]:
     """Check what vLLM refuses if it returns experts (vllm/config/vllm.py:1068)."""
+    if context.on_sglang:
+        advice = "verl 0.9.1 cannot read the experts that SGLang returns: generate with vLLM, or remove it."
+        yield context.problem(RETURNED, f"false with {ROLLOUT}.name=sglang", advice)
     vllm, advice = f"{ROLLOUT}.engine_kwargs.vllm", "vLLM returns no experts with it: remove it."
     for name in ("pipeline", "decode_context", "prefill_context"):
         setting = f"{vllm}.{name}_parallel_size"
