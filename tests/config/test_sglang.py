@@ -7,13 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from test_config import CPU, IN_TURNS, KEEP, MERGED, MODEL, ROLLOUT, WEIGHTS, WHOLE, configured, refused
+from test_config import (
+    ACTOR,
+    CPU,
+    IN_TURNS,
+    KEEP,
+    MEGATRON,
+    MERGED,
+    MODEL,
+    ROLLOUT,
+    WEIGHTS,
+    WHOLE,
+    configured,
+    refused,
+)
 
-from recipe.async_engine.config.facts import Resources
+from recipe.async_engine.config.facts import FileFact, Resources
 from recipe.async_engine.config.notices import notices
 from recipe.async_engine.config.packages import needs
 from recipe.async_engine.config.rules.engines import early_ends
-from recipe.async_engine.config.rules.sglang import ON_CPU
+from recipe.async_engine.config.rules.sglang import ON_CPU, untried
 from recipe.async_engine.config.validation import judge
 
 ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
@@ -23,7 +36,7 @@ SGLANG_ON_CPU = {**CPU, **SGLANG, f"{ROLLOUT}.tensor_model_parallel_size": 1, AR
 
 
 def test_sglang_runs_in_every_mode() -> None:
-    for placed in ({}, WHOLE, IN_TURNS, KEEP, MERGED, {f"{ROLLOUT}.scheduling_policy": "priority"}):
+    for placed in ({}, WHOLE, IN_TURNS, KEEP, MEGATRON, MERGED, {f"{ROLLOUT}.scheduling_policy": "priority"}):
         assert refused(SGLANG | placed) == {}, placed
     assert refused(SGLANG_ON_CPU) == {}
 
@@ -45,6 +58,15 @@ def test_sglang_runs_in_every_mode() -> None:
         ({f"{ARGUMENTS}.random_seed": 0}, f"{ARGUMENTS}.random_seed", "null with several replicas"),
         ({f"{ARGUMENTS}.speculative_algorithm": "EAGLE"} | IN_HOST, f"{ARGUMENTS}.speculative_algorithm", "=none"),
         ({f"{ROLLOUT}.quantization": "fp8"} | IN_HOST, f"{ROLLOUT}.quantization", "staging=none"),
+        (
+            MEGATRON
+            | {
+                f"{ROLLOUT}.enable_rollout_routing_replay": True,
+                f"{ACTOR}.megatron": {"router_replay": {"mode": "R3"}},
+            },
+            f"{ROLLOUT}.enable_rollout_routing_replay",
+            "verl 0.9.1 cannot read",
+        ),
         (IN_TURNS | {f"{ARGUMENTS}.enable_memory_saver": False}, f"{ARGUMENTS}.enable_memory_saver", "true with"),
         ({f"{ARGUMENTS}.tp_size": 2}, f"{ARGUMENTS}.tp_size", f"Set {ROLLOUT}.tensor_model_parallel_size"),
         ({f"{ARGUMENTS}.load_format": "auto"}, f"{ARGUMENTS}.load_format", f"Set {ROLLOUT}.load_format"),
@@ -130,6 +152,12 @@ def test_settings_of_the_other_engine_have_no_effect_and_that_is_said(
     (notice,) = said({**engine, setting: value})
     assert "no effect" in notice and advice in notice
     assert said({**({} if engine else SGLANG), setting: value}) == []
+
+
+def test_a_model_with_vision_is_said_to_be_untried() -> None:
+    for engine, config, count in ((SGLANG, {"vision_config": {}}, 1), (SGLANG, {}, 0), ({}, {"vision_config": {}}, 0)):
+        fact = FileFact(f"{MODEL}.path", "model", "model", model_config={"model_type": "qwen3_vl", **config})
+        assert len(list(untried(judge(configured(engine), None, [fact])[1]))) == count
 
 
 def test_a_missing_sglang_is_refused_with_how_to_install_it() -> None:

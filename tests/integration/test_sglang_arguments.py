@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
-from sglang.srt.server_args import ServerArgs
-from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+import verl.workers.config  # noqa: F401  # It prepares a CPU for SGLang.
+from verl.workers.rollout.sglang_rollout.async_sglang_server import ServerArgs, SGLangHttpServer
 
 from recipe.async_engine.config.sglang_arguments import OF_SETTINGS, REFUSED
 from recipe.async_engine.config.verdicts import INSTEAD

@@ -85,6 +85,7 @@ WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     algorithm.without_effect,
     notices.beside_others,
     names.untried,
+    sglang.untried,
     learning.trains_nothing,
 )
 

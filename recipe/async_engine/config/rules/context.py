@@ -53,10 +53,14 @@ class RuleContext:
         return (ACTOR, "critic") if self.has_critic else (ACTOR,)
 
     @property
+    def engines(self) -> tuple[str, ...]:
+        """The configuration sections of the inference engines: the policy's, and the reward model's if enabled."""
+        return (ROLLOUT, f"{REWARD_MODEL}.rollout") if self.get(f"{REWARD_MODEL}.enable") else (ROLLOUT,)
+
+    @property
     def vllm_engines(self) -> tuple[str, ...]:
         """The sections of vLLM's engines: the policy's, unless SGLang generates, and the reward model's."""
-        policy = () if self.on_sglang else (ROLLOUT,)
-        return (*policy, f"{REWARD_MODEL}.rollout") if self.get(f"{REWARD_MODEL}.enable") else policy
+        return self.engines[1:] if self.on_sglang else self.engines
 
     @property
     def on_sglang(self) -> bool:

@@ -104,10 +104,10 @@ def _of_engine(context: RuleContext) -> Iterator[Problem]:
 
 def expert_parallel(context: RuleContext) -> Iterator[Problem]:
     """Check that an engine's expert-parallel size is all of a replica's ranks (verl/workers/config/rollout.py:295)."""
-    for engine in context.vllm_engines:
+    for engine in context.engines:
         setting = f"{engine}.expert_parallel_size"
         size = context.count(setting) or 1
         tensor, data = (context.count(f"{engine}.{kind}_parallel_size") or 1 for kind in ("tensor_model", "data"))
         if size > 1 and size != tensor * data:
-            advice = "vLLM divides the experts among all ranks of tensor and data parallelism, or not at all."
+            advice = "An engine divides the experts among all ranks of tensor and data parallelism, or not at all."
             yield context.problem(setting, f"1, or {tensor} x {data}, tensor x data parallel size", advice)
