@@ -24,10 +24,10 @@ from recipe.laptop.task import TaskPaths
 
 # torchvision has a folder of its own (Makefile).
 FOLDERS = (CHECKOUT / "tests/vision", Path(sys.prefix) / "vision")
-STEPS = 4
+STEPS, RESUMED_STEPS = 4, 6
 WARM_START = 400
 ON_POLICY = [DECOUPLED, "async_training.staleness_threshold=0", "async_training.max_staleness=0"]
-SAME_WEIGHTS = [DECOUPLED, "actor_rollout_ref.actor.optim.lr=0"]
+NO_LEARNING = "actor_rollout_ref.actor.optim.lr=0"
 LEARNING_STEPS = 60
 
 
@@ -60,6 +60,11 @@ def few_steps(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
         "data.max_prompt_length=64",
         f"trainer.total_training_steps={STEPS}",
     ]
+
+
+def varied_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return overrides for slow answers of 6 to 24 tokens by versions that all have the same weights."""
+    return [*long_answers(folder, monkeypatch, "picture_loop.VariedAnswers"), DECOUPLED, NO_LEARNING]
 
 
 def check_same_probabilities(run: FinishedRun) -> None:
@@ -100,7 +105,7 @@ def test_the_trainer_computes_what_log_prob_servers_cannot(
     main: str, untrained: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:
     own = ["async_training.staleness_threshold=1", "async_training.max_staleness=1"] if main == FULLY_ASYNC else []
-    own += ["model_engine_server=fsdp2", "actor_rollout_ref.actor.optim.lr=0"]
+    own += ["model_engine_server=fsdp2", NO_LEARNING]
     run = run_main(main, [*few_steps(untrained, tmp_path, ray_dir), *own], tmp_path)
     check_books(run, STEPS, bound=1)
     assert run.column("model_engine_server/fallback_rows") == [16] * STEPS
@@ -116,7 +121,7 @@ def test_the_trainer_computes_what_log_prob_servers_cannot(
 def test_interrupted_answers_go_on_with_their_pictures(
     main: str, own: list[str], untrained: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides = [*few_steps(untrained, tmp_path, ray_dir), *long_answers(tmp_path, monkeypatch), *SAME_WEIGHTS, *own]
+    overrides = [*few_steps(untrained, tmp_path, ray_dir), *varied_answers(tmp_path, monkeypatch), *own]
     run = run_main(main, overrides, tmp_path)
     assert run.returncode == 0, run.output[-8000:]
     assert max(run.column("fully_async/staleness/oldest_token_max")) > 0
@@ -136,9 +141,9 @@ def test_kept_answers_go_on_with_their_pictures_after_a_kill(
     monkeypatch.setenv("CRASH_AFTER_STEP", "2")
     overrides = [
         *few_steps(untrained, tmp_path / "run", ray_dir),
-        *long_answers(tmp_path, monkeypatch),
-        *SAME_WEIGHTS,
+        *varied_answers(tmp_path, monkeypatch),
         "trainer.save_freq=1",
+        f"trainer.total_training_steps={RESUMED_STEPS}",
     ]
     main = f"{mode}:recording_trainer.MidwayApart"
     first = run_main(main, overrides, tmp_path / "run")
@@ -150,7 +155,7 @@ def test_kept_answers_go_on_with_their_pictures_after_a_kill(
     second = run_main(main, overrides, tmp_path / "run")
     assert second.returncode == 0, second.output[-8000:]
     assert second.column("fully_async/partial/restored_tokens")[-1] == kept
-    assert second.summary["ledger"]["trained"] == 4 * STEPS
+    assert second.summary["ledger"]["trained"] == 4 * RESUMED_STEPS
     check_same_probabilities(second)
 
 
