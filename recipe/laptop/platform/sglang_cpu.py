@@ -54,9 +54,18 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Transformers replaces this class by one that raises if torchvision was absent when Transformers was imported,
-        # but it works without torchvision, and SGLang registers its processors with it.
-        if module.__name__ == "torchvision":
+        """Do nothing, because a stand-in has no code."""
+
+
+class ImportWatch(importlib.abc.MetaPathFinder):
+    """The first entry of ``sys.meta_path``, which prepares Transformers when SGLang is imported, and finds nothing.
+
+    Transformers replaces its class of image processors by one that raises if torchvision was absent when Transformers
+    was imported. The class works without torchvision, and SGLang registers its processors with it.
+    """
+
+    def find_spec(self, fullname: str, *_: Any) -> None:
+        if fullname == "sglang.srt":
             import transformers
             from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -67,4 +76,5 @@ def install() -> None:
     """Provide the stand-ins in this process, and make SGLang choose its CPU engine. A second call does no harm."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, ImportWatch())
         sys.meta_path.append(StandInFinder())
