@@ -65,7 +65,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
     """
 
     def find_spec(self, fullname: str, *_: Any) -> None:
-        if fullname == "sglang.srt":
+        if fullname == "sglang.srt.configs.utils":
             import transformers
             from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
