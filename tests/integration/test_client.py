@@ -254,7 +254,7 @@ class SamplingServer:
             tokens = list(range(10, 10 + count))
             log_probs = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
             answer = SimpleNamespace(token_ids=tokens, logprobs=log_probs if self.with_log_probs else None)
-            yield SimpleNamespace(finished=False, outputs=[answer])
+            yield SimpleNamespace(finished=False, outputs=[answer], prompt_token_ids=prompt)
         await self.dies.wait()
         raise ActorDiedError
 
@@ -345,7 +345,8 @@ async def test_answer_that_a_swap_found_under_way_has_the_versions_that_its_serv
 async def test_complete_answer_on_its_way_is_not_taken_for_a_part() -> None:
     async def sample(prompt: Any, sampling_params: Any, request_id: str) -> Any:
         for finished in (False, True):
-            yield SimpleNamespace(finished=finished, outputs=[SimpleNamespace(token_ids=[10, 11], logprobs=None)])
+            answer = SimpleNamespace(token_ids=[10, 11], logprobs=None)
+            yield SimpleNamespace(finished=finished, outputs=[answer], prompt_token_ids=prompt)
 
     watch, versions = VLLMOutputs(EngineActivity(time.monotonic, 4)), RequestVersions()
     versions.submit("one", 4)
@@ -470,7 +471,8 @@ class Slow(SamplingServer):
     async def _sample(self, prompt: Any, sampling_params: Any, request_id: str) -> Any:
         for count in range(1, self.tokens + 1):
             await asyncio.sleep(0.1)
-            yield SimpleNamespace(finished=False, outputs=[SimpleNamespace(token_ids=[10] * count, logprobs=None)])
+            answer = SimpleNamespace(token_ids=[10] * count, logprobs=None)
+            yield SimpleNamespace(finished=False, outputs=[answer], prompt_token_ids=prompt)
         await asyncio.Event().wait()
 
     async def drop_request(self, request_id: str) -> None:

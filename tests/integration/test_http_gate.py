@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from recipe.async_engine.engines.http_gate import SERVED, HttpGate, guard
 class Client:
     """Requests to an application behind the gate of ``server``."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Any, commands: Collection[str] = ()) -> None:
         self.reached = 0
-        assert guard(server.admit) == "recipe.async_engine.engines.http_gate.HttpGate"
+        assert guard(server.admit, commands) == "recipe.async_engine.engines.http_gate.HttpGate"
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(HttpGate(self._app)), base_url="http://server")
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -142,3 +143,13 @@ async def test_server_that_left_routing_or_stays_paused_says_so(make_server: Any
     assert "waited 0.02 s at a paused rollout server" in answer.json()["error"]["message"]
     await server.leave_routing()
     assert "ask another one" in (await client.request()).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST"])
+async def test_command_of_the_engine_is_refused_for_every_method(method: str, make_server: Any) -> None:  # noqa: F811
+    server = make_server()
+    await load(server, 0)
+    client = Client(server, commands={"/flush_cache"})
+    assert (await client.request(method, "/flush_cache")).status_code == 403
+    assert client.reached == 0
+    assert (await client.request("GET", "/health")).status_code == 200

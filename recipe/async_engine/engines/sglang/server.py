@@ -18,7 +18,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from recipe.async_engine.engines.answers import COMPLETED
 from recipe.async_engine.engines.gated_server import STRAGGLER_S, GatedServer
-from recipe.async_engine.engines.http_gate import HttpGate, guard
+from recipe.async_engine.engines.http_gate import HARMLESS, SERVED, HttpGate, guard
 from recipe.async_engine.engines.sglang.calls import call_each_worker
 from recipe.async_engine.engines.sglang.outputs import SGLangOutputs
 from recipe.async_engine.engines.sglang.processes import run_detokenizer, run_scheduler
@@ -89,7 +89,7 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
         # verl passes these two functions to SGLang.
         sglang_engine.run_scheduler_process = run_scheduler
         sglang_engine.run_detokenizer_process = run_detokenizer
-        guard(self.admit)
+        guard(self.admit, commands_of(app))
         app.add_middleware(HttpGate)
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
@@ -113,7 +113,7 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
 
     async def _drop_computed(self) -> None:
         deadline = time.monotonic() + self._pause_timeout_s
-        while not all(await self._call_each_worker("drop_computed")):
+        while not all(await self._call_each_worker("drop_computed", self._submission_paused)):
             if time.monotonic() > deadline:
                 raise RolloutServerError(f"the SGLang engine still computes {self._pause_timeout_s:g} s after a pause")
             await asyncio.sleep(STRAGGLER_S)
@@ -145,3 +145,12 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
     async def resume_generation(self) -> None:
         await super().resume_generation()
         self._note_state()
+
+
+def commands_of(application: Any) -> set[str]:
+    """Return the paths of an application that take other methods than GET too, without those that are served.
+
+    SGLang lets GET requests flush its cache or free its memory, for example.
+    """
+    routes = [route for route in application.routes if not set(getattr(route, "methods", None) or ()) <= set(HARMLESS)]
+    return {route.path for route in routes} - SERVED
