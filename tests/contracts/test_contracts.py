@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package counts on in verl, vLLM, SGLang and Ray is so in their sources, also in those that cannot run here.
+"""What this package counts on in verl, vLLM, SGLang and Ray is so in their sources, also what cannot run here.
 
 A change upstream makes the test of its place red. Whatever our sources touch has a line in the tables, so that a new
 touchpoint cannot be forgotten; and each kind of change is tried on a copy of the sources, and noticed by name.

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,15 @@ import httpx
 import pytest
 from test_server_gate import SOON, load, make_server, settle  # noqa: F401 - a fixture
 
-from recipe.async_engine.engines.http_gate import SERVED, HttpGate, guard
+from recipe.async_engine.engines.http_gate import CHANGING, SERVED, HttpGate, guard
 
 
 class Client:
     """Requests to an application behind the gate of ``server``."""
 
-    def __init__(self, server: Any, commands: Collection[str] = ()) -> None:
+    def __init__(self, server: Any) -> None:
         self.reached = 0
-        assert guard(server.admit, commands) == "recipe.async_engine.engines.http_gate.HttpGate"
+        assert guard(server.admit) == "recipe.async_engine.engines.http_gate.HttpGate"
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(HttpGate(self._app)), base_url="http://server")
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -118,6 +117,21 @@ async def test_what_only_reads_needs_no_weights(make_server: Any) -> None:  # no
     assert (await client.request("GET", "/health")).status_code == 200
 
 
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+async def test_endpoints_of_sglang_that_act_by_get_too_are_refused(make_server: Any) -> None:  # noqa: F811
+    import verl.workers.config  # noqa: F401  # It prepares a CPU for SGLang.
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import app
+
+    offered = [(route.path, getattr(route, "methods", None) or ()) for route in app.routes]
+    both = {path for path, methods in offered if {"GET", "POST"} <= set(methods)}
+    assert "/release_memory_occupation" in both
+    assert both <= CHANGING <= {path for path, _ in offered}
+    client = Client(make_server())
+    for path in CHANGING:
+        assert (await client.request("GET", path)).status_code == 403
+    assert client.reached == 0
+
+
 async def test_request_waits_through_a_pause_and_a_load(make_server: Any) -> None:  # noqa: F811
     server = make_server()
     await load(server, 0)
@@ -143,13 +157,3 @@ async def test_server_that_left_routing_or_stays_paused_says_so(make_server: Any
     assert "waited 0.02 s at a paused rollout server" in answer.json()["error"]["message"]
     await server.leave_routing()
     assert "ask another one" in (await client.request()).json()["error"]["message"]
-
-
-@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST"])
-async def test_command_of_the_engine_is_refused_for_every_method(method: str, make_server: Any) -> None:  # noqa: F811
-    server = make_server()
-    await load(server, 0)
-    client = Client(server, commands={"/flush_cache"})
-    assert (await client.request(method, "/flush_cache")).status_code == 403
-    assert client.reached == 0
-    assert (await client.request("GET", "/health")).status_code == 200

@@ -38,7 +38,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.prefilling = False
-        self.output_processor = SimpleNamespace(request_states={})
+        self.output_processor = SimpleNamespace(request_states={}, external_req_ids={})
         self.submitted = asyncio.Event()
         self.errored = False
         self.error: Exception | None = None

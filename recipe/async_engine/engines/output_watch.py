@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from recipe.async_engine.core.versions import RequestVersions, last_runs
 from recipe.async_engine.engines.answers import Sampled
 from recipe.async_engine.record.activity import EngineActivity
@@ -49,6 +51,10 @@ class OutputWatch:
         """Return the log-prob of the token ``token`` from its entry in `Answer.log_probs`."""
         raise NotImplementedError
 
+    def experts(self, request_id: str, known: int, sampled: int) -> np.ndarray | None:
+        """Return the rows (`joined_experts`) that the tokens from ``known`` to ``sampled`` add, or None if unknown."""
+        return None
+
     @contextmanager
     def _request(self, request_id: str, before: int) -> Iterator[None]:
         """Watch a request while it is in the engine. It continues an answer that has ``before`` tokens."""
@@ -86,7 +92,8 @@ class OutputWatch:
         tokens, log_probs = list(answer.token_ids[known:]), None
         if answer.log_probs is not None:
             log_probs = [self.log_prob(answer.log_probs[known + n], token) for n, token in enumerate(tokens)]
-        return Sampled(tokens, last_runs(runs, len(tokens)), log_probs)
+        experts = self.experts(request_id, known, len(answer.token_ids))
+        return Sampled(tokens, last_runs(runs, len(tokens)), log_probs, experts)
 
     def _answer(self, request_id: str) -> Answer | None:
         output = self._newest.get(request_id)

@@ -12,18 +12,29 @@ import threading
 import time
 import zlib
 from collections.abc import AsyncGenerator, Callable, Generator
+from importlib.metadata import PackageNotFoundError
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+import verl
 import zmq
 from verl.plugin.platform import get_platform
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
+from verl.utils.import_utils import load_module
 
 from recipe.async_engine.core.errors import WeightLoadError
 from recipe.async_engine.weights.staged import Intake, StagedWeights, StagingRefused
 from recipe.async_engine.weights.staged import NamedTensors as Bucket
+
+try:
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
+except PackageNotFoundError:
+    # verl does not import the package `vllm_rollout` without vLLM, but this module of it does not need vLLM.
+    _file = Path(verl.__file__).parent / "workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
+    _transfer: Any = load_module(str(_file), "recipe_bucketed_weight_transfer")
+    BucketedWeightReceiver, BucketedWeightSender = _transfer.BucketedWeightReceiver, _transfer.BucketedWeightSender
 
 LOOK_MS = 100
 """Milliseconds between two checks whether the engine has failed, while a call on a socket waits."""

@@ -2,6 +2,7 @@
 """The SGLang rollout server. `recipe.async_engine.engines.gated_server` has the contract."""
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Collection
 from typing import Any
@@ -16,9 +17,10 @@ from sglang.srt.managers.io_struct import (
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
+from recipe.async_engine.actors.sockets import sockets_folder
 from recipe.async_engine.engines.answers import COMPLETED
 from recipe.async_engine.engines.gated_server import STRAGGLER_S, GatedServer
-from recipe.async_engine.engines.http_gate import HARMLESS, SERVED, HttpGate, guard
+from recipe.async_engine.engines.http_gate import HttpGate, guard
 from recipe.async_engine.engines.sglang.calls import call_each_worker
 from recipe.async_engine.engines.sglang.outputs import SGLangOutputs
 from recipe.async_engine.engines.sglang.processes import run_detokenizer, run_scheduler
@@ -45,10 +47,15 @@ class SubmittingServer(SGLangHttpServer):
         priority: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Answer like verl's ``generate``, but wait while generation is paused. SGLang has no use for ``priority``."""
+        """Answer like verl's ``generate``, but wait while generation is paused.
+
+        Beside ``max_tokens``, which verl translates, ``min_tokens`` may have vLLM's name. ``priority`` has no effect.
+        """
         rejected = await self._park_until_admitted(request_id)
         if rejected is not None:
             return rejected
+        if "min_tokens" in sampling_params:
+            sampling_params["min_new_tokens"] = sampling_params.pop("min_tokens")
         extra = sampling_params.pop("extra_args", None)
         if extra:
             sampling_params["custom_params"] = {**(sampling_params.get("custom_params") or {}), **extra}
@@ -86,10 +93,12 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Launch the server like verl, with this package's scheduler and with the gate in front of its endpoints."""
+        # SGLang puts its sockets into temporary files, which it leaves behind; Ray's folder is removed after the run.
+        tempfile.tempdir = sockets_folder()
         # verl passes these two functions to SGLang.
         sglang_engine.run_scheduler_process = run_scheduler
         sglang_engine.run_detokenizer_process = run_detokenizer
-        guard(self.admit, commands_of(app))
+        guard(self.admit)
         app.add_middleware(HttpGate)
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
@@ -145,12 +154,3 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
     async def resume_generation(self) -> None:
         await super().resume_generation()
         self._note_state()
-
-
-def commands_of(application: Any) -> set[str]:
-    """Return the paths of an application that take other methods than GET too, without those that are served.
-
-    SGLang lets GET requests flush its cache or free its memory, for example.
-    """
-    routes = [route for route in application.routes if not set(getattr(route, "methods", None) or ()) <= set(HARMLESS)]
-    return {route.path for route in routes} - SERVED

@@ -26,6 +26,7 @@ class DeadlineServerAdapter(DeadlineAdapter, ServerAdapter):
     """verl's adapter of a vLLM server, with deadlines."""
 
     node_rank: int
+    _ensure_server_handle = ServerAdapter._ensure_server_handle
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

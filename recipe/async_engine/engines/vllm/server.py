@@ -54,6 +54,7 @@ class GatedVLLMHttpServer(GatedServer, vLLMHttpServer):
         args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
+        self._outputs.processor = self.engine.output_processor
         patch_output_processor(self.engine.output_processor)
         # Before each request verl looks for an adapter with verl's own fixed number. Let it find none, because
         # `_salted` adds the adapter.
