@@ -117,6 +117,7 @@ async def test_what_only_reads_needs_no_weights(make_server: Any) -> None:  # no
     assert (await client.request("GET", "/health")).status_code == 200
 
 
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 async def test_endpoints_of_sglang_that_act_by_get_too_are_refused(make_server: Any) -> None:  # noqa: F811
     import verl.workers.config  # noqa: F401  # It prepares a CPU for SGLang.
     from verl.workers.rollout.sglang_rollout.async_sglang_server import app

@@ -7,7 +7,8 @@ to any other endpoint (to sleep, pause, scale, load weights or adapters, or call
 WebSockets are refused. A request to an endpoint in ``SERVED`` waits when a request through the Ray actor would wait:
 until the first complete weights are loaded, during a load, and during a pause. If a request waits too long, or if the
 server has left the load balancer, the request gets status 503 with the reason. Shown by
-tests/integration/test_http_gate.py and, with the real server, tests/e2e/test_replacement.py.
+tests/integration/test_http_gate.py and, with the real servers, tests/e2e/test_replacement.py and
+tests/integration/test_sglang_server.py.
 """
 
 import json

@@ -46,10 +46,12 @@ class SGLangOutputs(OutputWatch):
                             self._newest[obj.rid] = output
                             self._activity.output(obj.rid, len(output["output_ids"]))
                             finished = output["meta_info"].get("finish_reason") is not None
-                    yield self._newest[obj.rid]
                 finally:
                     if not finished:
                         manager.abort_request(obj.rid)
+                last = self._newest[obj.rid]
+            # verl takes this output and does not close the generator, so the request must have left before.
+            yield last
 
         return watched
 

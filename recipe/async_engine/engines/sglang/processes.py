@@ -25,9 +25,13 @@ from verl.plugin.platform import get_platform
 
 from recipe.async_engine.core.cuts import SAMPLED
 from recipe.async_engine.engines.sglang.calls import CALL
+from recipe.async_engine.engines.sglang.penalties import count_earlier_tokens
 from recipe.async_engine.engines.weight_stream import UNDER_WAY, DeadlineReceiver, Staging
 from recipe.async_engine.weights.staged import StagedWeights, StagingRefused
 from recipe.async_engine.weights.staged_model import LiveModel, StagedModel
+
+MOST_ENDED = 1000
+"""Number of ended requests that a scheduler remembers: more than can be on their way to the server at once."""
 
 
 class StagingScheduler(sglang_scheduler.Scheduler):
@@ -35,6 +39,11 @@ class StagingScheduler(sglang_scheduler.Scheduler):
 
     _staged: StagedWeights | None = None
     _staging: Staging | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._ended: dict[str, int] = {}
+        """Number of tokens sampled for each of the last requests that ended since the last swap."""
+        super().__init__(*args, **kwargs)
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> UpdateWeightsFromTensorReqOutput:
         """Execute a call of the server, or update weights as SGLang does."""
@@ -61,6 +70,12 @@ class StagingScheduler(sglang_scheduler.Scheduler):
             # Otherwise SGLang would compute the log-probs of the answer's earlier tokens again, for nobody.
             req.logprob_start_len = -1
         super()._add_request_to_queue(req, is_retracted)
+
+    def stream_output(self, reqs: list[Any], *args: Any, **kwargs: Any) -> None:
+        super().stream_output(reqs, *args, **kwargs)
+        self._ended.update({req.rid: sampled_here(req) for req in reqs if req.finished()})
+        while len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     @property
     def _model(self) -> nn.Module:
@@ -136,8 +151,9 @@ class StagingScheduler(sglang_scheduler.Scheduler):
         """Make the staged weights the live ones.
 
         Returns:
-            The number of tokens that the old weights have sampled for each request. Answer tokens with which a request
-            arrived, because it continues an interrupted answer, are not counted.
+            The number of tokens that the old weights have sampled for each request, including requests that have ended
+            but whose answers may not have reached the server. Answer tokens with which a request arrived, because it
+            continues an interrupted answer, are not counted.
 
         Raises:
             StagingRefused: no complete weights of this version are staged.
@@ -147,11 +163,14 @@ class StagingScheduler(sglang_scheduler.Scheduler):
         self._staged.swap(version)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        waiting = [*self.waiting_queue, *self.running_batch.reqs]
-        return {req.rid: len(req.output_ids) - len(sampled_before(req.sampling_params)) for req in waiting}
+        ended, self._ended = self._ended, {}
+        return ended | {req.rid: sampled_here(req) for req in [*self.waiting_queue, *self.running_batch.reqs]}
 
-    def drop_computed(self) -> bool:
+    def drop_computed(self, pause: bool) -> bool:
         """Drop the KV cache if no batch is being computed, and return whether it was dropped.
+
+        With ``pause`` nothing is computed after that until generation resumes, not even for an HTTP request that the
+        server admitted before its pause and that comes only now.
 
         SGLang's own method refuses while requests wait, but requests that it has retracted hold no part of the cache.
         """
@@ -161,6 +180,7 @@ class StagingScheduler(sglang_scheduler.Scheduler):
         self.tree_cache.reset()
         self.req_to_token_pool.clear()
         self.token_to_kv_pool_allocator.clear()
+        self._engine_paused |= pause
         return True
 
 
@@ -168,6 +188,11 @@ def sampled_before(sampling_params: Any) -> list[int]:
     """Return the tokens that a continued answer had before its interruption, or [] for a new answer."""
     before: list[int] = (sampling_params.custom_params or {}).get(SAMPLED, [])
     return before
+
+
+def sampled_here(req: Any) -> int:
+    """Return the number of a request's tokens that this engine has sampled, without those from before its start."""
+    return len(req.output_ids) - len(sampled_before(req.sampling_params))
 
 
 def continue_answer(req: Any, before: list[int]) -> None:
@@ -185,6 +210,7 @@ def continue_answer(req: Any, before: list[int]) -> None:
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process with a `StagingScheduler`."""
     sglang_scheduler.Scheduler = StagingScheduler
+    count_earlier_tokens()
     sglang_scheduler.run_scheduler_process(*args, **kwargs)
 
 

@@ -122,7 +122,7 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
 
     async def _drop_computed(self) -> None:
         deadline = time.monotonic() + self._pause_timeout_s
-        while not all(await self._call_each_worker("drop_computed")):
+        while not all(await self._call_each_worker("drop_computed", self._submission_paused)):
             if time.monotonic() > deadline:
                 raise RolloutServerError(f"the SGLang engine still computes {self._pause_timeout_s:g} s after a pause")
             await asyncio.sleep(STRAGGLER_S)
