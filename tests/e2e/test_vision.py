@@ -89,6 +89,15 @@ def test_pictures_that_come_again_are_seen_by_the_new_weights(
 
 @pytest.mark.e2e
 @pytest.mark.slow
+def test_tokens_of_pictures_count_before_the_start(untrained: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    short = ["data.max_prompt_length=28", f"data.train_files={untrained.train.with_name('tools.parquet')}"]
+    run = run_main(FULLY_ASYNC, [*few_steps(untrained, tmp_path, ray_dir), *short], tmp_path)
+    assert run.returncode != 0
+    assert "prompts of at most data.max_prompt_length=28 tokens" in run.output
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize("main", [FULLY_ASYNC, PARTIAL_ROLLOUT])
 def test_two_trainer_ranks_see_what_the_engine_sees(
     main: str, untrained: TaskPaths, tmp_path: Path, ray_dir: Path
