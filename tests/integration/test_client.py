@@ -516,7 +516,8 @@ class Slow(SamplingServer):
     async def _sample(self, prompt: Any, sampling_params: Any, request_id: str) -> Any:
         for count in range(1, self.tokens + 1):
             await asyncio.sleep(0.1)
-            yield SimpleNamespace(finished=False, outputs=[SimpleNamespace(token_ids=[10] * count, logprobs=None)])
+            answer = SimpleNamespace(token_ids=[10] * count, logprobs=None)
+            yield SimpleNamespace(finished=False, outputs=[answer], prompt_token_ids=PROMPT)
         await asyncio.Event().wait()
 
     async def drop_request(self, request_id: str) -> None:

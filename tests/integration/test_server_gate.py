@@ -147,6 +147,7 @@ def make_server(monkeypatch: pytest.MonkeyPatch) -> Any:
         server._resume_event.set()
         server._disaggregation_role, server._pd_decode_peers = None, []
         server._post_init("")
+        server._outputs.processor = server.engine.output_processor
         return server
 
     return make
