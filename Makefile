@@ -14,6 +14,9 @@ LOCK_VENV := build/lock-venv
 GPU_PYTHON ?= python3.12
 # Pure Python, and published as sources only; nothing else is built.
 WITHOUT_WHEEL := antlr4-python3-runtime
+# Beside a CPU build of torch it loads only with the help of tests/vision, so it has a folder of its own.
+VISION := $(VENV)/vision
+TORCHVISION := torchvision==0.28.0
 PIP := -m pip --disable-pip-version-check
 
 # The stack is import-bound and runs many processes on few cores: one thread each.
@@ -54,10 +57,11 @@ $(BIN)/python:
 
 # --no-deps: the lock is complete, and leaves out packages that break the stack (see docs/dependencies.md).
 # An accelerator build of torch needs libraries that the lock does not have; its own requirements bring them.
-$(STAMP): requirements/cpu.lock setup.py pyproject.toml | $(BIN)/python
-	$(BIN)/python $(PIP) install --quiet --no-deps -r requirements/cpu.lock
+$(STAMP): requirements/cpu.lock requirements/sglang-cpu.txt setup.py pyproject.toml | $(BIN)/python
+	$(BIN)/python $(PIP) install --quiet --no-deps -r requirements/cpu.lock -r requirements/sglang-cpu.txt
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  $(BIN)/python $(PIP) install --quiet "$$(grep '^torch==' requirements/cpu.lock)"
+	$(BIN)/python $(PIP) install --quiet --no-deps --upgrade --target $(VISION) $(TORCHVISION)
 	$(BIN)/python $(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

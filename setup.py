@@ -43,6 +43,13 @@ ACCELERATORS = [
     "trl==0.27.0",
 ]
 GPU = [*ACCELERATORS, "flash-linear-attention==0.5.2"]
+# SGLang excludes vLLM for accelerators, and asks for the one release of transformers that verl excludes. pip therefore
+# finds no solution; uv takes an override (docs/dependencies.md).
+SGLANG = [
+    "verl[verl-core,cupy-cu130]==0.9.1",
+    "sglang==0.5.12",
+    *(line for line in ACCELERATORS if line.startswith(("torch", "ray", "liger", "trl"))),
+]
 MEGATRON = [
     *ACCELERATORS,
     "megatron-core",
@@ -101,6 +108,7 @@ setup(
         "cpu": CPU,
         "gpu": GPU,
         "megatron": MEGATRON,
+        "sglang": SGLANG,
         "report": REPORT,
         "plan": PLAN,
         "programs": PROGRAMS,

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how long generation pauses for a weight sync, for each way in which weights get into the engine.
 
-    python benchmarks/weight_swap.py [--models tiny 0.5B] [--repeats 10]
+    python benchmarks/weight_swap.py [--models tiny 0.5B] [--repeats 10] [--engine sglang]
 
 It uses one real rollout replica under requests, the real publisher, and a sender in place of a trainer; decode steps
 take a fixed time that uses no core (`benchmarks.emulation`). The ways alternate, one sync each. The results are medians
 of: the whole sync, its transfer, the pause of generation as the publisher sees it (from its call, which waits for the
 end of a decode step) and its share of the sync, the time for which the engine took no step, and the rate of decode
-steps while weights were staged relative to the rate in an equally long time before.
+steps while weights were staged relative to the rate in an equally long time before. SGLang's decode steps compute, and
+are not recorded.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from recipe.laptop.choice import CPU_ENVIRONMENT
 from recipe.laptop.task import TaskSettings, ensure_task
 
 STEP_S = 0.05
+ROLLOUT = "actor_rollout_ref.rollout"
 LARGE = [
     "actor_rollout_ref.rollout.dtype=bfloat16",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=320",
@@ -54,15 +56,14 @@ def stood_still(record: Path, began: float, ended: float) -> float:
     return max((start - end for end, start in gaps if end <= ended and start >= began), default=0.0)
 
 
-def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
+def measure(path: str, overrides: list[str], record: Path | None, repeats: int) -> dict[str, list[dict[str, float]]]:
     # verl reads its platform when it is imported.
     from swap_scenario import WAYS, Requests, start
 
     from recipe.async_engine.rollout.client import ResumingClient
 
-    manager, publisher = start(
-        path, [*overrides, f"{ENGINE}.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension"]
-    )
+    emulated = f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension"
+    manager, publisher = start(path, [*overrides, emulated])
     versions = itertools.count()
     publisher.publish(next(versions))
     requests = Requests(manager.get_client(ResumingClient))
@@ -85,26 +86,24 @@ def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict
                 "paused_s": metrics["fully_async/weight_sync/generation_paused_seconds"],
             }
             row["paused_share"] = row["paused_s"] / row["sync_s"]
-            if weights.staging != "none":
+            if record is not None and weights.staging != "none":
                 before = rate(record, began - (ended - began), began)
                 row["decode_rate_while_staged"] = rate(record, began, ended) / before
             found[way].append(row)
     time.sleep(2.0)
     requests.stop()
-    for way, rows in found.items():
+    for way, rows in found.items() if record is not None else ():
         for row, (_, began, ended) in zip(rows, (pause for pause in pauses if pause[0] == way), strict=True):
             row["stood_still_s"] = stood_still(record, began, ended)
             row["stood_still_share"] = row["stood_still_s"] / row["sync_s"]
     return found
 
 
-ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=("tiny", "0.5B"), default=("tiny", "0.5B"))
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     arguments = parser.parse_args()
     here = str(Path(__file__).parent)
     os.environ |= {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
@@ -121,7 +120,9 @@ def main() -> None:
             with ray_folder() as ray_dir:
                 ray.init(num_cpus=20, num_gpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=str(ray_dir))
                 try:
-                    found: dict[str, Any] = measure(str(path), LARGE if large else [], record, arguments.repeats)
+                    overrides = [f"{ROLLOUT}.name={arguments.engine}", *(LARGE if large else ())]
+                    steps = record if arguments.engine == "vllm" else None
+                    found: dict[str, Any] = measure(str(path), overrides, steps, arguments.repeats)
                 finally:
                     ray.shutdown()
             for way, rows in found.items():

@@ -149,6 +149,21 @@ MEGATRON = {"model_engine": "megatron", f"{ACTOR}.strategy": "megatron"}
 MODEL = "actor_rollout_ref.model"
 MERGED = {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True}
 ADAPTERS = {f"{MODEL}.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}
+RETURNED, REPLAY = f"{ROLLOUT}.enable_rollout_routing_replay", f"{ACTOR}.megatron.router_replay.mode"
+R3 = MEGATRON | {RETURNED: True, REPLAY: "R3"}
+
+
+def test_routers_are_replayed_in_every_placement_with_each_source_of_log_probs() -> None:
+    for placed in ({}, WHOLE, IN_TURNS, KEEP):
+        for source in ("bypass", "recompute", "loglinear"):
+            assert refused(R3 | placed | {PROXIMAL: source}) == {}, (placed, source)
+        assert refused(MEGATRON | {REPLAY: "R2", PROXIMAL: "recompute"} | placed) == {}, placed
+    assert refused(MEGATRON | {REPLAY: "disabled", RETURNED: False}) == {}
+
+
+def test_experts_are_divided_among_all_ranks_of_a_replica() -> None:
+    sizes = {f"{ROLLOUT}.data_parallel_size": 2, f"{ROLLOUT}.expert_parallel_size": 4}
+    assert refused(sizes) == refused({f"{ROLLOUT}.expert_parallel_size": 2}) == {}
 
 
 def test_lora_runs_merged_or_by_adapters_alone_in_every_placement() -> None:
@@ -390,6 +405,45 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         (SERVERS | ADAPTERS, "model_engine_server.backend", "whole weights"),
         (ADAPTERS | {f"{MODEL}.lora_adapter_path": "/adapter"}, f"{MODEL}.lora_adapter_path", "lora.merge=true"),
         (ADAPTERS | {f"{MODEL}.target_parameters": ["experts.down_proj"]}, f"{MODEL}.target_parameters", "null"),
+        # Router replay and expert parallelism.
+        ({RETURNED: True}, RETURNED, f"false with {ACTOR}.strategy=fsdp"),
+        (MEGATRON | {RETURNED: True}, REPLAY, f"R3 with {RETURNED}=true"),
+        (MEGATRON | {RETURNED: True, REPLAY: "R2"}, REPLAY, f"R3 with {RETURNED}=true"),
+        (MEGATRON | {REPLAY: "R3"}, RETURNED, f"true with {REPLAY}=R3"),
+        (
+            {"model_engine": "veomni", f"{ACTOR}.strategy": "veomni", f"{ACTOR}.veomni.router_replay.mode": "R3"},
+            RETURNED,
+            f"true with {ACTOR}.veomni.router_replay.mode=R3",
+        ),
+        (
+            MEGATRON | {REPLAY: "R2", "async_training.proximal_log_probs": "bypass"},
+            REPLAY,
+            "disabled or R3 with async_training.proximal_log_probs=bypass",
+        ),
+        (R3 | MEGATRON_SERVERS, "model_engine_server.backend", f"disabled with {REPLAY}=R3"),
+        (MEGATRON | MEGATRON_SERVERS | {REPLAY: "R2"}, "model_engine_server.backend", f"disabled with {REPLAY}=R2"),
+        (R3 | {f"{MODEL}.use_remove_padding": False}, f"{MODEL}.use_remove_padding", f"true with {REPLAY}=R3"),
+        (R3 | {f"{ACTOR}.megatron.pad_to_length": True}, f"{ACTOR}.megatron.pad_to_length", f"false with {REPLAY}=R3"),
+        *(
+            (R3 | {f"{ROLLOUT}.engine_kwargs.vllm": {name: size}}, f"{ROLLOUT}.engine_kwargs.vllm.{name}", allowed)
+            for name, size, allowed in (
+                ("decode_context_parallel_size", 2, f"1 with {RETURNED}=true"),
+                ("prefill_context_parallel_size", 2, f"1 with {RETURNED}=true"),
+                ("pipeline_parallel_size", 2, f"1 with {RETURNED}=true"),
+                ("kv_transfer_config", {"kv_connector": "Mine"}, f"null with {RETURNED}=true"),
+            )
+        ),
+        ({f"{ROLLOUT}.expert_parallel_size": 4}, f"{ROLLOUT}.expert_parallel_size", "1, or 2 x 1"),
+        (
+            REWARD_MODEL | {f"{JUDGE}.rollout.expert_parallel_size": 4},
+            f"{JUDGE}.rollout.expert_parallel_size",
+            "1, or 2 x 1",
+        ),
+        (
+            MEGATRON | {f"{ACTOR}.megatron.expert_model_parallel_size": 0},
+            f"{ACTOR}.megatron.expert_model_parallel_size",
+            "an integer >= 1",
+        ),
         ({f"{MODEL}.lora_adapter_path": "/adapter"}, f"{MODEL}.lora_rank", "trains the whole model"),
         ({f"{MODEL}.lora.rank": 8}, f"{MODEL}.lora.rank", "set actor_rollout_ref.model.lora_rank"),
         (MEGATRON | {f"{MODEL}.lora_rank": 8}, f"{MODEL}.lora_rank", "set actor_rollout_ref.model.lora.rank"),

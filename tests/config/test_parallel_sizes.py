@@ -12,7 +12,18 @@ import torch
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from memory_figures import known
-from test_config import ACTOR, GAE, MEGATRON, MEGATRON_SERVERS, REWARD_MODEL, ROLLOUT, SERVERS, configured
+from test_config import (
+    ACTOR,
+    GAE,
+    MEGATRON,
+    MEGATRON_SERVERS,
+    REPLAY,
+    RETURNED,
+    REWARD_MODEL,
+    ROLLOUT,
+    SERVERS,
+    configured,
+)
 from test_memory import judged
 
 from recipe.async_engine.config.facts import FileFact
@@ -179,6 +190,14 @@ def test_heads_are_divided_or_repeated_where_megatron_does_it(name: str, size: i
             f"{ACTOR}.megatron.expert_tensor_parallel_size",
             "768 columns of an expert",
         ),
+        (
+            MEGATRON | {f"{ACTOR}.megatron": {TENSOR: 2, "sequence_parallel": False}},
+            {"policy": SPARSE},
+            f"{ACTOR}.megatron.sequence_parallel",
+            "true with",
+        ),
+        ({RETURNED: True}, {"policy": SMALL}, RETURNED, "false with a model without experts"),
+        (MEGATRON | {REPLAY: "R2"}, {"policy": SMALL}, REPLAY, "disabled with a model without experts"),
     ],
 )
 def test_size_that_does_not_divide_a_model_is_named_whoever_has_it(

@@ -72,17 +72,20 @@ def _leaves(section: Any, above: str = "") -> Iterator[str]:
 
 
 def runs() -> dict[str, RuleContext]:
-    """Return a run of each placement, by its own main and by a flag, with all that verdicts depend on enabled."""
+    """Return runs by placement and by way to start them, and one with SGLang, with all that verdicts depend on."""
     found = {}
     for placement in ("separate", "shared"):
         for way, trainer in (("main", "sync"), ("flag", "recipe_")):
             settings = Settings(AsyncTraining(placement=placement), RolloutResources(), None, LogProbServers())
-            config = {
+            config: dict[str, Any] = {
                 "trainer": {"v1": {"trainer_mode": trainer}},
                 "critic": {"enable": True},
                 "reward": {"reward_model": {"enable": True}},
             }
             found[f"{placement} by {way}"] = RuleContext(config, settings, None, None, ())
+            if (placement, way) == ("separate", "main"):
+                config = config | {"actor_rollout_ref": {"rollout": {"name": "sglang"}}}
+                found["separate by main with SGLang"] = RuleContext(config, settings, None, None, ())
     return found
 
 

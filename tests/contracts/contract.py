@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contracts on functions, classes and values of verl, vLLM or Ray, and a check whether sources meet them.
+"""Contracts on functions, classes and values of verl, vLLM, SGLang or Ray, and a check whether sources meet them.
 
 The tables beside this file, one for each package, have a line for each contract: its place, and any of
 
@@ -29,7 +29,7 @@ from packaging.specifiers import SpecifierSet
 from upstream import Found, Upstream, statements
 
 HERE = Path(__file__).parent
-TABLES = {package: HERE / f"{package}.toml" for package in ("verl", "vllm", "ray")}
+TABLES = {package: HERE / f"{package}.toml" for package in ("verl", "vllm", "sglang", "ray")}
 IGNORED_FIELDS = {"annotation", "returns", "ctx", "type_comment", "type_params", "kind"}
 
 

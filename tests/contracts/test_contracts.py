@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package counts on in verl, vLLM and Ray is so in their sources, those that cannot run here included.
+"""What this package counts on in verl, vLLM, SGLang and Ray is so in their sources, also what cannot run here.
 
 A change upstream makes the test of its place red. Whatever our sources touch has a line in the tables, so that a new
 touchpoint cannot be forgotten; and each kind of change is tried on a copy of the sources, and noticed by name.
@@ -23,6 +23,7 @@ from upstream import Found, Upstream, statements, targets
 
 CHECKOUT = Path(__file__).parents[2]
 PACKAGES = ("verl", "vllm", "ray")
+OPTIONAL = ("sglang",)
 EXTENSION = "recipe.async_engine.engines.vllm.engine_extension:StagingExtension"
 # Made at run time, or not by what its class is: where the contract for it stands.
 STANDS_FOR = {
@@ -45,6 +46,10 @@ STANDS_FOR = {
     "verl.experimental.agent_loop.agent_loop:AgentLoopMetrics.model_validate": (
         "verl.experimental.agent_loop.agent_loop:AgentLoopMetrics"
     ),
+    # Set by its name.
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager.update_weights_from_tensor_communicator": (
+        "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.init_communicators"
+    ),
     # Ours, mixed into vLLM's worker.
     "vllm.v1.worker.gpu_worker:Worker.ignored_parts": "vllm.v1.worker.gpu_worker:Worker",
 }
@@ -64,10 +69,11 @@ def release_of(package: str) -> str:
         return version(f"{package}-cpu")
 
 
-INSTALLED = Upstream({package: folder_of(package) for package in PACKAGES} | {"recipe": CHECKOUT / "recipe"})
+PRESENT = (*PACKAGES, *(package for package in OPTIONAL if find_spec(package) is not None))
+INSTALLED = Upstream({package: folder_of(package) for package in PRESENT} | {"recipe": CHECKOUT / "recipe"})
 CONTRACTS = [
     contract
-    for package in PACKAGES
+    for package in PRESENT
     for contract in read_table(package)
     if contract.is_for(release_of(package).partition("+")[0])
 ]
@@ -92,6 +98,15 @@ def places_with_contracts() -> set[str]:
     return found
 
 
+@pytest.mark.parametrize("package", OPTIONAL)
+def test_optional_package_has_a_table_and_is_installed(package: str) -> None:
+    """Or its contracts have not been checked here."""
+    assert read_table(package)
+    if package not in PRESENT:
+        pytest.skip(f"{package} is not installed, so the contracts with it were not checked")
+    assert any(contract.place.startswith(f"{package}.") for contract in CONTRACTS)
+
+
 def test_whatever_is_touched_has_a_contract() -> None:
     known = places_with_contracts()
     without = {}
@@ -100,6 +115,8 @@ def test_whatever_is_touched_has_a_contract() -> None:
         place = STANDS_FOR.get(touch.place, touch.place) if definition is None else definition.place
         # A package or a module as a whole: what is used of it is a touch of its own.
         is_module = definition is not None and isinstance(definition.node, ast.Module)
+        if touch.place.partition(".")[0] not in PRESENT:
+            continue
         if not is_module and not place.startswith("recipe.") and place not in known:
             without[place] = touch.where
     assert not without, "each needs a line in tests/contracts/*.toml, or in STANDS_FOR"
@@ -107,7 +124,7 @@ def test_whatever_is_touched_has_a_contract() -> None:
 
 def lines_named_in_documents() -> list[tuple[str, int]]:
     text = (CHECKOUT / "docs" / "verl-touchpoints.md").read_text()
-    named = re.findall(r"`((?:verl|vllm|ray)/[\w/]+\.py):([\d,-]+)", text)
+    named = re.findall(r"`((?:verl|vllm|sglang|ray)/[\w/]+\.py):([\d,-]+)", text)
     return [(path, int(part.partition("-")[0])) for path, lines in named for part in lines.split(",")]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what `recipe` uses of verl, vLLM and Ray, from its sources.
+"""Finds what `recipe` uses of verl, vLLM, SGLang and Ray, from its sources.
 
 It finds imported names and members used of them; members of theirs that a subclass overrides or uses; members of a
 parameter or an attribute that is annotated with a class of theirs; and members of the objects listed in `HELD`, whose
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from upstream import Found, Upstream, dotted, statements
 
-PACKAGES = ("verl", "vllm", "ray")
+PACKAGES = ("verl", "vllm", "sglang", "ray")
 # Only these internals of Ray are checked; its documented interface is not.
 OF_RAY = ("ray._private", "ray._raylet", "ray.util.collective", "ray.actor")
 
@@ -29,6 +29,9 @@ TRAINER_RANK = "verl.workers.engine_workers:TrainingWorker"
 FSDP = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 CONFIG, MODEL_CONFIG = "vllm.config:VllmConfig", "vllm.config.model:ModelConfig"
 PARALLEL_CONFIG = "vllm.config.parallel:ParallelConfig"
+
+TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+SGLANG_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 
 # Objects by the expression that names them in a module of this package; modules of the engine have shortened names.
 HELD = {
@@ -51,6 +54,27 @@ HELD = {
     ("engines.vllm.engine_extension", "config.model_config"): MODEL_CONFIG,
     ("engines.vllm.engine_extension", "config.compilation_config"): "vllm.config.compilation:CompilationConfig",
     ("engines.vllm.staged_adapter", "self._worker"): WORKER,
+    ("engines.sglang.server", "self.tokenizer_manager"): TOKENIZER_MANAGER,
+    ("engines.sglang.calls", "tokenizer_manager"): TOKENIZER_MANAGER,
+    ("engines.sglang.outputs", "manager"): TOKENIZER_MANAGER,
+    ("engines.sglang.outputs", "obj"): "sglang.srt.managers.io_struct:GenerateReqInput",
+    ("engines.sglang.calls", "answer"): "sglang.srt.managers.io_struct:UpdateWeightsFromTensorReqOutput",
+    ("engines.sglang.processes", "self.server_args"): "sglang.srt.server_args:ServerArgs",
+    ("engines.sglang.processes", "self.tp_worker"): "sglang.srt.managers.tp_worker:TpModelWorker",
+    ("engines.sglang.processes", "self.tp_worker.model_runner"): SGLANG_RUNNER,
+    ("engines.sglang.processes", "runner"): SGLANG_RUNNER,
+    ("engines.sglang.processes", "runner.model_config"): "sglang.srt.configs.model_config:ModelConfig",
+    ("engines.sglang.processes", "self.running_batch"): "sglang.srt.managers.schedule_batch:ScheduleBatch",
+    ("engines.sglang.processes", "batch"): "sglang.srt.managers.schedule_batch:ScheduleBatch",
+    ("engines.sglang.processes", "req"): "sglang.srt.managers.schedule_batch:Req",
+    ("engines.sglang.processes", "sampling_params"): "sglang.srt.sampling.sampling_params:SamplingParams",
+    ("engines.sglang.processes", "self.tree_cache"): "sglang.srt.mem_cache.base_prefix_cache:BasePrefixCache",
+    ("engines.sglang.processes", "self.req_to_token_pool"): "sglang.srt.mem_cache.memory_pool:ReqToTokenPool",
+    (
+        "engines.sglang.processes",
+        "self.token_to_kv_pool_allocator",
+    ): "sglang.srt.mem_cache.allocator:BaseTokenToKVPoolAllocator",
+    ("engines.sglang.processes", "method"): ("sglang.srt.layers.quantization.base_config:QuantizeMethodBase"),
     ("weights.nccl_engine", "rays"): NCCL_GROUP,
     ("weights.nccl_engine", "collective.get_group_handle(self.name)"): NCCL_GROUP,
     ("weights.publisher", "record.replica"): REPLICA,
@@ -61,7 +85,7 @@ HELD = {
     ("log_prob_servers.worker", "self.server_adapter.worker"): TRAINER_RANK,
     ("trainer.actor_worker", "self.actor"): TRAINER_RANK,
     ("trainer.actor_worker", "self.actor.engine"): FSDP,
-    ("trainer.shared_worker", "self.rollout"): "recipe.async_engine.engines.vllm.weight_worker:DeadlineServerAdapter",
+    ("trainer.shared_worker", "self.rollout"): "recipe.async_engine.engines.vllm.adapter:DeadlineServerAdapter",
 }
 
 

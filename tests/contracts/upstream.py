@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads sources of verl, vLLM and Ray as text and finds names in them without importing them.
+"""Reads sources of verl, vLLM, SGLang and Ray as text and finds names in them without importing them.
 
 So releases can be read that cannot be imported here, because they need an accelerator or other dependencies. A name is
 "package.module:Class.member". It is followed through imports of other modules, and a member through the bases of its
@@ -55,12 +55,19 @@ class Upstream:
         files = (base / "__init__.py", base.with_name(f"{base.name}.py"), base.with_name(f"{base.name}.pyi"))
         return next((file for file in files if file.is_file()), None)
 
+    def _is_namespace(self, module: str) -> bool:
+        package, *names = module.split(".")
+        return package in self.roots and self.roots[package].joinpath(*names).is_dir()
+
     def module(self, name: str) -> ast.Module | None:
         if name in self.changed:
             return self.changed[name]
         if name not in self._read:
             path = self.path(name)
-            self._read[name] = None if path is None else ast.parse(path.read_text())
+            if path is not None:
+                self._read[name] = ast.parse(path.read_text())
+            else:
+                self._read[name] = ast.parse("") if self._is_namespace(name) else None
         return self._read[name]
 
     def modules_read(self) -> list[str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from recipe.laptop.task import TaskPaths
 FULLY_ASYNC = "recipe.fully_async.main"
 ONE_STEP_OFF = "recipe.one_step_off.main"
 RUN_S = 480
+ENGINE = os.environ.get("E2E_ENGINE", "vllm")
+"""The rollout engine of the runs; `make test-all` runs the tests that name none with SGLang too."""
 EMULATED = "benchmarks.emulation.engine.EmulatedExtension"
 RAY_FOLDER = "+ray_kwargs.ray_init._temp_dir"
 
@@ -64,6 +67,7 @@ def small(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
     """Return overrides of ``preset=tiny_cpu`` for a run of a few steps of 4 groups of 4 answers."""
     return [
         "preset=tiny_cpu",
+        f"actor_rollout_ref.rollout.name={ENGINE}",
         *short_run(task, folder, ray_dir),
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.rollout.n=4",
@@ -83,6 +87,8 @@ def long_answers(
 ) -> list[str]:
     """Return overrides for answers of 24 tokens, or of another agent loop, with decode steps of 0.08 s."""
     decode_steps(monkeypatch, 0.08)
+    if ENGINE != "vllm":
+        pytest.skip("the steps of vLLM's engine are slowed down")
     loops = folder / "agent_loops.yaml"
     loops.write_text(f"- name: long\n  _target_: {loop}\n")
     rollout = "actor_rollout_ref.rollout"

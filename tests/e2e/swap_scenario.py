@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Swaps weights repeatedly under requests whose tokens show which version sampled them.
 
-``python -m swap_scenario MODEL RAY_FOLDER FORKS RESULT SECONDS CORES``, started by test_swaps.py, runs two real rollout
-replicas, or one whose engine has two data-parallel cores, with the real publisher and client, and a sender in place of
-a trainer. With the weights of version v the next token is always `token_of` (v), whatever precedes it. The result, as
-JSON, has each request's answer and the labels of its tokens, for each way to handle running answers at a swap.
+``python -m swap_scenario MODEL RAY_FOLDER FORKS RESULT SECONDS ENGINE CORES``, started by test_swaps.py, runs two real
+rollout replicas, or one of SGLang, or one whose engine has two data-parallel cores, with the real publisher and client,
+and a sender in place of a trainer. With the weights of version v the next token is always `token_of` (v), whatever
+precedes it. The result, as JSON, has each request's answer and the labels of its tokens, for each way to handle running
+answers at a swap.
 """
 
 from __future__ import annotations
@@ -147,10 +148,11 @@ def start(path: str, overrides: list[str], replicas: int = 1) -> tuple[ReplicaMa
     return manager, publisher
 
 
-def play(path: str, seconds: float, cores: int) -> dict[str, Any]:
+def play(path: str, seconds: float, engine: str, cores: int) -> dict[str, Any]:
     extension = "engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension"
-    overrides = [f"actor_rollout_ref.rollout.{each}" for each in (extension, f"data_parallel_size={cores}")]
-    manager, publisher = start(path, overrides, replicas=2)
+    settings = (extension, f"name={engine}", f"data_parallel_size={cores}")
+    overrides = [f"actor_rollout_ref.rollout.{each}" for each in settings]
+    manager, publisher = start(path, overrides, replicas=2 if engine == "vllm" else 1)
     versions = itertools.count()
     publisher.publish(next(versions))
     seen: dict[str, Any] = {}
@@ -165,13 +167,13 @@ def play(path: str, seconds: float, cores: int) -> dict[str, Any]:
     return seen
 
 
-def main(path: str, folder: str, forks: str, result: str, seconds: str, cores: str) -> None:
+def main(path: str, folder: str, forks: str, result: str, seconds: str, engine: str, cores: str) -> None:
     os.environ.update(CPU_ENVIRONMENT)
     runtime = {"py_executable": forks, "env_vars": dict(CPU_ENVIRONMENT)}
     start = {"num_cpus": 20, "num_gpus": 3, "include_dashboard": False, "log_to_driver": False}
     start_own({**start, "_temp_dir": folder, "runtime_env": runtime}, 300.0)
     try:
-        Path(result).write_text(json.dumps(play(path, float(seconds), int(cores))))
+        Path(result).write_text(json.dumps(play(path, float(seconds), engine, int(cores))))
     finally:
         ray.shutdown()
 

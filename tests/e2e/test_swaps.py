@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each token is labelled with the version that sampled it, whatever becomes of running answers at a swap.
 
-Two real engines under load, or one with two data-parallel cores, dozens of swaps each way (swap_scenario.py). The
-tokens themselves say which weights sampled them; labels come from the counts that the engine gives at a swap.
+Two real engines under load, or one of SGLang, or one with two data-parallel cores, dozens of swaps each way
+(swap_scenario.py). The tokens themselves say which weights sampled them; labels come from the counts that the engine
+gives at a swap.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ STAGED = [way for way, weights in WAYS.items() if weights.staging == "device"]
 HELD = [way for way, weights in WAYS.items() if weights.at_swap == "keep"]
 
 
-def played(task: TaskPaths, folder: Path, seconds: float, cores: int = 1) -> dict[str, Any]:
+def played(task: TaskPaths, folder: Path, seconds: float, engine: str = "vllm", cores: int = 1) -> dict[str, Any]:
     environment = {**usual_environment(), **Emulation(decode_step_s=0.01).environment()}
     forks, result = str(shared_forks(usual_environment())), folder / "seen.json"
     with ray_folder() as ray_dir:
-        arguments = [str(task.model), str(ray_dir), forks, str(result), str(seconds), str(cores)]
+        arguments = [str(task.model), str(ray_dir), forks, str(result), str(seconds), engine, str(cores)]
         finished = subprocess.run(
             [forks, "-m", "forked_main", forks, "swap_scenario", *arguments],
             env=environment,
@@ -46,9 +47,10 @@ def played(task: TaskPaths, folder: Path, seconds: float, cores: int = 1) -> dic
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((SECONDS, 1), id="two engines"),
-        pytest.param((120.0, 1), id="two engines for long", marks=pytest.mark.slow),
-        pytest.param((SECONDS, 2), id="two cores of an engine", marks=pytest.mark.slow),
+        pytest.param((SECONDS,), id="two engines"),
+        pytest.param((SECONDS, "sglang"), id="an engine of SGLang"),
+        pytest.param((120.0,), id="two engines for long", marks=pytest.mark.slow),
+        pytest.param((SECONDS, "vllm", 2), id="two cores of an engine", marks=pytest.mark.slow),
     ],
 )
 def seen(request: pytest.FixtureRequest, task: TaskPaths, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

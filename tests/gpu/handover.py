@@ -49,7 +49,7 @@ def receive(address: str, device: str, pipe: Any) -> None:
 
 def hand_over(device: str, mebibytes: int, folder: str) -> dict[str, float]:
     """Send this much, check that it arrives bit for bit, and return seconds and GB/s."""
-    from recipe.async_engine.engines.vllm.weight_worker import DeadlineWeightSender
+    from recipe.async_engine.engines.weight_stream import DeadlineWeightSender
 
     address, checksum = f"ipc://{folder}/weights", StreamChecksum()
     # CUDA does not survive a fork.

@@ -70,8 +70,11 @@ class Config(SimpleNamespace):
         return getattr(self, name, default)
 
 
-def make_server(engine: Any) -> Any:
-    """Create a rollout server in this process, in its state after it has launched its engine."""
+def make_server(engine: Any, **settings: Any) -> Any:
+    """Create a rollout server in this process, in its state after it has launched its engine.
+
+    ``settings`` are rollout settings that differ from those below.
+    """
     from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
 
     from recipe.async_engine.engines.vllm import server as servers
@@ -89,15 +92,10 @@ def make_server(engine: Any) -> Any:
     vLLMHttpServer._post_init = lambda self, devices: None
     servers.part_id = lambda node_rank: "run"
     server = object.__new__(Server)
+    own = {"max_model_len": 256, "response_length": LONGEST, "prompt_length": BLOCK}
+    own["enable_rollout_routing_replay"] = False
     server.config = Config(
-        load_format="auto",
-        custom={"recipe": {}},
-        max_model_len=256,
-        response_length=LONGEST,
-        prompt_length=BLOCK,
-        full_determinism=False,
-        enable_rollout_routing_replay=False,
-        mtp=None,
+        load_format="auto", custom={"recipe": {}}, full_determinism=False, mtp=None, **own | settings
     )
     server.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
     server.rollout_mode, server.global_steps = RolloutMode.STANDALONE, 0
@@ -113,17 +111,18 @@ def make_server(engine: Any) -> Any:
     return server
 
 
-def make_client(server: Any) -> Any:
+def make_client(*servers: Any, fetch_every_s: float | None = None, **settings: Any) -> Any:
     from omegaconf import OmegaConf
 
     from recipe.async_engine.engines.load_balancer import CountingBalancer
     from recipe.async_engine.rollout.client import ResumingClient
 
-    rollout = {"name": "vllm", "prompt_length": BLOCK, "response_length": LONGEST}
+    rollout = {"name": "vllm", "prompt_length": BLOCK, "response_length": LONGEST} | settings
     timeouts = dict.fromkeys(["generation", "batch_wait", "weight_sync", "checkpoint", "validation"], 120.0)
-    training = {"partial_rollout": True, "timeouts": timeouts, "partial_tokens_interval": None}
+    training = {"partial_rollout": True, "timeouts": timeouts, "partial_tokens_interval": fetch_every_s}
     config = OmegaConf.create({"async_training": training, "actor_rollout_ref": {"rollout": rollout}})
-    return ResumingClient(config, load_balancer_handle=Handle(CountingBalancer({"server-0": Handle(server)})))
+    handles = {f"server-{number}": Handle(server) for number, server in enumerate(servers)}
+    return ResumingClient(config, load_balancer_handle=Handle(CountingBalancer(handles)))
 
 
 async def answers(client: Any, cases: list[Case]) -> list[Any]:

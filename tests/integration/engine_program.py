@@ -32,7 +32,8 @@ ON_DEVICE = {
 
 def seen_by(program: str, device: str, *arguments: str, timeout_s: float = 300) -> dict[str, Any]:
     """Run a program of this folder (or any path) with the device and these arguments; return its results."""
-    path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
+    folders = [str(HERE.parents[1]), str(HERE.parent / "e2e"), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
     environment = os.environ | {"PYTHONPATH": path} | ON_DEVICE[device]
     finished = subprocess.run(
         [sys.executable, str(HERE / program), device, *arguments],

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError
@@ -19,9 +20,10 @@ from recipe.async_engine.core.errors import EngineDied, GenerationError, Request
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.engines.answers import RECOMPUTED, VERSION_RUNS, Sampled
 from recipe.async_engine.engines.load_balancer import SAY_ENDED_S
-from recipe.async_engine.engines.vllm.output_watch import OutputWatch
+from recipe.async_engine.engines.vllm.outputs import VLLMOutputs
 from recipe.async_engine.record.activity import EngineActivity, Work
 from recipe.async_engine.rollout import client as client_module
+from recipe.async_engine.rollout.chosen_experts import ChosenExperts
 from recipe.async_engine.rollout.client import MOST_FAILURES, ResumingClient
 from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder, start_recording
 
@@ -36,8 +38,9 @@ def make_client(
     timeout_s: float = 20.0,
     every_s: float | None = None,
     policy: str = "fcfs",
+    **more: Any,
 ) -> ResumingClient:
-    rollout = {"name": "vllm", "prompt_length": 4, "response_length": 8, "scheduling_policy": policy}
+    rollout = {"name": "vllm", "prompt_length": 4, "response_length": 8, "scheduling_policy": policy, **more}
     config = OmegaConf.create(
         {
             "async_training": {
@@ -227,6 +230,11 @@ async def test_request_that_fails_again_and_again_is_an_error_with_its_reason_lo
     assert len(server.calls) == MOST_FAILURES
 
 
+def rows(numbers: Iterable[int]) -> np.ndarray:
+    """Return one expert of one layer for each token."""
+    return np.array(list(numbers)).reshape(-1, 1, 1)
+
+
 class SamplingServer:
     """Samples tokens 10, 11, ... for its one request, of which it tells, until it is told to die.
 
@@ -234,8 +242,11 @@ class SamplingServer:
     """
 
     def __init__(self, tokens: int, with_log_probs: bool = True, swap_after: int | None = None) -> None:
-        self.outputs = OutputWatch(EngineActivity(time.monotonic, 4))
+        self.outputs = VLLMOutputs(EngineActivity(time.monotonic, 4))
         self.versions = RequestVersions()
+        # vLLM's output processor, and a request's experts in it.
+        self.chunks: list[np.ndarray] = []
+        self.processor = self.outputs.processor = SimpleNamespace(external_req_ids={}, request_states={})
         self.swap_after = swap_after
         self.tokens = tokens
         self.with_log_probs = with_log_probs
@@ -244,6 +255,8 @@ class SamplingServer:
 
     async def generate(self, request_id: str, **request: Any) -> Any:
         self.versions.submit(request_id, 7)
+        self.processor.external_req_ids[request_id] = ["in the engine"]
+        self.processor.request_states["in the engine"] = SimpleNamespace(routed_experts_chunks=self.chunks)
         if self.swap_after is not None:
             self.versions.swap({request_id: self.swap_after}, 8)
         async for _ in self.outputs.watching(self._sample)(prompt=[], sampling_params={}, request_id=request_id):
@@ -254,16 +267,19 @@ class SamplingServer:
             tokens = list(range(10, 10 + count))
             log_probs = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
             answer = SimpleNamespace(token_ids=tokens, logprobs=log_probs if self.with_log_probs else None)
-            yield SimpleNamespace(finished=False, outputs=[answer])
+            yield SimpleNamespace(finished=False, outputs=[answer], prompt_token_ids=PROMPT)
         await self.dies.wait()
         raise ActorDiedError
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Any]:
-        news = {request_id: self.outputs.since(request_id, count, self.versions) for request_id, count in known.items()}
+        news = {request_id: self._since(request_id, count) for request_id, count in known.items()}
         self.told += [len(sampled.token_ids) for sampled in news.values() if sampled.token_ids]
         if self.told:
             self.dies.set()
         return news
+
+    def _since(self, request_id: str, known: int) -> Sampled | None:
+        return self.outputs.since(request_id, known, self.versions)
 
 
 @pytest.mark.parametrize("with_log_probs", [True, False])
@@ -282,6 +298,34 @@ async def test_tokens_that_were_fetched_outlive_their_server(with_log_probs: boo
     assert recorder.segments == [(7, (10, 11, 12)), (8, (20, 21))]
     assert (recorder.recovered_tokens, recorder.cut_tokens, recorder.interruptions) == (3, 3, 1)
     assert (dying.told, balancer.get_all_servers()) == ([3], ["other"])
+
+
+@pytest.mark.parametrize("reads_all", [True, False])
+async def test_fetched_tokens_keep_the_experts_that_were_chosen_for_them(reads_all: bool) -> None:
+    """Whether the engine that goes on returns the experts of all tokens, or only of those that it samples."""
+    first = len(PROMPT) + 2
+    dying, more = SamplingServer(3), part([20, 21], 8)
+    # The output processor may have more than the newest output.
+    dying.chunks += [rows(range(len(PROMPT))), *(rows([place]) for place in range(len(PROMPT), first + 1))]
+    more.routed_experts = rows([-1] * (first if reads_all else 0) + [100, 101])
+    balancer = balancer_of(dying)
+    asked = asyncio.create_task(
+        ask(make_client(balancer, every_s=0.02, enable_rollout_routing_replay=True), max_tokens=6)
+    )
+    await dying.dies.wait()
+    balancer.add_servers({"other": Handle(ScriptedServer(more))})
+    assert (await asked).routed_experts.ravel().tolist() == [*range(first), 100, 101]
+
+
+async def test_later_turns_keep_the_experts_of_the_turns_before_them() -> None:
+    tokens, chosen = list(range(8)), ChosenExperts()
+    assert chosen.first_chosen(tokens, None) is None
+    assert chosen.first_chosen(tokens[:4], rows([1, 2, 3])).ravel().tolist() == [1, 2, 3]
+    assert chosen.first_chosen(tokens, rows([-1] * 7)).ravel().tolist() == [1, 2, 3, -1, -1, -1, -1]
+    # Another conversation, which began like the first one.
+    assert chosen.first_chosen([0, 1, 9, 9], rows([-2] * 3)).ravel().tolist() == [1, 2, -2]
+    assert chosen.first_chosen([*tokens, 8], rows([-3] * 8)).ravel().tolist() == [1, 2, 3, -1, -1, -1, -1, -3]
+    assert chosen.first_chosen([0, 1, 9, 8], rows([-4] * 3)).ravel().tolist() == [1, 2, -2]
 
 
 @pytest.mark.parametrize("version", [7, 8])
@@ -345,10 +389,12 @@ async def test_answer_that_a_swap_found_under_way_has_the_versions_that_its_serv
 async def test_complete_answer_on_its_way_is_not_taken_for_a_part() -> None:
     async def sample(prompt: Any, sampling_params: Any, request_id: str) -> Any:
         for finished in (False, True):
-            yield SimpleNamespace(finished=finished, outputs=[SimpleNamespace(token_ids=[10, 11], logprobs=None)])
+            answer = SimpleNamespace(token_ids=[10, 11], logprobs=None)
+            yield SimpleNamespace(finished=finished, outputs=[answer], prompt_token_ids=[1])
 
-    watch, versions = OutputWatch(EngineActivity(time.monotonic, 4)), RequestVersions()
+    watch, versions = VLLMOutputs(EngineActivity(time.monotonic, 4)), RequestVersions()
     versions.submit("one", 4)
+    watch.processor = SimpleNamespace(external_req_ids={}, request_states={})
     told = []
     async for _ in watch.watching(sample)([], {}, "one"):
         told.append([watch.since("one", known, versions) for known in (0, 1, 2)])
@@ -470,7 +516,8 @@ class Slow(SamplingServer):
     async def _sample(self, prompt: Any, sampling_params: Any, request_id: str) -> Any:
         for count in range(1, self.tokens + 1):
             await asyncio.sleep(0.1)
-            yield SimpleNamespace(finished=False, outputs=[SimpleNamespace(token_ids=[10] * count, logprobs=None)])
+            answer = SimpleNamespace(token_ids=[10] * count, logprobs=None)
+            yield SimpleNamespace(finished=False, outputs=[answer], prompt_token_ids=PROMPT)
         await asyncio.Event().wait()
 
     async def drop_request(self, request_id: str) -> None:

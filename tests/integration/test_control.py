@@ -14,9 +14,9 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 
 from recipe.async_engine.actors.control import Restartable, sign_of_life, with_control
 from recipe.async_engine.core.scoring import ScoringSettings
+from recipe.async_engine.engines.gated_server import HELD as HELD_ANSWERS
 from recipe.async_engine.engines.load_balancer import HELD as HELD_ROUTES
 from recipe.async_engine.engines.load_balancer import CountingBalancer
-from recipe.async_engine.engines.vllm.server import HELD as HELD_ANSWERS
 from recipe.async_engine.log_prob_servers.replica import CONTROLS
 from recipe.async_engine.log_prob_servers.replica import HELD as HELD_SCORES
 from recipe.async_engine.log_prob_servers.server import ModelEngineServer
@@ -106,7 +106,7 @@ def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_h
 def server_class() -> type:
     from recipe.async_engine.actors.control import EarlyCancellations
     from recipe.async_engine.engines.vllm.server import GatedVLLMHttpServer
-    from recipe.async_engine.engines.vllm.weights_gate import WeightsGate
+    from recipe.async_engine.engines.weights_gate import WeightsGate
     from recipe.async_engine.record.activity import EngineActivity
 
     class Server(GatedVLLMHttpServer):

@@ -142,6 +142,27 @@ def test_readme_command_without_sizes_of_micro_batches_is_refused_by_name(comman
     assert "use_dynamic_bsz=True" in refused[f"{ACTOR}.ppo_micro_batch_size_per_gpu"].advice
 
 
+EXPERTS = [command for command in COMMANDS if "qwen3_30b_a3b_megatron_32.sh" in command.where]
+RETURNED, REPLAY = f"{ROLLOUT}.enable_rollout_routing_replay", f"{ACTOR}.megatron.router_replay.mode"
+DIVIDED, DIVIDED_BY_MEGATRON = f"{ROLLOUT}.expert_parallel_size", f"{ACTOR}.megatron.expert_model_parallel_size"
+
+
+@pytest.mark.parametrize("command", EXPERTS, ids=[command.where for command in EXPERTS])
+def test_experts_of_the_example_are_replayed_and_divided(command: Command) -> None:
+    """In every mode; what cannot work is refused by name."""
+    replayed = command.and_also(f"{RETURNED}=true", f"{REPLAY}=R3")
+    cases = [
+        (replayed.and_also(f"{DIVIDED}=4"), ["model_engine_server.backend"] if "servers" in command.where else []),
+        (command.and_also(f"{DIVIDED}=4"), []),
+        (command.and_also(f"{RETURNED}=true"), [REPLAY]),
+        (command.and_also(f"{DIVIDED}=2"), [DIVIDED]),
+        (command.and_also(f"{DIVIDED_BY_MEGATRON}=256"), [DIVIDED_BY_MEGATRON]),
+    ]
+    for changed, refused in cases:
+        problems, _ = judged(changed)
+        assert sorted({problem.setting for problem in problems}) == refused, list(map(str, problems))
+
+
 # What verl refuses in a worker, and no rule of this package's has: by its own types.
 BY_VERL = {
     f"{ROLLOUT}.mode=sync": f"{ROLLOUT}",

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from test_server_gate import SOON, load, make_server, settle  # noqa: F401 - a fixture
 
-from recipe.async_engine.engines.vllm.http_gate import SERVED, HttpGate, guard
+from recipe.async_engine.engines.http_gate import CHANGING, SERVED, HttpGate, guard
 
 
 class Client:
@@ -21,7 +21,7 @@ class Client:
 
     def __init__(self, server: Any) -> None:
         self.reached = 0
-        assert guard(server.admit) == "recipe.async_engine.engines.vllm.http_gate.HttpGate"
+        assert guard(server.admit) == "recipe.async_engine.engines.http_gate.HttpGate"
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(HttpGate(self._app)), base_url="http://server")
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -115,6 +115,21 @@ async def sent_by(client: Client, scope: dict[str, Any]) -> list[str]:
 async def test_what_only_reads_needs_no_weights(make_server: Any) -> None:  # noqa: F811
     client = Client(make_server(first_weights_s=0.02))
     assert (await client.request("GET", "/health")).status_code == 200
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+async def test_endpoints_of_sglang_that_act_by_get_too_are_refused(make_server: Any) -> None:  # noqa: F811
+    import verl.workers.config  # noqa: F401  # It prepares a CPU for SGLang.
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import app
+
+    offered = [(route.path, getattr(route, "methods", None) or ()) for route in app.routes]
+    both = {path for path, methods in offered if {"GET", "POST"} <= set(methods)}
+    assert "/release_memory_occupation" in both
+    assert both <= CHANGING <= {path for path, _ in offered}
+    client = Client(make_server())
+    for path in CHANGING:
+        assert (await client.request("GET", path)).status_code == 403
+    assert client.reached == 0
 
 
 async def test_request_waits_through_a_pause_and_a_load(make_server: Any) -> None:  # noqa: F811

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from PIL import Image
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 
 from recipe.async_engine.core.errors import GenerationError
@@ -268,6 +269,21 @@ async def test_what_a_tool_that_answers_differently_leaves_unused_of_the_record_
     book.end("0-0-0", complete=True)
     assert (recorder.restored_tokens, recorder.cut_tokens) == (3, 1)
     assert book.account() == TokenAccount(lost=2, received=1)
+
+
+async def test_a_request_with_another_image_of_the_same_tokens_does_not_get_the_kept_answer() -> None:
+    async def look(client: ResumingClient, color: str) -> list[int]:
+        image = Image.new("RGB", (4, 4), color)
+        return (await client.generate("request", prompt_ids=PROMPT, sampling_params={}, image_data=[image])).token_ids
+
+    async def tokens_after(record: TrajectoryRecord | None, color: str, *script: Any) -> tuple[list[int], Any]:
+        book, client = AnswerBook(), client_of(ScriptedServer(*script))
+        result, _ = await answer(client, book.begin("0-0-0", record), lambda client: look(client, color))
+        return result, book.export()["0-0-0"]
+
+    _, record = await tokens_after(None, "red", part([10], 0))
+    assert (await tokens_after(record, "red"))[0] == [10]
+    assert (await tokens_after(record, "blue", part([20], 0)))[0] == [20]
 
 
 async def test_tokens_of_a_trajectory_that_ends_incomplete_are_counted_as_lost() -> None:

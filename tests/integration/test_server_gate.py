@@ -20,7 +20,7 @@ from recipe.async_engine.core.errors import EngineDied, RequestFailed
 from recipe.async_engine.engines.answers import RECOMPUTED, VERSION_RUNS, Sampled
 from recipe.async_engine.engines.vllm.engine_settings import RUNNER_CHOICE, RolloutServerError
 from recipe.async_engine.engines.vllm.server import GatedVLLMHttpServer
-from recipe.async_engine.engines.vllm.weights_gate import WeightsGate
+from recipe.async_engine.engines.weights_gate import WeightsGate
 
 SOON = 5.0
 
@@ -38,7 +38,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.prefilling = False
-        self.output_processor = SimpleNamespace(request_states={})
+        self.output_processor = SimpleNamespace(request_states={}, external_req_ids={})
         self.submitted = asyncio.Event()
         self.errored = False
         self.error: Exception | None = None
@@ -147,6 +147,7 @@ def make_server(monkeypatch: pytest.MonkeyPatch) -> Any:
         server._resume_event.set()
         server._disaggregation_role, server._pd_decode_peers = None, []
         server._post_init("")
+        server._outputs.processor = server.engine.output_processor
         return server
 
     return make

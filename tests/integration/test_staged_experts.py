@@ -12,7 +12,7 @@ from test_staged_shards import ranks as ranks
 from transformers.core_model_loading import revert_weight_conversion
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from recipe.async_engine.config.rules.engines import OTHER_EXPERTS
+from recipe.async_engine.config.rules.experts import OTHER_EXPERTS
 from recipe.async_engine.log_prob_servers import fsdp2_shards
 from recipe.async_engine.log_prob_servers.fsdp2_shards import FSDP2Shards
 from recipe.async_engine.weights.staged import StagingRefused

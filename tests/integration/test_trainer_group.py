@@ -12,13 +12,17 @@ from typing import Any, cast
 
 import pytest
 import ray
+import torch
+from tensordict import TensorDict
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls, get_master_addr_port
+from verl.utils.tensordict_utils import index_select_tensor_dict, maybe_fix_3d_position_ids
+from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.async_engine.engines.reservation import Reservations, ReservedReplica
-from recipe.async_engine.trainer.verl_trainer import TrainerGroup
+from recipe.async_engine.trainer.verl_trainer import TrainerGroup, make_tokens_ragged
 
 
 class Replica(ReservedReplica):
@@ -95,3 +99,21 @@ def test_what_has_to_do_with_sending_weights_does_not_wait_for_an_update() -> No
     assert ray.get(workers.execute_checkpoint_engine(["prepare"]), timeout=60) == ["did prepare"]
     assert ray.get(workers.send_snapshot(3), timeout=60) == [3]
     assert ray.get(update, timeout=60) == [True]
+
+
+def arrived(fixed: bool) -> torch.Tensor:
+    """Return the position ids of two rows of 3 tokens that a worker has after it took a micro-batch."""
+    ones = torch.ones(2, 3, dtype=torch.long)
+    positions = torch.arange(24).view(2, 4, 3)
+    columns = {"input_ids": ones, "attention_mask": ones, "response_mask": ones, "position_ids": positions}
+    data = left_right_2_no_padding(TensorDict(columns, batch_size=2))
+    if fixed:
+        make_tokens_ragged(data)
+    maybe_fix_3d_position_ids(data)
+    return torch.stack(index_select_tensor_dict(data, [1, 0])["position_ids"].unbind())
+
+
+def test_positions_of_rows_of_one_length_reach_workers() -> None:
+    assert torch.equal(arrived(fixed=True), torch.arange(24).view(2, 4, 3).flip(0))
+    with pytest.raises(RuntimeError):  # Once verl needs no help, `make_tokens_ragged` can go.
+        arrived(fixed=False)

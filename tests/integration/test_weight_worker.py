@@ -23,9 +23,10 @@ from remote_fakes import Handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
 from recipe.async_engine.core.errors import EngineDied, WeightLoadError
-from recipe.async_engine.engines.vllm import weight_worker as module
+from recipe.async_engine.engines import weight_worker
+from recipe.async_engine.engines.vllm.adapter import DeadlineServerAdapter
 from recipe.async_engine.engines.vllm.engine_extension import DeadlineReceiver, Staging
-from recipe.async_engine.engines.vllm.weight_worker import DeadlineServerAdapter, DeadlineSocket, DeadlineWeightSender
+from recipe.async_engine.engines.weight_stream import DeadlineSocket, DeadlineWeightSender
 from recipe.async_engine.weights.checksum import StreamChecksum
 from recipe.async_engine.weights.staged import StagedWeights
 
@@ -384,7 +385,7 @@ async def test_stream_without_its_last_tensors_is_refused(address: str) -> None:
 async def test_engine_that_dies_while_it_is_sent_to_ends_the_staging(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "WATCH_S", 0.01)
+    monkeypatch.setattr(weight_worker, "WATCH_S", 0.01)
     server = Server(address)
     server.silent, server.dead = {"engine"}, True
     began = time.monotonic()

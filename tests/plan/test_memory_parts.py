@@ -34,6 +34,7 @@ from recipe.plan.memory.engines import (
     device_buckets,
     dtype_bytes,
     longest,
+    outside_share,
     reference_rank,
     rollout_engine,
     room,
@@ -329,6 +330,29 @@ def test_next_weights_are_where_they_are_staged(staging: str) -> None:
     # Two ranks share the model.
     places = [amounts(items).get("next weights", 0) for items in (moment.items, replica.host)]
     assert places == [PARAMETERS * (staging == "device"), PARAMETERS * (staging == "host")]
+
+
+def test_sglangs_share_has_no_activations_and_a_sleeping_engine_keeps_its_weights_on_the_host() -> None:
+    sglang = {f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.tensor_model_parallel_size": 2}
+    assert outside_share(configured({}), 80 * GIB) is None
+    eager, tokens = {f"{ROLLOUT}.enforce_eager": True}, {f"{ROLLOUT}.engine_kwargs.sglang": {"chunked_prefill_size": 1}}
+    # 512 MiB, 1.5 MiB for each token of a prefill, 2 MiB for each sequence in a graph, and 128 MiB for each rank.
+    for changes, size, mib in (
+        ({}, 80, 512 + 12288 + 512 + 256),
+        ({}, 24, 512 + 3072 + 48 + 256),
+        ({}, 180, 512 + 24576 + 1024 + 256),
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 4}, 40, 512 + 6144 + 320 + 512),
+        (eager | tokens, 80, 512 + 3072 + 256),
+    ):
+        item = outside_share(configured(sglang | changes), size * GIB)
+        assert item is not None and (item.bytes, item.certain) == (mib * MIB, False)
+    for engine, outside in (({}, 0), (sglang, 13568 * MIB)):
+        held = amounts(parts(engine, device=64 * GIB)["rollout replica"].peak.items)
+        cache = held[f"rollout engine: KV cache{'' if engine else ' and activations'}"]
+        assert cache + held["rollout engine: weights"] == 32 * GIB
+        assert held.get("rollout engine: activations and graphs", 0) == outside
+        kept = amounts(parts(IN_TURNS | engine)["accelerator in turns"].host).get("copy of a sleeping engine's weights")
+        assert kept == (PARAMETERS if engine else None)
 
 
 def test_accelerators_in_turns_hold_what_the_other_side_keeps() -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Determines which optional packages of verl's engines a run needs.
 
-Contract: `needs` yields each optional package that a run on accelerators imports, with the setting that requires it. A
-run on a CPU needs no optional package. `inspection/check.py` looks for missing packages on this machine, and
-`inspection/nodes.py` on the nodes of a cluster. Shown by tests/config/test_packages.py.
+Contract: `needs` yields each optional package that a run imports, with the setting that requires it. A run on a CPU
+needs none but SGLang, if that is its rollout engine. `inspection/check.py` looks for missing packages on this machine,
+and `inspection/nodes.py` on the nodes of a cluster. Shown by tests/config/test_packages.py.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -16,10 +16,11 @@ from recipe.async_engine.config.problems import lookup, render
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+ENGINE = "actor_rollout_ref.rollout.name"
 SEE = "see docs/dependencies.md"
 OTHERS = ("torchtitan", "veomni")
 """The training engines that are implemented in a package of the same name."""
-MODULES = ("flash_attn", "kernels", "mbridge", "megatron.bridge", "cupy", "nixl", "liger_kernel", *OTHERS)
+MODULES = ("flash_attn", "kernels", "mbridge", "megatron.bridge", "cupy", "nixl", "liger_kernel", "sglang", *OTHERS)
 """All modules that `needs` may name."""
 
 
@@ -32,6 +33,7 @@ class Need:
         setting: the setting whose value requires the package.
         allowed: the values of the setting that work without the package, in words.
         instead: what to change if the package is missing; empty if it can only be installed.
+        how: how to install the package; empty if it is a matter of pip alone.
     """
 
     package: str
@@ -39,6 +41,7 @@ class Need:
     setting: str
     allowed: str
     instead: str = ""
+    how: str = ""
 
     def is_lacking(self, absent: Collection[str]) -> bool:
         """Return whether the package is missing on a machine that lacks the modules ``absent``."""
@@ -47,12 +50,17 @@ class Need:
     @property
     def advice(self) -> str:
         """A sentence that says what to do if the package is missing."""
-        return f"Install {self.package} ({SEE}){f', or {self.instead}' if self.instead else ''}."
+        how = f" by {self.how}" if self.how else ""
+        return f"Install {self.package}{how} ({SEE}){f', or {self.instead}' if self.instead else ''}."
 
 
 def needs(config: Mapping[str, Any]) -> Iterator[Need]:
-    """Yield the optional packages that a run needs; a run on a CPU needs none."""
-    if lookup(config, "trainer.device") == "cpu":
+    """Yield the optional packages that a run needs; a run on a CPU needs none but SGLang."""
+    on_cpu = lookup(config, "trainer.device") == "cpu"
+    if lookup(config, ENGINE) == "sglang":
+        how = "`make setup`" if on_cpu else "`uv pip install -e '.[sglang]'` with an override"
+        yield Need("SGLang", ("sglang",), ENGINE, "vllm without SGLang", "set it to vllm", how)
+    if on_cpu:
         return
     sections = (ACTOR, "critic") if has_critic(config) else (ACTOR,)
     strategies = {section: lookup(config, f"{section}.strategy") for section in sections}

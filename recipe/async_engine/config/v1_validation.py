@@ -73,7 +73,7 @@ def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
         advice = "It is this package's own trainers that rehearse; take +recipe=fully_async or +recipe=partial_rollout."
         yield context.problem("rehearse_only", "false with a trainer of verl's", advice)
     if context.get(f"{ROLLOUT}.name") != "vllm":
-        yield context.problem(f"{ROLLOUT}.name", "vllm", "The first-weights gate is there for vLLM's servers only.")
+        yield context.problem(f"{ROLLOUT}.name", "vllm", "With verl's own trainers, only vLLM's servers were tried.")
     if trainer == SEPARATE:
         yield from _separate(context)
     yield from log_prob_servers(context)

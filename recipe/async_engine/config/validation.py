@@ -20,10 +20,12 @@ from recipe.async_engine.config.rules import (
     batches,
     data,
     engines,
+    experts,
     learning,
     names,
     parallel,
     servers,
+    sglang,
 )
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.sections import read_settings
@@ -48,9 +50,12 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     parallel.micro_batches,
     parallel.ranks,
     engines.lora,
-    engines.experts,
+    experts.families,
+    experts.router_replay,
+    experts.expert_parallel,
     engines.weights,
     engines.rollout,
+    sglang.sglang,
     engines.cpu,
     engines.packages,
     servers.proximal_log_probs,
@@ -80,6 +85,7 @@ WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     algorithm.without_effect,
     notices.beside_others,
     names.untried,
+    sglang.untried,
     learning.trains_nothing,
 )
 

@@ -18,11 +18,33 @@ from typing import Any
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
 from recipe.async_engine.config.sections import SHARED
+from recipe.async_engine.config.sglang_arguments import REFUSED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
-ENGINES = {"vllm": "recipe.async_engine.engines.vllm.replica.GatedVLLMReplica"}
+ENGINES = {
+    "vllm": "recipe.async_engine.engines.vllm.replica.GatedVLLMReplica",
+    "sglang": "recipe.async_engine.engines.sglang.replica.GatedSGLangReplica",
+}
 """The replica class of each rollout engine, by ``rollout.name``."""
+ADAPTERS = {
+    "vllm": "recipe.async_engine.engines.vllm.adapter.DeadlineServerAdapter",
+    "sglang": "recipe.async_engine.engines.sglang.adapter.SGLangServerAdapter",
+}
+"""For each rollout engine, the class that passes weights from a trainer rank or a weight worker to its servers."""
 
+SGLANG_ALONE, VLLM_ALONE = "SGLang alone reads it", "vLLM alone reads it"
+INSTEAD = {
+    **dict.fromkeys(
+        ("enable_chunked_prefill", "max_num_batched_tokens"), f"set {ROLLOUT}.engine_kwargs.sglang.chunked_prefill_size"
+    ),
+    "enable_prefix_caching": f"set {ROLLOUT}.engine_kwargs.sglang.disable_radix_cache",
+    "cudagraph_capture_sizes": f"set {ROLLOUT}.engine_kwargs.sglang.cuda_graph_bs",
+    "limit_images": f"set {ROLLOUT}.engine_kwargs.sglang.limit_mm_data_per_request",
+    "logprobs_mode": "SGLang's log-probs are those after the temperature, before top_k and top_p",
+    "scheduling_policy": "SGLang takes requests in the order in which they come",
+    "seed": "each engine of SGLang draws a seed of its own",
+}
+"""Settings that verl passes to vLLM only, with what to do or what holds with SGLang."""
 UNREAD = "verl 0.9.1 does not read it either; remove it"
 QUEUE = "nothing goes through TransferQueue here"
 V1 = "trainer.v1"
@@ -77,6 +99,14 @@ def apart(context: RuleContext) -> bool:
 def by_flag(context: RuleContext) -> bool:
     """Return whether stock verl's main runs a mode of this package, chosen by ``trainer.v1.trainer_mode``."""
     return str(context.get(f"{V1}.trainer_mode", "")).startswith("recipe_")
+
+
+def on_sglang(context: RuleContext) -> bool:
+    return context.on_sglang
+
+
+def on_vllm(context: RuleContext) -> bool:
+    return not context.on_sglang
 
 
 def judged(context: RuleContext) -> bool:
@@ -153,6 +183,24 @@ TABLE: tuple[Verdict, ...] = (
         "Rollout servers need their own scheduler, which continues answers that a weight sync has cut. Remove it.",
         "ROLLOUT.engine_kwargs.vllm.scheduler_cls",
         allowed="null",
+        here=on_vllm,
+    ),
+    *_refused(
+        "Only tensor parallelism was tried with SGLang: set it to 1, or take vLLM.",
+        "ROLLOUT.{data_parallel,pipeline_model_parallel}_size",
+        allowed=f"1 with {ROLLOUT}.name=sglang",
+        refuses=lambda size: size not in (None, 1),
+        here=on_sglang,
+    ),
+    *itertools.chain.from_iterable(
+        _refused(
+            argument.advice,
+            f"ROLLOUT.engine_kwargs.sglang.{{{argument.names.replace(' ', ',')}}}",
+            allowed=argument.allowed,
+            refuses=argument.refuses,
+            here=on_sglang,
+        )
+        for argument in REFUSED
     ),
     # Settings that a run of this package accepts with some values only.
     *_refused(
@@ -193,7 +241,7 @@ TABLE: tuple[Verdict, ...] = (
     *_refused(COMMITTED, "ACTOR.checkpoint.async_save"),
     *_refused(COMMITTED, "critic.checkpoint.async_save", here=lambda context: context.has_critic),
     *_refused(
-        f"verl's servers refuse it without statistics: set {ROLLOUT}.disable_log_stats=false beside it.",
+        f"verl refuses it without statistics: set {ROLLOUT}.disable_log_stats=false beside it.",
         "ROLLOUT.prometheus",
         switch="enable",
         allowed=f"false with {ROLLOUT}.disable_log_stats=true",
@@ -258,7 +306,7 @@ TABLE: tuple[Verdict, ...] = (
     *_none(UNREAD, "ROLLOUT.layered_summon", here=apart),
     *_none(
         UNREAD,
-        """ROLLOUT.{do_sample,over_sample_rate,multi_stage_wake_up,skip,engine_kwargs.sglang,engine_kwargs.trtllm}
+        """ROLLOUT.{do_sample,over_sample_rate,multi_stage_wake_up,skip,engine_kwargs.trtllm}
         ROLLOUT.{agent.custom_async_server,multi_turn.interaction_config_path,multi_turn.num_repeat_rollouts}
         ROLLOUT.multi_turn.{tokenization_sanity_check_mode,use_inference_chat_template}
         JUDGE.rollout.{do_sample,layered_summon,multi_stage_wake_up,n} {actor_rollout_ref,critic}.nccl_timeout
@@ -270,6 +318,7 @@ TABLE: tuple[Verdict, ...] = (
         {ACTOR,REF,critic}.{megatron,veomni}.router_replay.{record,replay}_file
         global_profiler.global_tool_config.torch_memory.{stacks,kw_args}""",
     ),
+    *_none("verl replays experts in the actor only", "{REF,critic}.{megatron,veomni}.router_replay.mode"),
     *_none("verl 0.9.1 does not read it either; set optim.clip_grad beside it", "{ACTOR,critic}.grad_clip"),
     *_none(
         "verl 0.9.1 does not read it either; data.filter_overlong_prompts leaves out prompts that are too long",
@@ -277,9 +326,34 @@ TABLE: tuple[Verdict, ...] = (
     ),
     *_none("it is read by an engine of NPUs alone", "{ACTOR.fsdp_config,REF.fsdp_config,critic.fsdp}.turbo_config"),
     *_none(
-        "SGLang alone reads it",
-        """{ROLLOUT,JUDGE.rollout}.skip_tokenizer_init
-        {MODEL,critic.model}.mtp.speculative_{algorithm,eagle_topk,num_draft_tokens,num_steps}""",
+        SGLANG_ALONE,
+        """ROLLOUT.{skip_tokenizer_init,engine_kwargs.sglang}
+        MODEL.mtp.speculative_{algorithm,eagle_topk,num_draft_tokens,num_steps}""",
+        here=on_vllm,
+    ),
+    *_none(
+        SGLANG_ALONE,
+        """JUDGE.rollout.{skip_tokenizer_init,engine_kwargs.sglang}
+        critic.model.mtp.speculative_{algorithm,eagle_topk,num_draft_tokens,num_steps}""",
+    ),
+    # The preset tiny_cpu has arguments for both engines.
+    *_none(
+        SGLANG_ALONE,
+        """ROLLOUT.engine_kwargs.sglang.{device,attention_backend,sampling_backend,grammar_backend,max_total_tokens}
+        ROLLOUT.engine_kwargs.sglang.{enable_memory_saver,disable_piecewise_cuda_graph,disable_overlap_schedule}""",
+        here=on_vllm,
+        quiet=("cpu", "torch_native", "pytorch", "none", 16384, False, True),
+    ),
+    *_none(
+        VLLM_ALONE,
+        """ROLLOUT.{engine_kwargs.vllm,enable_sleep_mode,ignore_eos,quantization_config_file}
+        MODEL.mtp.{method,num_speculative_tokens}""",
+        here=on_sglang,
+        quiet=(67108864, "uni", "recipe.laptop.platform.engine_extension.CPUStagingExtension", False),
+    ),
+    *(
+        Verdict(f"{ROLLOUT}.{name}", Kind.NO_EFFECT, f"{VLLM_ALONE}; {instead}", here=on_sglang, quiet=("priority",))
+        for name, instead in INSTEAD.items()
     ),
     *_none(
         f"set {ROLLOUT}.agent.default_agent_loop=tool_agent, or give the data a column agent_name",

@@ -96,6 +96,7 @@ LIMITED: Mapping[str, Expected] = {
             *("ppo_micro_batch_size_per_gpu", "loss_scale_factor", "ppo_max_token_len_per_gpu"),
             *("log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu", "max_position_embeddings"),
             *("filter_overlong_prompts_workers", "max_actor_ckpt_to_keep", "total_epochs"),
+            *("expert_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
         ),
         COUNT,
     ),

@@ -10,6 +10,7 @@ Shown by tests/integration/test_client.py and, with a real engine that is killed
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.versions import joined, last_runs
@@ -35,23 +36,39 @@ CHECKPOINT = "a checkpoint was taken"
 class Sampled:
     """New tokens of one request. ``runs`` has (version, token count) for each run of tokens that one version sampled.
 
-    ``log_probs`` is None if the request did not ask for log-probs.
+    ``log_probs`` is None if the request did not ask for log-probs, and ``routed_experts`` (`joined_experts`) is None if
+    the engine does not return the experts that its routers chose.
     """
 
     token_ids: list[int]
     runs: list[tuple[int, int]]
     log_probs: list[float] | None
+    routed_experts: np.ndarray | None = None
+
+
+def joined_experts(known: np.ndarray | None, more: np.ndarray | None, tokens: int) -> np.ndarray | None:
+    """Return the experts chosen for an answer so far, ``known``, with those for its next ``tokens`` tokens.
+
+    The arrays have a row (layers, experts per token) for each token of prompt and answer that the engine has read. The
+    newest token of an answer has no row, because the engine reads it only to sample the next one. So each token adds
+    the row of the token before it, and the first token of an answer adds the rows of the whole prompt. ``more`` ends
+    with the rows that the new tokens add. Rows of earlier tokens in it are not used: the engine may have read these
+    tokens again, with other weights than those that sampled them.
+    """
+    if more is None or not tokens:
+        return known
+    return more if known is None else np.concatenate([known, more[-tokens:]])
 
 
 @dataclass(eq=False)
 class Flight:
     """One open request at a server, with the tokens of its answer that the client has fetched.
 
-    ``asked`` has the tokens that were sent as the prompt. ``avoided`` is the server that failed this request before, if
-    any. ``told`` is whether the server has answered the latest fetch of this request's tokens, or failed to answer.
+    ``asked`` is the digest of the request. ``avoided`` is the server that failed this request before, if any. ``told``
+    is whether the server has answered the latest fetch of this request's tokens, or failed to answer.
     """
 
-    asked: list[int]
+    asked: bytes
     avoided: str | None = None
     told: bool = False
     server_id: str | None = None
@@ -60,6 +77,7 @@ class Flight:
     runs: list[tuple[int, int]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] | None = None
+    routed_experts: np.ndarray | None = None
 
     def add(self, sampled: Sampled, after: int) -> None:
         """Add the tokens of ``sampled`` that are not here yet.
@@ -67,7 +85,9 @@ class Flight:
         The first token of ``sampled`` has the index ``after`` in the answer.
         """
         new = slice(len(self.token_ids) - after, None)
-        self.runs = joined(self.runs, last_runs(sampled.runs, len(sampled.token_ids[new])))
+        count = len(sampled.token_ids[new])
+        self.runs = joined(self.runs, last_runs(sampled.runs, count))
+        self.routed_experts = joined_experts(self.routed_experts, sampled.routed_experts, count)
         self.token_ids += sampled.token_ids[new]
         if sampled.log_probs is not None:
             self.log_probs = [*(self.log_probs or []), *sampled.log_probs[new]]
@@ -80,5 +100,9 @@ class Flight:
         extra = {"global_steps": last, "submitted_version": first, VERSION_RUNS: list(self.runs), GOES_ON: why}
         log_probs = None if self.log_probs is None else list(self.log_probs)
         return TokenOutput(
-            token_ids=list(self.token_ids), log_probs=log_probs, stop_reason="aborted", extra_fields=extra
+            token_ids=list(self.token_ids),
+            log_probs=log_probs,
+            routed_experts=self.routed_experts,
+            stop_reason="aborted",
+            extra_fields=extra,
         )

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.async_engine.config.verdicts import ENGINES
+from recipe.async_engine.config.verdicts import ADAPTERS, ENGINES
 from recipe.async_engine.engines.answers import Sampled
 from recipe.async_engine.record.activity import Work
 from recipe.async_engine.record.events import Activity
@@ -125,3 +125,8 @@ class WeightWorker(Protocol):
 def engine_class(name: str) -> Any:
     """Return the `RolloutEngine` class for ``name``, a value of ``actor_rollout_ref.rollout.name``."""
     return load_class_from_fqn(ENGINES[name])
+
+
+def adapter_class(name: str) -> Any:
+    """Return the class of the engine's adapter, like verl's `ServerAdapter`, with `stage_weights` and a checksum."""
+    return load_class_from_fqn(ADAPTERS[name])

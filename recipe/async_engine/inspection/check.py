@@ -166,8 +166,9 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
     # If the run uses no accelerators or those of a cluster, this machine's are not looked at.
     elsewhere = lookup(config, "trainer.device") == "cpu" or os.environ.get("RAY_ADDRESS")
     device_bytes = None if elsewhere else _memory_here()
-    # Engines run on this machine only if it has accelerators; then their packages must be installed on it too.
-    missing = frozenset(() if device_bytes is None else absent(MODULES))
+    # Engines run on this machine only if it has accelerators, or on its CPU; then it must have their packages too.
+    on_this_cpu = lookup(config, "trainer.device") == "cpu" and not os.environ.get("RAY_ADDRESS")
+    missing = frozenset(absent(MODULES) if on_this_cpu or device_bytes is not None else ())
     logical, cpus = (lookup(config, f"ray_kwargs.ray_init.{name}") for name in ("num_gpus", "num_cpus"))
     if logical is not None and cpus is not None:
         return replace(Resources.of([NodeRoom(logical, cpus)], device_bytes), absent=missing)

@@ -14,6 +14,8 @@ Contract:
   checkpoint, may then continue only under the version that began it.
 * With ``rollout.scheduling_policy=priority`` a full engine takes the requests of the oldest groups first, so
   interrupted answers continue before younger ones begin.
+* The experts that a router chose for a token are those of the pass that sampled the next token, in whichever parts and
+  turns an answer came (:class:`ChosenExperts`).
 * The client keeps every server's answer, complete or interrupted. If a checkpoint has the answer to a request, no
   server is asked (``kept_answers``). :meth:`ResumingClient.fetch` gets the tokens sampled so far for open requests.
 * If generation and training alternate, requests wait in the client during training (:class:`TurnGate`).
@@ -61,10 +63,11 @@ from recipe.async_engine.engines.answers import (
     SERVER_DIED,
     VERSION_RUNS,
     Flight,
+    joined_experts,
 )
 from recipe.async_engine.engines.load_balancer import ENDED, SAY_ENDED_S
 from recipe.async_engine.record.activity import Work
-from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder, current_recorder
+from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder, current_recorder, digest
 
 logger = logging.getLogger(__name__)
 
@@ -171,10 +174,8 @@ class ResumingClient(LLMServerClient):
         self._resume = bool(async_training.partial_rollout)
         self._timeout_s = float(async_training.timeouts.generation)
         interval, rollout = async_training.partial_tokens_interval, config.actor_rollout_ref.rollout
-        # A server returns the expert choices of a mixture-of-experts router only with a request's answer. If they are
-        # needed, tokens that are fetched while the request is open cannot be used.
-        self._keeps_parts = not rollout.get("enable_rollout_routing_replay", False)
-        self._fetch_every_s = float(interval) if interval is not None and self._keeps_parts else None
+        self._replays_experts = bool(rollout.get("enable_rollout_routing_replay", False))
+        self._fetch_every_s = None if interval is None else float(interval)
         self._by_age = rollout.get("scheduling_policy") == "priority"
         self._prompt_length, self._response_length = rollout.get("prompt_length"), rollout.get("response_length")
         timeouts = async_training.timeouts
@@ -309,6 +310,7 @@ class ResumingClient(LLMServerClient):
             else:
                 self._note_cut(request_id, recorder, part.extra_fields.get(GOES_ON), len(prompt_ids), merged)
         recorder.tools.is_answered()
+        merged.routed_experts = recorder.experts.first_chosen(prompt_ids + merged.token_ids, merged.routed_experts)
         for ours in (GOES_ON, VERSION_RUNS, RECOMPUTED):
             merged.extra_fields.pop(ours, None)
         merged.extra_fields.update(
@@ -360,7 +362,7 @@ class ResumingClient(LLMServerClient):
         self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
     ) -> TokenOutput | None:
         """Return the answer to a request from the checkpoint, or else from a server; None if a server sent no token."""
-        asked = kwargs["prompt_ids"]
+        asked = digest(kwargs["prompt_ids"], [kwargs.get(data) for data in MODALITIES])
         if recorder.over.is_set():
             raise GenerationError("the trajectory has ended, so its agent loop can send no further requests")
         answer = recorder.again(asked)
@@ -368,7 +370,7 @@ class ResumingClient(LLMServerClient):
             if not recorder.validates:
                 await self.gate.enter()
             began = time.monotonic()
-            answer = await self._ask_server(request_id, recorder, patience, **kwargs)
+            answer = await self._ask_server(request_id, recorder, patience, asked, **kwargs)
             recorder.asked_s += time.monotonic() - began
             # No other task runs between the removal of the request from ``recorder.flights`` and this line, so a
             # checkpoint has the request's tokens exactly once.
@@ -377,15 +379,15 @@ class ResumingClient(LLMServerClient):
         return answer
 
     async def _ask_server(
-        self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
+        self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, asked: bytes, **kwargs: Any
     ) -> TokenOutput | None:
-        """Send one request to one server.
+        """Send one request, whose digest is ``asked``, to one server.
 
         Returns:
             The answer, or None if the server returned no token, because it died, failed the request, or is no longer
                 in the load balancer.
         """
-        with self._under_way(recorder, kwargs["prompt_ids"], patience.failed_at) as flight, patience.spent():
+        with self._under_way(recorder, asked, patience.failed_at) as flight, patience.spent():
             answer = asyncio.ensure_future(super().generate(request_id, **kwargs))
             try:
                 part = await self._growing(answer, flight, patience)
@@ -441,7 +443,7 @@ class ResumingClient(LLMServerClient):
         return part
 
     @contextmanager
-    def _under_way(self, recorder: TrajectoryRecorder, asked: list[int], avoided: str | None) -> Iterator[Flight]:
+    def _under_way(self, recorder: TrajectoryRecorder, asked: bytes, avoided: str | None) -> Iterator[Flight]:
         """Register a request as open during the ``with`` block, so that its tokens are fetched regularly."""
         flight = Flight(asked, avoided=avoided)
         _flight.set(flight)
@@ -506,7 +508,8 @@ class ResumingClient(LLMServerClient):
             news = sampled.get(flight.engine_request_id)
             if news is not None:
                 flight.told = True
-                if self._keeps_parts:
+                # Tokens are of no use to router replay without the experts that were chosen for them.
+                if not self._replays_experts or news.routed_experts is not None:
                     flight.add(news, after=known[str(flight.engine_request_id)])
 
     @staticmethod
@@ -529,17 +532,10 @@ class ResumingClient(LLMServerClient):
 
     @staticmethod
     def _merge(merged: TokenOutput, part: TokenOutput) -> None:
-        import numpy as np
-
         merged.token_ids.extend(part.token_ids)
         if part.log_probs is not None:
             merged.log_probs.extend(part.log_probs)
-        if part.routed_experts is not None and len(part.token_ids) > 0:
-            if merged.routed_experts is None:
-                merged.routed_experts = part.routed_experts
-            else:
-                new_rows = part.routed_experts[-len(part.token_ids) :]
-                merged.routed_experts = np.concatenate([merged.routed_experts, new_rows])
+        merged.routed_experts = joined_experts(merged.routed_experts, part.routed_experts, len(part.token_ids))
         if part.num_preempted is not None:
             merged.num_preempted += part.num_preempted
         merged.extra_fields = {**part.extra_fields, **merged.extra_fields}

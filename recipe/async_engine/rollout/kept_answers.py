@@ -6,11 +6,12 @@ Contract:
 * The client that agent loops call records every answer in the trajectory's `TrajectoryRecorder`, because verl's agent
   loops do not know policy versions. The client finds the recorder through a context variable, which asyncio passes on
   to the tasks that an agent loop starts.
-* Every answer of a server, complete or interrupted, is kept with a digest of the request's tokens. A checkpoint holds
-  the answers of each unfinished trajectory, and the tokens sampled so far for an open request as an interrupted answer.
+* Every answer of a server, complete or interrupted, is kept with a digest of the request's tokens and images. A
+  checkpoint holds the answers of each unfinished trajectory, and the tokens sampled so far for an open request as an
+  interrupted answer.
 * A trajectory that is restored from a checkpoint runs its agent loop from the beginning. As long as its requests have
-  the same tokens as before, they get the kept answers, so no token is sampled twice. If a tool returns something else
-  the second time, the remaining kept answers are not used, and their tokens count as lost.
+  the same tokens and images as before, they get the kept answers, so no token is sampled twice. If a tool returns
+  something else the second time, the remaining kept answers are not used, and their tokens count as lost.
 
 Only one event loop calls this module. Shown by tests/integration/test_kept_answers.py and test_client.py.
 """
@@ -29,11 +30,12 @@ from typing import Any
 from recipe.async_engine.engines.answers import ABORTED, CHECKPOINT, Flight
 from recipe.async_engine.log_prob_servers.client import PartScorer
 from recipe.async_engine.record.activity import ToolTime, Work
+from recipe.async_engine.rollout.chosen_experts import ChosenExperts
 
 
 @dataclass(frozen=True)
 class KeptAnswer:
-    """One answer of a server, complete or interrupted, and the digest of its request's tokens (``asked``)."""
+    """One answer of a server, complete or interrupted, and the digest of its request (``asked``)."""
 
     asked: bytes
     answer: Any
@@ -94,9 +96,13 @@ class TokenAccount:
         return replace(self, lost=self.lost + self.held, held=0)
 
 
-def digest(token_ids: Sequence[int]) -> bytes:
-    """Return a digest of 16 bytes that identifies a token sequence."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).digest()
+def digest(token_ids: Sequence[int], media: Sequence[Any] = ()) -> bytes:
+    """Return a digest of 16 bytes that identifies a request: its tokens, and its images, videos and audio.
+
+    Images of equal size have the same tokens, so the tokens alone do not identify the request after a tool's image.
+    """
+    shown = pickle.dumps(media) if any(media) else b""
+    return hashlib.blake2b(array("q", token_ids).tobytes() + shown, digest_size=16).digest()
 
 
 @dataclass
@@ -122,6 +128,7 @@ class TrajectoryRecorder:
         sampled: a future that is done when the last token is sampled.
         told: a future that is done when the trajectory's cancellation was requested.
         over: set when the trajectory has ended, even if its agent loop continues.
+        experts: the experts that routers chose for the tokens of the trajectory.
     """
 
     segments: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -144,6 +151,7 @@ class TrajectoryRecorder:
     sampled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     told: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    experts: ChosenExperts = field(default_factory=ChosenExperts)
     task: asyncio.Task[Any] = field(init=False)
 
     @property
@@ -168,12 +176,9 @@ class TrajectoryRecorder:
         if self.scorer is not None:
             self.scorer.add(version, context, token_ids)
 
-    def again(self, asked: Sequence[int]) -> Any | None:
-        """Return an unused answer from the checkpoint to a request with the tokens ``asked``, or None."""
-        if not self.replay:
-            return None
-        wanted = digest(asked)
-        found = next((kept for kept in self.replay if kept.asked == wanted), None)
+    def again(self, asked: bytes) -> Any | None:
+        """Return an unused answer from the checkpoint to a request with the digest ``asked``, or None."""
+        found = next((kept for kept in self.replay if kept.asked == asked), None)
         if found is None:
             return None
         self.replay.remove(found)
@@ -181,9 +186,9 @@ class TrajectoryRecorder:
         self.restored_tokens += len(found.answer.token_ids)
         return found.answer
 
-    def keep(self, asked: Sequence[int], answer: Any) -> None:
-        """Keep the answer to a request with the tokens ``asked``. The caller must not change the answer afterwards."""
-        self.kept.append(KeptAnswer(digest(asked), answer))
+    def keep(self, asked: bytes, answer: Any) -> None:
+        """Keep the answer to a request with the digest ``asked``. The caller must not change the answer afterwards."""
+        self.kept.append(KeptAnswer(asked, answer))
         self.account.cut += self.kept[-1].cut_tokens
         self.received_tokens += len(answer.token_ids)
 
@@ -195,7 +200,7 @@ class TrajectoryRecorder:
     def export(self) -> TrajectoryRecord | None:
         """Return the answers of this trajectory for a checkpoint, or None if there are none."""
         cut = [(flight.asked, flight.cut_answer(CHECKPOINT)) for flight in self.flights]
-        under_way = [KeptAnswer(digest(asked), answer) for asked, answer in cut if answer is not None]
+        under_way = [KeptAnswer(asked, answer) for asked, answer in cut if answer is not None]
         answers = [*self.answers, *under_way]
         if not answers:
             return None

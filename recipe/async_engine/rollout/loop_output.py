@@ -73,6 +73,8 @@ def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutpu
         mm_processor_output=output.mm_processor_output,
     )
     check_answer(plain, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
+    if replayed:
+        check_experts(plain)
     for name, value in (_mapping("extra_fields", output.extra_fields) or {}).items():
         if not isinstance(name, str):
             raise UnusableAnswer(
@@ -286,6 +288,23 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
     if log_probs and not _are_numbers(output.response_logprobs):
         first = next(place for place, value in enumerate(output.response_logprobs) if not is_number(value))
         raise NonFinite(f"the log-prob of token {first} of {tokens} is {output.response_logprobs[first]}")
+
+
+def check_experts(output: AgentLoopOutput) -> None:
+    """Raise `UnusableAnswer` if router replay would lack the experts of a token whose pass sampled the next one.
+
+    verl fills missing rows with expert 0, and the trainer would replay that.
+    """
+    routed, tokens = output.routed_experts, len(output.prompt_ids) + len(output.response_ids)
+    sampled = len(output.response_mask) - list(reversed(output.response_mask)).index(1)
+    needed = len(output.prompt_ids) + sampled - 1
+    shape = tuple(routed.shape) if isinstance(routed, np.ndarray | torch.Tensor) else ()
+    if len(shape) != 3 or not needed <= shape[0] <= tokens:
+        given = f"the shape {shape}" if shape else shown(routed)
+        raise UnusableAnswer(
+            f"routed_experts of the agent loop's AgentLoopOutput is {given}: it needs {needed} to {tokens} rows "
+            "(layers, experts per token), one for each token of prompt and response before the last sampled one"
+        )
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:

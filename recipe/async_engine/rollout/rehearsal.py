@@ -13,7 +13,7 @@ import logging
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -42,7 +42,7 @@ WHY = "look for what an agent loop or tool changes in its process"
 class MadeUpAnswers(TrajectoryRecorder):
     """A recorder that has a fixed answer for every request, so that no server is asked."""
 
-    def again(self, asked: Sequence[int]) -> TokenOutput:
+    def again(self, asked: bytes) -> TokenOutput:
         return TokenOutput(
             token_ids=[1, 2, 3],
             log_probs=[-0.5, -0.25, -0.125],

@@ -18,6 +18,8 @@ from omegaconf import OmegaConf
 from torch.utils.data import IterableDataset
 from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl.utils.tokenizer.chat_template import apply_chat_template
 
 from recipe.async_engine.config.facts import TRAIN_FILES, VAL_FILES, VERLS_LOOPS
@@ -179,7 +181,7 @@ class _Maker:
             return self._refused("a model with a chat template", advice, f"{MODEL}.path")
         try:
             text = apply_chat_template(maker, list(prompt), tokenize=False, **template)
-            length = len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            length = self._length(list(prompt), text)
         except Exception as error:  # a template may raise anything
             return self._refused("prompts that the chat template takes", f"It raises {told(error)}.")
         limit = self._config.data.max_prompt_length
@@ -189,6 +191,17 @@ class _Maker:
         return self._refused(
             f"prompts of at most data.max_prompt_length={limit} tokens, chat template included", advice
         )
+
+    def _length(self, messages: list[dict[str, Any]], text: str) -> int:
+        """Return the number of tokens of a prompt, images included, as verl's agent loops make them."""
+        if self._processor is None:
+            return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        patch = getattr(getattr(self._processor, "image_processor", None), "patch_size", 14)
+        images, videos, audio = RLHFDataset._process_multi_modal_info(messages, patch, self._config.data)
+        inputs = build_multimodal_processor_inputs(
+            self._processor, text=[text], images=images, videos=videos, audio=audio
+        )
+        return len(inputs["input_ids"][0])
 
     def _refused(self, allowed: str, advice: str, setting: str | None = None) -> ConfigError:
         setting = setting or self._setting

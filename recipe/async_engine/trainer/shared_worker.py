@@ -5,19 +5,23 @@ from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, register
 
-from recipe.async_engine.engines.vllm.weight_worker import DeadlineServerAdapter
+from recipe.async_engine.engines.protocol import adapter_class
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 
 
-class NeighbourAdapter(DeadlineServerAdapter):
-    """verl's adapter of the rollout engine, which looks up the engine's server again for each transfer of weights.
+def neighbour_adapter(engine: str) -> Any:
+    """Return the engine's adapter class, which looks up the engine's server again for each transfer of weights.
 
     The server may have died, and a new one may have replaced it under the same name.
     """
+    adapter = adapter_class(engine)
 
-    def _ensure_server_handle(self) -> bool:
-        self.server_handle = None
-        return super()._ensure_server_handle()
+    class NeighbourAdapter(adapter):  # type: ignore[valid-type, misc]
+        def _ensure_server_handle(self) -> bool:
+            self.server_handle = None
+            return bool(super()._ensure_server_handle())
+
+    return NeighbourAdapter
 
 
 class HybridActorWorker(ActorWorker):
@@ -27,11 +31,11 @@ class HybridActorWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the models, and replace verl's adapter of the rollout engine by `NeighbourAdapter`."""
+        """Build the models, and replace verl's adapter of the rollout engine by this package's."""
         super().init_model()
         if self.rollout is None:
             return
-        self.rollout = NeighbourAdapter(
+        self.rollout = neighbour_adapter(self.rollout.config.name)(
             config=self.rollout.config,
             model_config=self.rollout.model_config,
             device_mesh=self.rollout.device_mesh,

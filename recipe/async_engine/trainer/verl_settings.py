@@ -64,10 +64,11 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
 
 
 def _tell_tokenizer(rollout: Any, path: str | None) -> None:
-    """Make vLLM use the run's tokenizer, instead of the model folder's, for stop strings and forbidden words."""
-    if path and rollout.name == "vllm":
+    """Make the engine use the run's tokenizer, instead of the model folder's, for stop strings and forbidden words."""
+    argument = {"vllm": "tokenizer", "sglang": "tokenizer_path"}.get(rollout.name)
+    if path and argument:
         kwargs = rollout.get("engine_kwargs") or {}
-        rollout.engine_kwargs = {**kwargs, "vllm": {"tokenizer": path, **(kwargs.get("vllm") or {})}}
+        rollout.engine_kwargs = {**kwargs, rollout.name: {argument: path, **(kwargs.get(rollout.name) or {})}}
 
 
 def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = None, places: int | None = None) -> None:

@@ -12,11 +12,13 @@ from functools import partial
 from typing import Any
 
 import ray
+from tensordict import TensorDict
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from verl.trainer.ppo.utils import Role, create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 from verl.workers.engine_workers import TrainingWorkerConfig
 
 from recipe.async_engine.actors.sockets import rendezvous_ports
@@ -40,10 +42,23 @@ class TrainerGroup(RayWorkerGroup):
         super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        for data in args:
+            make_tokens_ragged(data)
         # If an actor has several roles, verl prefixes the method's name with the role, so compare only the end.
         if method_name.endswith(BESIDE_METHODS):
             return getattr(worker, method_name).options(concurrency_group=BESIDE_TRAINING).remote(*args, **kwargs)
         return super()._execute_remote_single_worker(worker, method_name, *args, **kwargs)
+
+
+def make_tokens_ragged(data: Any) -> None:
+    """Make the tokens the ragged dimension of a batch's position ids, of shape (rows, 4, tokens) for images.
+
+    If all rows have the same length, verl's trainer makes the 4 the ragged one (verl/workers/utils/padding.py:62), but
+    its workers expect the tokens (verl/utils/tensordict_utils.py:915) and would raise an error.
+    """
+    positions = data.get("position_ids") if isinstance(data, TensorDict) else None
+    if positions is not None and positions.is_nested and positions.dim() == 3 and positions._ragged_idx == 1:
+        data["position_ids"] = nested_tensor_from_tensor_list(list(positions.unbind()))
 
 
 class VerlTrainer(SeparateRayPPOTrainer):

@@ -18,7 +18,7 @@ import verl
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 from recipe.async_engine.supported import VERL_SUPPORTED, require_version
-from recipe.laptop.platform import device_module, process_group, vllm_distribution
+from recipe.laptop.platform import device_module, process_group, sglang_cpu, vllm_distribution
 
 PLATFORM_NAME = "cpu"
 HCCL_ENGINE = "verl.checkpoint_engine.hccl_checkpoint_engine"
@@ -96,6 +96,7 @@ def install() -> None:
     if PlatformRegistry.get(PLATFORM_NAME) is not PlatformCPU:
         PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
     vllm_distribution.install()
+    sglang_cpu.install()
     process_group.install()
     # Set vLLM's variable for the platform too, for processes that vLLM starts and that do not import verl.
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")

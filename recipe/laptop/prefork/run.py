@@ -40,20 +40,29 @@ MODULES = (
     "verl.workers.engine_workers",
     "verl.single_controller.ray.base",
     "verl.experimental.reward_loop",
-    "recipe.laptop.platform.vllm_cpu",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.qwen3",
     "transformers.models.qwen3.modeling_qwen3",
 )
 """The modules that the server imports: those whose import takes most of the time when a process starts."""
+ENGINE_MODULES = {
+    "vllm": (
+        "recipe.laptop.platform.vllm_cpu",
+        "vllm.v1.engine.core",
+        "vllm.v1.executor.uniproc_executor",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.qwen3",
+    ),
+    "sglang": ("recipe.async_engine.engines.sglang.replica", "sglang.srt.models.qwen3"),
+}
+"""The same for the processes of each rollout engine."""
+DEFAULT = (*MODULES, *ENGINE_MODULES["vllm"])
 
 
 class Prefork:
     """The fork server of one run; as a context manager, it stops the server at the end."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None, modules: Sequence[str] = MODULES) -> None:
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, modules: Sequence[str] = (*MODULES, *ENGINE_MODULES["vllm"])
+    ) -> None:
         """Start the server and return at once; the server forks once it has imported ``modules``.
 
         ``environment`` is added to the server's environment.

@@ -73,6 +73,8 @@ class Server:
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # A failing scheduler of SGLang sends this signal to its parent, which is this process.
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         with selectors.DefaultSelector() as selector:
             for source in (self._listener, woken, lifeline):
                 selector.register(source, selectors.EVENT_READ)
@@ -120,7 +122,8 @@ class Server:
             # Leave the server's process group, because Ray kills the process group of a dead worker.
             os.setsid()
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for each in (signal.SIGCHLD, signal.SIGQUIT):
+                signal.signal(each, signal.SIG_DFL)
             self._forget_the_server()
             files, numbers, folder, arguments, environment = receive(connection)
             lifeline = _place_files(files, numbers, keep=connection.detach())

@@ -184,6 +184,9 @@ def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
     return dtype_bytes(lookup(config, f"{engine}.mixed_precision.param_dtype", "bf16"), 2)
 
 
+# SGLang's defaults on devices below so many GiB: tokens of a prefill, and sequences in a graph, on up to 3 ranks and on
+# more.
+PREFILL_AND_GRAPHS = ((35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 # A sleeping vLLM engine keeps memory on each device (context, graphs, NCCL), and more if it has several devices: users
 # have reported 0.8 GiB with one device and 2.4 GiB with tensor parallelism (NVIDIA-NeMo/RL#223).
@@ -195,7 +198,7 @@ class Engine:
     """The memory of one accelerator of a rollout replica.
 
     Attributes:
-        share: share of the device for weights, KV cache and activations (`gpu_memory_utilization`).
+        share: share of the device for weights, KV cache and, with vLLM, activations (`gpu_memory_utilization`).
         token_bytes: bytes of one token's keys and values on this accelerator.
     """
 
@@ -221,6 +224,21 @@ def rollout_engine(config: Mapping[str, Any], shape: ModelShape, hybrid: bool = 
     own = None if hybrid else standalone_share(config)
     share = own if own is not None else float(lookup(config, f"{ROLLOUT}.gpu_memory_utilization") or 0.5)
     return Engine(weights, share, 2 * shape.layers * heads * shape.head_dim * item)
+
+
+def outside_share(config: Mapping[str, Any], device: int) -> Item | None:
+    """Return what an SGLang engine needs on ``device`` bytes besides its share of them; vLLM's share has all.
+
+    It is what SGLang leaves free if it chooses the share itself (sglang/srt/server_args.py:1401-1560).
+    """
+    if lookup(config, f"{ROLLOUT}.name") != "sglang":
+        return None
+    tensor = int(lookup(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)
+    usual, few, many = next((sizes for size, *sizes in PREFILL_AND_GRAPHS if device < size * GIB), (16384, 512, 512))
+    prefill = int(lookup(config, f"{ROLLOUT}.engine_kwargs.sglang.chunked_prefill_size") or usual)
+    graphs = 0 if lookup(config, f"{ROLLOUT}.enforce_eager") else few if tensor < 4 else many
+    amount = (512 + 3 * max(prefill, 2048) // 2 + 2 * graphs + 128 * tensor) * MIB
+    return Item("rollout engine: activations and graphs", amount, certain=False)
 
 
 def standalone_share(config: Mapping[str, Any]) -> float | None:

@@ -34,6 +34,7 @@ from recipe.plan.memory.engines import (
     critic_rank,
     device_buckets,
     is_megatron,
+    outside_share,
     reference_rank,
     rollout_engine,
     room,
@@ -192,10 +193,14 @@ class _Run:
         engine = rollout_engine(self.config, self.models.policy, hybrid)
         if self.device is None:
             return (Item("rollout engine: weights", engine.weights),)
-        cache = max(0, int(engine.share * self.device) - engine.weights)
-        return (
+        cache, outside = (
+            max(0, int(engine.share * self.device) - engine.weights),
+            outside_share(self.config, self.device),
+        )
+        return listed(
             Item("rollout engine: weights", engine.weights),
-            Item("rollout engine: KV cache and activations", cache),
+            Item(f"rollout engine: KV cache{'' if outside else ' and activations'}", cache),
+            outside,
         )
 
     def _cache(self, hybrid: bool = False) -> tuple[str, ...]:
@@ -240,6 +245,8 @@ class _Run:
         offload = (f"{engine_settings}.param_offload", f"{engine_settings}.optimizer_offload")
         settings = (f"{ROLLOUT}.gpu_memory_utilization", *offload, *self._less_training())
         devices, host, notes = trainer_ranks(self.config), self._on_host(), self._cache(hybrid=True)
+        if self.context.on_sglang and sleeps:
+            host = (*host, Item("copy of a sleeping engine's weights", engine.weights))
         if elastic:
             host, once = (*host, *self._kept()), self._snapshot()
             return Part("accelerator that is lent", devices, moments, settings, host, once, notes=notes)
@@ -294,10 +301,13 @@ def problems(context: RuleContext) -> Iterator[Problem]:
 
 
 def _cache(context: RuleContext) -> Iterator[Problem]:
-    """Check that the longest request fits into the KV cache, as vLLM requires (vllm/v1/core/kv_cache_utils.py)."""
+    """Check that the longest request fits into the KV cache, as vLLM requires (vllm/v1/core/kv_cache_utils.py).
+
+    SGLang would cut off the answer instead.
+    """
     shape, device = model_of(context, POLICY_PATH), device_bytes(context)
     windowed = context.policy.get("sliding_window") and context.policy.get("use_sliding_window", True)
-    other_size = context.get(f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype")
+    other_size = context.get(f"{ROLLOUT}.engine_kwargs.{context.get(f'{ROLLOUT}.name')}.kv_cache_dtype")
     if shape is None or device is None or context.on_cpu or windowed or other_size:
         return
     engine, request = rollout_engine(context.config, shape), room(context.config, context.positions)

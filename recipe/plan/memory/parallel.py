@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
+from recipe.async_engine.config.rules.experts import RETURNED, replay_mode
 from recipe.async_engine.config.rules.parallel import PARALLEL, SERVERS, SHARING
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 from recipe.plan.memory.shape import ModelShape, model_of
@@ -24,6 +25,10 @@ def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
     if policy is not None:
         yield from _rollout(context, ROLLOUT, policy)
         yield from _training(context, ACTOR, policy)
+        if context.get(RETURNED) and not policy.experts:
+            yield _no_experts(context, RETURNED, "false")
+        if (mode := replay_mode(context)) is not None and not policy.experts:
+            yield _no_experts(context, mode, "disabled")
         if context.settings.servers.backend == "megatron":
             yield from _megatron(context, f"{SERVERS}.engine", policy)
         elif context.settings.servers.enabled:
@@ -47,6 +52,7 @@ def _training(context: RuleContext, section: str, shape: ModelShape) -> Iterator
     strategy = context.get(f"{section}.strategy")
     if strategy == "megatron":
         yield from _megatron(context, f"{section}.megatron", shape)
+        yield from _split_sequences(context, f"{section}.megatron", shape)
     elif strategy not in SHARING:
         yield from _ulysses(context, section, shape)
 
@@ -73,8 +79,16 @@ def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator
         yield _no_experts(context, setting)
 
 
-def _no_experts(context: RuleContext, setting: str) -> Problem:
-    return context.problem(setting, "1 with a model without experts", "Remove it.")
+def _split_sequences(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
+    """Check that a training engine with experts splits sequences (megatron/core/transformer/moe/moe_layer.py:379)."""
+    setting, tensor = f"{section}.sequence_parallel", f"{section}.tensor_{PARALLEL}"
+    if shape.experts and (context.count(tensor) or 1) > 1 and not context.get(setting, True):
+        advice = "Megatron does not train experts with tensor parallelism alone; remove it."
+        yield context.problem(setting, f"true with {tensor}={context.count(tensor)} and a model with experts", advice)
+
+
+def _no_experts(context: RuleContext, setting: str, allowed: str = "1") -> Problem:
+    return context.problem(setting, f"{allowed} with a model without experts", "Remove it.")
 
 
 def _experts(shape: ModelShape) -> dict[str, int]:

@@ -58,9 +58,24 @@ class RuleContext:
         return (ROLLOUT, f"{REWARD_MODEL}.rollout") if self.get(f"{REWARD_MODEL}.enable") else (ROLLOUT,)
 
     @property
+    def vllm_engines(self) -> tuple[str, ...]:
+        """The sections of vLLM's engines: the policy's, unless SGLang generates, and the reward model's."""
+        return self.engines[1:] if self.on_sglang else self.engines
+
+    @property
+    def on_sglang(self) -> bool:
+        """Whether SGLang generates the policy's answers; otherwise vLLM does."""
+        return bool(self.get(f"{ROLLOUT}.name") == "sglang")
+
+    @property
     def longest(self) -> int:
         """Number of tokens of the longest prompt and response together."""
         return (self.count("data.max_prompt_length") or 0) + (self.count("data.max_response_length") or 0)
+
+    @property
+    def room(self) -> int:
+        """The smallest `max_model_len` with room for `longest`: verl's SGLang server keeps one position free."""
+        return self.longest + self.on_sglang
 
     @property
     def uses_reference(self) -> bool:

@@ -18,9 +18,6 @@ from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 AT_SWAP = "async_training.weights.at_swap"
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
-# Model families whose experts have other names in Transformers' model than in a checkpoint. verl's FSDP engines send
-# the names of the model, and vLLM expects those of the checkpoint.
-OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 STRATEGIES = {
     "dp": ("fsdp", "fsdp2"),
     "megatron": ("megatron",),
@@ -35,15 +32,16 @@ LONG_TAIL_TOKENS = 121
 def rollout(context: RuleContext) -> Iterator[Problem]:
     """Check that the engines' `max_model_len` and `max_num_batched_tokens` are large enough."""
     room = context.count(f"{ROLLOUT}.max_model_len")
-    if room is not None and room < context.longest:
+    if room is not None and room < context.room:
         advice = "Raise it, or lower data.max_prompt_length or data.max_response_length."
-        allowed = f"at least prompt and response together, {context.longest}"
+        beside = " and the position that verl's SGLang server keeps free" if context.on_sglang else ""
+        allowed = f"at least prompt and response together{beside}, {context.room}"
         yield context.problem(f"{ROLLOUT}.max_model_len", allowed, advice)
     positions = context.positions
     if room is not None and positions is not None and room > positions:
         advice = f"verl's server refuses more; where the model can have more, set {MODEL}.{OVERRIDE}."
         yield context.problem(f"{ROLLOUT}.max_model_len", f"at most the model's {positions} positions", advice)
-    for engine in context.engines:
+    for engine in context.vllm_engines:
         budget, sequences = context.count(f"{engine}.max_num_batched_tokens"), context.count(f"{engine}.max_num_seqs")
         if budget is not None and sequences is not None and budget < sequences:
             advice = "vLLM's scheduler needs a token for each sequence in a step. Raise it, or lower max_num_seqs."
@@ -53,7 +51,7 @@ def rollout(context: RuleContext) -> Iterator[Problem]:
 def early_ends(context: RuleContext) -> Iterator[str]:
     """Warn if the model has too few positions for the longest answers, so that they would be truncated."""
     positions = context.positions
-    if context.get(f"{ROLLOUT}.max_model_len") is None and positions is not None and positions < context.longest:
+    if context.get(f"{ROLLOUT}.max_model_len") is None and positions is not None and positions < context.room:
         yield (
             f"the model has {positions} positions, and data.max_prompt_length and max_response_length are "
             f"{context.longest} tokens together: answers that come to the end of the positions are cut off there; "
@@ -86,7 +84,7 @@ def weights(context: RuleContext) -> Iterator[Problem]:
         advice = "Answers cannot be held while the weights under them are loaded in place."
         yield context.problem("async_training.weights.staging", "device or host with at_swap=keep", advice)
     connector = f"{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config"
-    if at_swap == "keep" and context.get(connector):
+    if at_swap == "keep" and context.get(connector) and not context.on_sglang:
         advice = "A connector keeps keys and values of older weights, which cannot be told from new ones; remove it."
         yield context.problem(connector, "null with async_training.weights.at_swap=keep", advice)
     if chosen.staging != "none":
@@ -192,20 +190,12 @@ def lora(context: RuleContext) -> Iterator[Problem]:
         yield from _adapters_alone(context, megatron)
 
 
-def experts(context: RuleContext) -> Iterator[Problem]:
-    """Refuse models for which verl sends names of experts that vLLM does not know."""
-    family, strategy = context.policy.get("model_type"), context.get(f"{ACTOR}.strategy")
-    if family in OTHER_EXPERTS and strategy != "megatron":
-        advice = "verl's FSDP engines send experts by names that vLLM does not know of this family; take another model"
-        advice += f", or {ACTOR}.strategy=megatron." if family == "mixtral" else "."
-        yield context.problem(
-            f"{MODEL}.path", f"no model of the family {family} with {ACTOR}.strategy={strategy}", advice
-        )
-
-
 def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:
     """Check that engines can load the base weights themselves, if only adapters are sent to them."""
     merge, allowed = f"{MODEL}.lora.merge", "with adapters that are sent alone"
+    if context.on_sglang:
+        yield context.problem(merge, f"true with {ROLLOUT}.name=sglang", "Adapters alone are sent to vLLM only.")
+        return
     if megatron:
         advice = (
             "verl 0.9.1 sends the frozen base of a Megatron model alone (verl #7495), and nothing generates with the"
@@ -243,11 +233,13 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
         if context.get(f"{section}.strategy") != "fsdp2":
             advice = f"Other training engines need accelerators, FSDP1 too; set {section}.strategy=fsdp2."
             yield context.problem(f"{section}.strategy", "fsdp2 where trainer.device=cpu", advice)
-    for engine in context.engines:
-        for setting in (f"{engine}.free_cache_engine", f"{engine}.enable_sleep_mode"):
-            if context.get(setting, True):
-                advice = f"vLLM has no sleep mode on a CPU; set ++{setting}=False."
-                yield context.problem(setting, "false where trainer.device=cpu", advice)
+    sleeping = [
+        f"{engine}.{name}" for engine in context.vllm_engines for name in ("free_cache_engine", "enable_sleep_mode")
+    ]
+    for setting in dict.fromkeys((*sleeping, f"{ROLLOUT}.free_cache_engine")):
+        if context.get(setting, True):
+            advice = f"Engines have no sleep mode on a CPU; set ++{setting}=False."
+            yield context.problem(setting, "false where trainer.device=cpu", advice)
     separate = context.settings.async_training.placement != SHARED
     if separate and context.get(f"{ROLLOUT}.checkpoint_engine.backend") in ("nccl", *UNTRIED_ENGINES):
         advice = (
@@ -257,6 +249,8 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
         allowed = "recipe_gloo where trainer.device=cpu"
         yield context.problem(f"{ROLLOUT}.checkpoint_engine.backend", allowed, advice)
     yield from _bucket(context)
+    if context.on_sglang:
+        return
     budget, sequences = context.count(f"{ROLLOUT}.max_num_batched_tokens"), context.count(f"{ROLLOUT}.max_num_seqs")
     length = context.count(f"{ROLLOUT}.max_model_len")
     if budget is None or sequences is None or length is None or not context.get(f"{ROLLOUT}.enable_chunked_prefill"):
@@ -268,7 +262,7 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
 
 
 def _bucket(context: RuleContext) -> Iterator[Problem]:
-    """Check that a transfer bucket holds the largest tensor: on a CPU, vLLM gets each tensor in one bucket."""
+    """Check that a transfer bucket holds the largest tensor: on a CPU, an engine gets each tensor in one bucket."""
     setting = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
     megabytes = context.count(setting)
     wide = context.get(f"{ACTOR}.fsdp_config.model_dtype", "fp32") in ("fp32", "float32")

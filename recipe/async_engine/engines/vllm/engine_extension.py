@@ -10,17 +10,13 @@ error is read to its end, so that the sender does not block, and `staging_outcom
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from typing import Any
 
 import torch
-import zmq
 from torch import nn
 from verl.plugin.platform import get_platform
 from verl.utils.vllm.patch import patch_vllm_moe_model_weight_loader
 from verl.utils.vllm.vllm_quant_utils import is_quantized_model
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -29,45 +25,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from recipe.async_engine.core.cuts import sampled_before
 from recipe.async_engine.engines.vllm.continued_answers import patch_worker
 from recipe.async_engine.engines.vllm.staged_adapter import AdapterName, StagedAdapter
-from recipe.async_engine.engines.vllm.staged_model import StagedModel
-from recipe.async_engine.engines.vllm.weight_worker import COMPLETE, LOOK_MS, UNDER_WAY
-from recipe.async_engine.weights.staged import Intake, NamedTensors, StagedWeights, StagingRefused
-
-
-class PatientSocket:
-    """A zmq REP socket. Receiving raises StagingRefused after ``timeout_s`` seconds or once ``stopped`` is set."""
-
-    def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, stopped: threading.Event) -> None:
-        self._socket, self._timeout_s, self._stopped = socket, timeout_s, stopped
-        socket.setsockopt(zmq.LINGER, 0)
-        self.send, self.close = socket.send, socket.close
-
-    def recv_pyobj(self) -> Any:
-        deadline = time.monotonic() + self._timeout_s
-        while not self._socket.poll(LOOK_MS):
-            if self._stopped.is_set():
-                raise StagingRefused("the stream of weights ends here, because another stream took its place")
-            if time.monotonic() > deadline:
-                raise StagingRefused(f"the sender of the weights said nothing for {self._timeout_s:g} s")
-        return self._socket.recv_pyobj()
-
-
-class DeadlineReceiver(BucketedWeightReceiver):
-    """verl's receiver of weights, which gives up after ``timeout_s`` seconds without a message or when stopped."""
-
-    socket: Any
-
-    def __init__(self, *args: Any, timeout_s: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._timeout_s = timeout_s
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _init_socket(self) -> None:
-        super()._init_socket()
-        self.socket = PatientSocket(self.socket, self._timeout_s, self._stopped)
+from recipe.async_engine.engines.weight_stream import UNDER_WAY, DeadlineReceiver, Staging
+from recipe.async_engine.weights.staged import StagedWeights, StagingRefused
+from recipe.async_engine.weights.staged_model import StagedModel
 
 
 def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
@@ -96,44 +56,6 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
         lambda model: process_weights_after_loading(model, vllm_config.model_config, device),
         in_host=in_host,
     )
-
-
-class Staging:
-    """Receives one stream of weights into the staging area ``staged``, on its own thread."""
-
-    def __init__(self, staged: StagedWeights, version: int, receiver: DeadlineReceiver, device: Any) -> None:
-        self._receiver, self._device = receiver, device
-        self._intake = Intake(staged, version)
-        self._thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
-        self._thread.start()
-
-    @property
-    def outcome(self) -> str:
-        """`UNDER_WAY`, `COMPLETE` followed by the checksum of the staged weights, or an error message."""
-        if self._thread.is_alive():
-            return UNDER_WAY
-        return self._intake.problem or COMPLETE + self._intake.checksum
-
-    def stop(self, timeout_s: float) -> bool:
-        """Stop receiving; return whether the thread has ended within ``timeout_s`` seconds."""
-        self._receiver.stop()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        get_platform().set_device(self._device)
-        self._intake.begin()
-        try:
-            self._receiver.receive_weights(self._take)
-        except Exception as error:  # Any error becomes the outcome of this stream.
-            self._intake.fail(error)
-
-    def _take(self, weights: NamedTensors, is_last: bool) -> None:
-        self._intake.take(weights)
-        if is_last:
-            # Set the outcome before the sender gets the reply to its last message, because the sender asks for the
-            # outcome after the reply.
-            self._intake.end()
 
 
 class StagingExtension(vLLMColocateWorkerExtension):

@@ -5,13 +5,9 @@ import traceback
 from collections.abc import MutableMapping
 from typing import Any
 
-from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.engines.weights_gate import RolloutServerError
 
 RUNNER_CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
-
-
-class RolloutServerError(RecipeError):
-    """A rollout server cannot start with its configuration, or cannot accept a request at present."""
 
 
 def choose_runner(environ: MutableMapping[str, str]) -> None:

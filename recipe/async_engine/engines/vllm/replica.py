@@ -12,9 +12,10 @@ import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 from recipe.async_engine.actors.control import with_control
+from recipe.async_engine.engines.gated_server import HELD
 from recipe.async_engine.engines.reservation import Reservations, ReservedReplica
-from recipe.async_engine.engines.vllm.server import HELD, GatedVLLMHttpServer
-from recipe.async_engine.engines.vllm.weight_worker import RolloutWeightWorker
+from recipe.async_engine.engines.vllm.server import GatedVLLMHttpServer
+from recipe.async_engine.engines.weight_worker import RolloutWeightWorker
 
 
 class GatedVLLMReplica(ReservedReplica, vLLMReplica):

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from omegaconf import OmegaConf
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError
 from verl import DataProto
@@ -88,12 +87,8 @@ class ProximalLogProbs:
             computed, mfu = self._compute(batch)
         metrics["perf/mfu/actor_infer"] = mfu
         log_probs, entropy = computed.batch.pop("old_log_probs"), computed.batch.pop("entropys")
-        replay = OmegaConf.select(self._actor, "megatron.router_replay.mode")
-        for name, column in computed.batch.items():
-            # The forward pass may return the experts that it chose. They replace the batch's column only if verl
-            # replays them in the update (R2).
-            if name != "routed_experts" or name not in batch.batch or replay == "R2":
-                batch.batch[name] = column
+        # The pass may return the experts that it chose, which verl replays in the update (R2).
+        batch.batch.update(computed.batch)
         return log_probs, entropy
 
     def _by_servers(

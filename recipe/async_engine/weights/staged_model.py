@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging of weights in a second instance of the model, in the process of a vLLM worker.
+"""Staging of weights in a second instance of the model, in the process of an engine.
 
 Contract: staging works as in `recipe.async_engine.weights.staged`. Weights are loaded on a separate thread while the
 engine generates.
@@ -27,7 +27,7 @@ tests/e2e/test_fully_async.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -68,9 +68,7 @@ class StagedModel(StagedWeights):
             pair.mine.data = data
             if pair.put_mine is not None:
                 pair.put_mine(pair.mine)
-        for parameter in self._spare.parameters():
-            if parameter.is_floating_point():
-                parameter.fill_(float("nan"))
+        fill_with_nan(self._spare)
         # Copy the live buffers, because the stream does not have to contain buffers.
         live = dict(self._live.named_buffers())
         for name, buffer in self._spare.named_buffers():
@@ -88,16 +86,7 @@ class StagedModel(StagedWeights):
         self._loaded |= self._spare.load_weights(parameters) or set()
 
     def _find_problem(self) -> str | None:
-        parameters = dict(self._spare.named_parameters())
-        # A sum is NaN if any element is NaN. Unlike a mask, it needs no memory. Read all results from the device at
-        # once, because each read waits for the device.
-        sums = {name: parameter.sum() for name, parameter in parameters.items() if parameter.is_floating_point()}
-        are_nan = torch.stack([found.isnan() for found in sums.values()]).tolist() if sums else []
-        missing = [name for name, is_nan in zip(sums, are_nan, strict=True) if is_nan]
-        missing += parameters.keys() - sums.keys() - self._loaded
-        if not missing:
-            return None
-        return f"{len(missing)} parameters of the model did not come as a whole, or are NaN; among them {missing[0]}"
+        return find_incomplete(self._spare, self._loaded)
 
     def _derive(self) -> None:
         weights = {_storage(tensor) for tensor in _slots(self._spare)}
@@ -145,6 +134,57 @@ class StagedModel(StagedWeights):
             hand()
         if self._in_host:
             self._finish(self._live)
+
+
+class LiveModel(StagedWeights):
+    """Weights that are loaded over the live ones of ``model``, which must not compute meanwhile.
+
+    ``finish`` derives values from loaded weights, as for `StagedModel`.
+    """
+
+    def __init__(self, model: nn.Module, finish: Callable[[nn.Module], None]) -> None:
+        self._model, self._finish = model, finish
+        self._loaded: set[str] = set()
+
+    def _begin(self) -> None:
+        self._loaded = set()
+        fill_with_nan(self._model)
+
+    def _load(self, weights: NamedTensors) -> None:
+        with torch.inference_mode():
+            self._loaded |= self._model.load_weights(weights) or set()
+
+    def _find_problem(self) -> str | None:
+        return find_incomplete(self._model, self._loaded)
+
+    def _derive(self) -> None:
+        self._finish(self._model)
+
+    def _swap(self) -> None:
+        """Do nothing, because the weights are live already."""
+
+
+def fill_with_nan(model: nn.Module) -> None:
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.fill_(float("nan"))
+
+
+def find_incomplete(model: nn.Module, loaded: Collection[str]) -> str | None:
+    """Return a text that names a parameter that still has NaN, or that has no floating-point numbers and is not in
+    ``loaded``; None if there is no such parameter.
+    """
+    parameters = dict(model.named_parameters())
+    # A sum is NaN if any element is NaN. Unlike a mask, it needs no memory. Read all results from the device at
+    # once, because each read waits for the device.
+    sums = {name: parameter.sum() for name, parameter in parameters.items() if parameter.is_floating_point()}
+    are_nan = torch.stack([found.isnan() for found in sums.values()]).tolist() if sums else []
+    missing = [name for name, is_nan in zip(sums, are_nan, strict=True) if is_nan]
+    missing += parameters.keys() - sums.keys() - set(loaded)
+    if not missing:
+        return None
+    return f"{len(missing)} parameters of the model did not come as a whole, or are NaN; among them {missing[0]}"
 
 
 # Values of these types are counters and other state of a running engine, which a swap must not change.

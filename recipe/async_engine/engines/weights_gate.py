@@ -7,7 +7,11 @@ closed. Shown by tests/integration/test_server_gate.py.
 
 import asyncio
 
-from recipe.async_engine.engines.vllm.engine_settings import RolloutServerError
+from recipe.async_engine.core.errors import RecipeError
+
+
+class RolloutServerError(RecipeError):
+    """A rollout server cannot start with its configuration, or cannot accept a request at present."""
 
 
 class WeightsGate:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Middleware that makes requests to vLLM's HTTP endpoints wait for complete weights, like other requests to a server.
+"""Middleware that makes requests to an engine's HTTP endpoints wait for complete weights, like others to a server.
 
-Contract: requests that only read (GET, HEAD, OPTIONS) pass. Other requests may use only the endpoints in ``SERVED``,
-which generate, score or count tokens and change nothing. A request to any other endpoint (to sleep, pause, scale, load
-weights or adapters, or call workers) gets status 403, and WebSockets are refused. A request to an endpoint in
-``SERVED`` waits when a request through the Ray actor would wait: until the first complete weights are loaded, during a
-load, and during a pause. If a request waits too long, or if the server has left the load balancer, the request gets
-status 503 with the reason. Shown by tests/integration/test_http_gate.py and, with the real server,
-tests/e2e/test_replacement.py.
+Contract: requests that only read (GET, HEAD, OPTIONS) pass, unless they are for an endpoint in ``CHANGING``. Other
+requests may use only the endpoints in ``SERVED``, which generate, score or count tokens and change nothing. A request
+to any other endpoint (to sleep, pause, scale, load weights or adapters, or call workers) gets status 403, and
+WebSockets are refused. A request to an endpoint in ``SERVED`` waits when a request through the Ray actor would wait:
+until the first complete weights are loaded, during a load, and during a pause. If a request waits too long, or if the
+server has left the load balancer, the request gets status 503 with the reason. Shown by
+tests/integration/test_http_gate.py and, with the real servers, tests/e2e/test_replacement.py and
+tests/integration/test_sglang_server.py.
 """
 
 import json
@@ -32,6 +33,15 @@ SERVED = frozenset(
         "/v1/embeddings",
     }
 )
+CHANGING = frozenset(
+    {
+        *("/flush_cache", "/clear_hicache_storage_backend", "/release_memory_occupation", "/resume_memory_occupation"),
+        *("/start_profile", "/stop_profile", "/set_trace_level", "/freeze_gc", "/slow_down", "/configure_logging"),
+        *(f"/{verb}_expert_distribution_record" for verb in ("start", "stop", "dump")),
+        *("/open_session", "/close_session", "/get_weights_by_name", "/health_generate"),
+    }
+)
+"""Endpoints of SGLang that change the engine or occupy it, and that GET reaches too."""
 WEBSOCKET_REFUSED = 1008
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -60,7 +70,7 @@ class HttpGate:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": WEBSOCKET_REFUSED, "reason": "not offered"})
             return
-        if scope["type"] == "http" and scope["method"] not in HARMLESS:
+        if scope["type"] == "http" and (scope["method"] not in HARMLESS or scope["path"] in CHANGING):
             if scope["path"] not in SERVED:
                 await _refuse(send, 403, "PermissionError", f"a rollout server does not offer {scope['path']}")
                 return

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists the arguments of SGLang's engine (``rollout.engine_kwargs.sglang``) that are refused, with what to do instead.
+
+Contract: an argument is refused if verl or this package passes it itself, or if it would break a promise of
+`recipe.async_engine.engines.protocol`. All other arguments reach SGLang unchanged. tests/config/test_sglang.py checks
+that SGLang has each argument in this list, and that its default value is not refused.
+"""
+
+from typing import Any, NamedTuple
+
+from recipe.async_engine.config.verl_types import MODEL, ROLLOUT
+
+OF_SETTINGS = {
+    "model_path": f"{MODEL}.path",
+    "trust_remote_code": f"{MODEL}.trust_remote_code",
+    "tp_size": f"{ROLLOUT}.tensor_model_parallel_size",
+    "ep_size": f"{ROLLOUT}.expert_parallel_size",
+    "mem_fraction_static": f"{ROLLOUT}.gpu_memory_utilization",
+    "max_running_requests": f"{ROLLOUT}.max_num_seqs",
+    "disable_cuda_graph": f"{ROLLOUT}.enforce_eager",
+    **{name: f"{ROLLOUT}.{name}" for name in ("dtype", "load_format", "quantization", "skip_tokenizer_init")},
+}
+"""Arguments that verl takes from its own settings, by which rules and estimates go."""
+
+
+class Refused(NamedTuple):
+    """Arguments of SGLang that are refused for the same reason.
+
+    Attributes:
+        names: the arguments' names, separated by spaces.
+        advice: why they are refused, and what to do.
+        allowed: the values that are accepted, in words.
+        harmless: the values that are accepted.
+    """
+
+    names: str
+    advice: str
+    allowed: str = "null or false"
+    harmless: tuple[Any, ...] = (None, False, "")
+
+    def refuses(self, value: Any) -> bool:
+        return value not in self.harmless
+
+
+ONE: tuple[str, tuple[Any, ...]] = ("1", (None, 1))
+PLACED = (
+    "This package places the processes of a replica, and its calls reach those of tensor parallelism alone: remove it."
+)
+INSIDE = "This package reads answers where the server's own processes pass them on: remove it."
+OUTLASTS = "Keys and values of older weights would be kept there beyond a weight sync: remove it."
+REPLACED = "A weight sync replaces all weights of the model as they are in its files: remove it."
+OPEN = (
+    "verl starts SGLang's HTTP endpoints without it, so they would be open nevertheless: remove it, and let no one else"
+    " reach the port (docs/security.md)."
+)
+
+REFUSED: tuple[Refused, ...] = (
+    *(
+        Refused(name, f"Set {setting}, from which verl takes it.", "null", (None,))
+        for name, setting in OF_SETTINGS.items()
+    ),
+    Refused("dp_size pp_size nnodes attn_cp_size moe_dp_size gpu_id_step", PLACED, *ONE),
+    Refused("node_rank base_gpu_id", PLACED, "0", (None, 0)),
+    Refused("dist_init_addr nccl_port use_ray enable_dp_attention", PLACED),
+    Refused("enable_prefill_context_parallel enable_nsa_prefill_context_parallel", PLACED),
+    Refused("tokenizer_worker_num detokenizer_worker_num stream_interval", INSIDE, *ONE),
+    Refused("incremental_streaming_output grpc_mode encoder_only language_only is_embedding enable_pdmux", INSIDE),
+    Refused("disaggregation_mode", INSIDE, "null", (None, "null")),
+    Refused("dllm_algorithm", INSIDE),
+    Refused("skip_server_warmup", "A warm-up would wait for the first weights: remove it.", "true", (None, True)),
+    Refused("checkpoint_engine_wait_weights_before_ready", "Weights come by this package's own way alone: remove it."),
+    Refused("enable_hierarchical_cache hicache_storage_backend enable_lmcache enable_streaming_session", OUTLASTS),
+    Refused("cpu_offload_gb torchao_config modelopt_quant quantize_and_serve rl_quant_profile", REPLACED),
+    Refused("enable_lora lora_paths enable_eplb ep_num_redundant_experts elastic_ep_backend kt_weight_path", REPLACED),
+    Refused("offload_group_size", REPLACED, "-1", (None, -1, 0)),
+    Refused("delete_ckpt_after_loading", "The trainer and a replaced replica read the model's files: remove it."),
+    Refused(
+        "enable_deterministic_inference rl_on_policy_target",
+        "SGLang then gives every request the same seed, so the answers to one prompt come out equal: remove it.",
+    ),
+    Refused("allow_auto_truncate", "Answers would be trained under prompts that the engine has cut: remove it."),
+    Refused("max_queued_requests", "SGLang would abort requests that wait, again and again: remove it."),
+    Refused("api_key admin_api_key ssl_keyfile ssl_certfile", OPEN),
+)

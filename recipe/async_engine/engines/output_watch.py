@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the newest output of each request in an engine, so that clients can fetch tokens before an answer ends.
+
+Contract: a client that fetches tokens gets all those that were sampled since its last fetch
+(`recipe.async_engine.engines.answers`), and still has them if the server dies. Shown by
+tests/integration/test_client.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from recipe.async_engine.core.versions import RequestVersions, last_runs
+from recipe.async_engine.engines.answers import Sampled
+from recipe.async_engine.record.activity import EngineActivity
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine's output says of an answer.
+
+    ``log_probs`` has an entry for each of ``token_ids``, in the engine's own format, or is None if none were requested.
+    ``prompt_tokens`` does not count the answer's tokens that a continued request brought with it.
+    """
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[Any] | None
+    prompt_tokens: int
+    finished: bool
+
+
+class OutputWatch:
+    """Keeps the newest output of each request in an engine, and reports all outputs to ``activity``.
+
+    A subclass wraps the engine's ``generate``, and reads the engine's outputs.
+    """
+
+    def __init__(self, activity: EngineActivity) -> None:
+        self._activity = activity
+        self._newest: dict[str, Any] = {}
+        self._before: dict[str, int] = {}
+
+    def read(self, output: Any) -> Answer | None:
+        """Return what an output says of the answer, or None if it says nothing."""
+        raise NotImplementedError
+
+    def log_prob(self, of_token: Any, token: int) -> float:
+        """Return the log-prob of the token ``token`` from its entry in `Answer.log_probs`."""
+        raise NotImplementedError
+
+    def experts(self, request_id: str, known: int, sampled: int) -> np.ndarray | None:
+        """Return the rows (`joined_experts`) that the tokens from ``known`` to ``sampled`` add, or None if unknown."""
+        return None
+
+    @contextmanager
+    def _request(self, request_id: str, before: int) -> Iterator[None]:
+        """Watch a request while it is in the engine. It continues an answer that has ``before`` tokens."""
+        self._activity.enter(request_id)
+        self._before[request_id] = before
+        try:
+            yield
+        finally:
+            self._newest.pop(request_id, None)
+            self._before.pop(request_id, None)
+            self._activity.leave(request_id)
+
+    def asked_tokens(self, request_id: str) -> int:
+        """Return the number of tokens in a request: its prompt, and answer tokens sampled before an interruption.
+
+        The result is 0 before the first output for the request.
+        """
+        answer = self._answer(request_id)
+        return 0 if answer is None else answer.prompt_tokens + self._before[request_id]
+
+    def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
+        """Return the tokens of an answer after the first ``known`` ones, possibly none, or None if it is complete.
+
+        A complete answer is already in transit to the client. If this method returned its tokens too, the client might
+        treat the answer as incomplete, and request tokens beyond its end.
+        """
+        answer = self._answer(request_id)
+        if answer is None:
+            return Sampled([], [], None)
+        if answer.finished:
+            return None
+        runs = versions.runs(request_id, len(answer.token_ids))
+        if runs is None:
+            return Sampled([], [], None)
+        tokens, log_probs = list(answer.token_ids[known:]), None
+        if answer.log_probs is not None:
+            log_probs = [self.log_prob(answer.log_probs[known + n], token) for n, token in enumerate(tokens)]
+        experts = self.experts(request_id, known, len(answer.token_ids))
+        return Sampled(tokens, last_runs(runs, len(tokens)), log_probs, experts)
+
+    def _answer(self, request_id: str) -> Answer | None:
+        output = self._newest.get(request_id)
+        return None if output is None else self.read(output)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of an SGLang engine run: SGLang's own scheduler, extended by a staging area for weights.
+
+Contract: weights arrive on a thread while the engine generates, and are staged as
+`recipe.async_engine.weights.staged_model` describes. A call from the server (`calls`) is executed between two steps of
+the engine. An interrupted answer is continued in the same way as a request that SGLang has retracted.
+
+``import verl`` comes first, because it loads this package's plugin, which makes a CPU ready for SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import verl  # noqa: F401
+from sglang.srt.managers import detokenizer_manager
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput, UpdateWeightsFromTensorReqOutput
+from sglang.srt.model_loader.loader import _initialize_model
+from sglang.srt.model_loader.utils import set_default_torch_dtype
+from torch import nn
+from verl.plugin.platform import get_platform
+
+from recipe.async_engine.core.cuts import SAMPLED
+from recipe.async_engine.engines.sglang.calls import CALL
+from recipe.async_engine.engines.sglang.penalties import count_earlier_tokens
+from recipe.async_engine.engines.weight_stream import UNDER_WAY, DeadlineReceiver, Staging
+from recipe.async_engine.weights.staged import StagedWeights, StagingRefused
+from recipe.async_engine.weights.staged_model import LiveModel, StagedModel
+
+MOST_ENDED = 1000
+"""Number of ended requests that a scheduler remembers: more than can be on their way to the server at once."""
+
+
+class StagingScheduler(sglang_scheduler.Scheduler):
+    """SGLang's scheduler, which holds a staging area for the next weights and continues interrupted answers."""
+
+    _staged: StagedWeights | None = None
+    _staging: Staging | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._ended: dict[str, int] = {}
+        """Number of tokens sampled for each of the last requests that ended since the last swap."""
+        super().__init__(*args, **kwargs)
+
+    def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> UpdateWeightsFromTensorReqOutput:
+        """Execute a call of the server, or update weights as SGLang does."""
+        if recv_req.load_format != CALL:
+            return super().update_weights_from_tensor(recv_req)
+        method, *args = json.loads(recv_req.serialized_named_tensors[0])
+        try:
+            outcome = (True, getattr(self, method)(*args))
+        except Exception as error:  # Any error is the outcome of this call; without this, SGLang would end the engine.
+            outcome = (False, f"{type(error).__name__}: {error}")
+        outcomes: list[Any] = [None] * self.tp_size
+        torch.distributed.all_gather_object(outcomes, outcome, group=self.tp_cpu_group)
+        wrong = [text for succeeded, text in outcomes if not succeeded]
+        if wrong:
+            return UpdateWeightsFromTensorReqOutput(success=False, message=wrong[0])
+        results = json.dumps([result for _, result in outcomes])
+        return UpdateWeightsFromTensorReqOutput(success=True, message=results)
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        before = sampled_before(req.sampling_params)
+        if before and not req.output_ids:
+            continue_answer(req, before)
+        if req.output_ids and req.logprob_start_len == len(req.origin_input_ids):
+            # Otherwise SGLang would compute the log-probs of the answer's earlier tokens again, for nobody.
+            req.logprob_start_len = -1
+        super()._add_request_to_queue(req, is_retracted)
+
+    def stream_output(self, reqs: list[Any], *args: Any, **kwargs: Any) -> None:
+        super().stream_output(reqs, *args, **kwargs)
+        self._ended.update({req.rid: sampled_here(req) for req in reqs if req.finished()})
+        while len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    @property
+    def _model(self) -> nn.Module:
+        model: nn.Module = self.tp_worker.model_runner.model
+        return model
+
+    def wide_parameters(self) -> list[str]:
+        width = self.tp_worker.model_runner.model_config.dtype.itemsize
+        parameters = self._model.named_parameters()
+        return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > width]
+
+    def begin_staging(self, version: int, use_shm: bool, timeout_s: float, in_host: bool, handle: str) -> None:
+        """Start to receive the next stream of weights as ``version``, next to the live weights.
+
+        Args:
+            use_shm: whether the sender uses shared memory instead of CUDA IPC.
+            timeout_s: seconds without a message after which the stream fails.
+            in_host: whether the weights are staged in host memory instead of on the device.
+            handle: the sender's address, with a place for the number of this process on its node.
+
+        Raises:
+            StagingRefused: weights of this engine cannot be staged, or an earlier stream does not end.
+        """
+        if not isinstance(self._staged, StagedModel):
+            self._staged = self._staging_area(in_host)
+        self._receive(self._staged, version, use_shm, timeout_s, handle)
+
+    def begin_loading(self, version: int, use_shm: bool, timeout_s: float, handle: str) -> None:
+        """Start to receive a stream of weights like `begin_staging`, but load it over the live weights."""
+        self._receive(LiveModel(self._model, self._finish), version, use_shm, timeout_s, handle)
+
+    def _receive(self, into: StagedWeights, version: int, use_shm: bool, timeout_s: float, handle: str) -> None:
+        if self._staging is not None and not self._staging.stop(timeout_s):
+            raise StagingRefused(f"an earlier stream of weights has not ended within {timeout_s:g} s")
+        on_a_node = self.tp_size // self.server_args.nnodes
+        device = torch.device(self.device) if self.device == "cpu" else torch.device(self.device, self.gpu_id)
+        address = handle.format(rank=self.tp_rank % on_a_node)
+        receiver = DeadlineReceiver(address, device, use_shm=use_shm, timeout_s=timeout_s)
+        self._staging = Staging(into, version, receiver, get_platform().current_device())
+
+    def _staging_area(self, in_host: bool) -> StagedModel:
+        runner = self.tp_worker.model_runner
+        if runner.model_config.quantization is not None or self.draft_worker is not None:
+            raise StagingRefused(
+                "weights of a quantized engine, or of one with a draft model, can only be loaded in place; set "
+                "async_training.weights.staging=none"
+            )
+        # Leave inference mode, because tensors created in it cannot be written to outside of it.
+        with (
+            torch.inference_mode(False),
+            set_default_torch_dtype(runner.model_config.dtype),
+            torch.device("cpu" if in_host else self.device),
+        ):
+            spare = _initialize_model(runner.model_config, runner.load_config, None).eval()
+        if in_host and self.device != "cpu":
+            for parameter in spare.parameters():
+                parameter.data = parameter.data.pin_memory()
+        return StagedModel(self._model, spare, self._finish, in_host=in_host)
+
+    @staticmethod
+    def _finish(model: nn.Module) -> None:
+        """Derive what SGLang derives from loaded weights (model_loader/loader.py:735)."""
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None:
+                method.process_weights_after_loading(module)
+
+    def staging_outcome(self) -> str:
+        """Return the state of the last stream, as `Staging.outcome` has it."""
+        return UNDER_WAY if self._staging is None else self._staging.outcome
+
+    def swap_staged(self, version: int) -> dict[str, int]:
+        """Make the staged weights the live ones.
+
+        Returns:
+            The number of tokens that the old weights have sampled for each request, including requests that have ended
+            but whose answers may not have reached the server. Answer tokens with which a request arrived, because it
+            continues an interrupted answer, are not counted.
+
+        Raises:
+            StagingRefused: no complete weights of this version are staged.
+        """
+        if self._staged is None:
+            raise StagingRefused("no weights have been staged")
+        self._staged.swap(version)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        ended, self._ended = self._ended, {}
+        return ended | {req.rid: sampled_here(req) for req in [*self.waiting_queue, *self.running_batch.reqs]}
+
+    def drop_computed(self, pause: bool) -> bool:
+        """Drop the KV cache if no batch is being computed, and return whether it was dropped.
+
+        With ``pause`` nothing is computed after that until generation resumes, not even for an HTTP request that the
+        server admitted before its pause and that comes only now.
+
+        SGLang's own method refuses while requests wait, but requests that it has retracted hold no part of the cache.
+        """
+        batches = (self.running_batch, self.last_batch, self.cur_batch)
+        if self.chunked_req is not None or any(batch is not None and not batch.is_empty() for batch in batches):
+            return False
+        self.tree_cache.reset()
+        self.req_to_token_pool.clear()
+        self.token_to_kv_pool_allocator.clear()
+        self._engine_paused |= pause
+        return True
+
+
+def sampled_before(sampling_params: Any) -> list[int]:
+    """Return the tokens that a continued answer had before its interruption, or [] for a new answer."""
+    before: list[int] = (sampling_params.custom_params or {}).get(SAMPLED, [])
+    return before
+
+
+def sampled_here(req: Any) -> int:
+    """Return the number of a request's tokens that this engine has sampled, without those from before its start."""
+    return len(req.output_ids) - len(sampled_before(req.sampling_params))
+
+
+def continue_answer(req: Any, before: list[int]) -> None:
+    """Give a new request the tokens that its answer has already, and let SGLang return only those after them."""
+    count = len(before)
+    req.output_ids = list(before)
+    req.send_token_offset = req.send_output_token_logprobs_offset = count
+    if req.return_logprob:
+        # Placeholders, which are never sent.
+        req.output_token_logprobs_val, req.output_token_logprobs_idx = [0.0] * count, [0] * count
+        req.output_top_logprobs_val, req.output_top_logprobs_idx = [None] * count, [None] * count
+        req.output_token_ids_logprobs_val, req.output_token_ids_logprobs_idx = [None] * count, [None] * count
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """Run SGLang's scheduler process with a `StagingScheduler`."""
+    sglang_scheduler.Scheduler = StagingScheduler
+    count_earlier_tokens()
+    sglang_scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def run_detokenizer(*args: Any, **kwargs: Any) -> None:
+    """Run SGLang's detokenizer process, on a machine that this package's plugin has prepared."""
+    detokenizer_manager.run_detokenizer_process(*args, **kwargs)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets SGLang be imported without an accelerator.
+
+SGLang imports its kernels (``sgl_kernel``) and an image decoder of torchvision when it starts, although a CPU calls
+neither, and both packages are published for accelerators only. The finder in this module provides stand-ins for those
+imports, in processes that import SGLang. Anything that calls a stand-in gets an error that names it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+PACKAGES = ("sgl_kernel", "torchvision")
+
+
+class Absent(type):
+    """The type of whatever a stand-in is asked for: a class that has every attribute, but no instance."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(f"{cls.__name__}.{name}", (), {})
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{cls.__name__} needs an accelerator")
+
+
+class StandIn(ModuleType):
+    """A package that has every attribute; calling one raises an error."""
+
+    __path__ = ()  # type: ignore[assignment]
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(f"{self.__name__}.{name}", (), {})
+
+
+class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """The last entry of ``sys.meta_path``, which finds `PACKAGES` and their modules if SGLang is being imported."""
+
+    def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] not in PACKAGES or "sglang" not in sys.modules:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing, because a stand-in has no code."""
+
+
+class ImportWatch(importlib.abc.MetaPathFinder):
+    """The first entry of ``sys.meta_path``, which prepares Transformers when SGLang is imported, and finds nothing.
+
+    Transformers replaces its class of image processors by one that raises if torchvision was absent when Transformers
+    was imported. The class works without torchvision, and SGLang registers its processors with it.
+    """
+
+    def find_spec(self, fullname: str, *_: Any) -> None:
+        if fullname == "sglang.srt.configs.utils":
+            import transformers
+            from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+            transformers.AutoImageProcessor = AutoImageProcessor
+
+
+def install() -> None:
+    """Provide the stand-ins in this process, and make SGLang choose its CPU engine. A second call does no harm."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, ImportWatch())
+        sys.meta_path.append(StandInFinder())
