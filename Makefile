@@ -24,13 +24,14 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test test-one test-all test-gpu mutants lint docs lock lock-gpu clean
+.PHONY: help setup demo test test-one test-all test-sglang test-gpu mutants lint docs lock lock-gpu clean
 
 help:
 	@echo 'make demo      set up, then train on the built-in task (writes to runs/demo)'
 	@echo 'make test      set up, then run the tests'
 	@echo 'make test-one T=tests/core/test_gate.py   some of them: files, folders or names as pytest has them'
 	@echo 'make test-all  the same with the long drills'
+	@echo 'make test-sglang  end-to-end tests that name no engine, with SGLang'
 	@echo 'make test-gpu  the tests that need an accelerator, in the active environment'
 	@echo 'make mutants   plants faults in core and settings, and says which of them no test notices (takes hours)'
 	@echo 'make lint      ruff, the import contracts and type checking'
@@ -77,8 +78,13 @@ test-one: setup
 	@test -n '$(T)' || { echo 'Name them: make test-one T=tests/core/test_gate.py' >&2; exit 2; }
 	$(BIN)/python -m pytest -m 'not gpu' --durations=5 $(T)
 
-test-all: setup
+test-all: test-sglang
 	$(BIN)/python -m pytest -m 'not gpu' --durations=60
+
+# Those that name no engine run with vLLM otherwise.
+test-sglang: setup
+	E2E_ENGINE=sglang $(BIN)/python -m pytest -k 'not drained' \
+	  $(addprefix tests/e2e/test_,crash.py fully_async.py one_step_off.py published_weights.py replacement.py signals.py)
 
 # Meant for ten minutes on one accelerator; with two, trainer and rollout run apart as well.
 test-gpu:
