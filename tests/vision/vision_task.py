@@ -184,8 +184,8 @@ def never_say(model: Any, tokens: list[int]) -> None:
     import torch
 
     with torch.no_grad():
-        model.get_input_embeddings().weight[:, 0] = 0.2
-        model.model.visual.merger.linear_fc2.bias[0] = 0.2
+        model.get_input_embeddings().weight[:, 0] = 0.5
+        model.model.visual.merger.linear_fc2.bias[0] = 0.5
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[tokens, 0] = -100.0
 
