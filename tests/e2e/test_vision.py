@@ -175,6 +175,7 @@ def test_a_tool_returns_a_picture(warm: TaskPaths, tmp_path: Path, ray_dir: Path
     overrides = [
         *few_steps(warm, tmp_path, ray_dir),
         *ON_POLICY,
+        NO_LEARNING,
         f"data.train_files={warm.train.with_name('tools.parquet')}",
         f"{rollout}.multi_turn.tool_config_path={FOLDERS[0] / 'tools.yaml'}",
         "data.max_response_length=64",

@@ -127,7 +127,7 @@ def build_processor() -> Any:
     )
 
 
-def build_model(tokenizer: Any) -> Any:
+def build_model(tokenizer: Any, steps: int) -> Any:
     """Return an untrained Qwen3-VL with two layers of hidden size 64 and two of vision, one of them deep-stacked."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -172,20 +172,21 @@ def build_model(tokenizer: Any) -> Any:
         **ids,
     )
     model = Qwen3VLForConditionalGeneration(config).float()
-    never_say(model, [config.image_token_id, config.video_token_id])
+    # With more, the warm start learns less, and it makes these tokens unlikely itself.
+    never_say(model, [config.image_token_id, config.video_token_id], 0.2 if steps else 0.5)
     return model
 
 
-def never_say(model: Any, tokens: list[int]) -> None:
-    """Give ``tokens`` a probability of zero: by a number that is positive at each position, and negative in their rows.
+def never_say(model: Any, tokens: list[int], number: float) -> None:
+    """Give ``tokens`` a probability of zero: ``number`` is added at each position, and subtracted in their rows.
 
     verl bans them in the engine alone. Otherwise an untrained model's trainer would give other probabilities.
     """
     import torch
 
     with torch.no_grad():
-        model.get_input_embeddings().weight[:, 0] = 0.2
-        model.model.visual.merger.linear_fc2.bias[0] = 0.2
+        model.get_input_embeddings().weight[:, 0] = number
+        model.model.visual.merger.linear_fc2.bias[0] = number
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[tokens, 0] = -100.0
 
@@ -243,7 +244,7 @@ def make(folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     processor = build_processor()
-    model = build_model(processor.tokenizer)
+    model = build_model(processor.tokenizer, steps)
     warm_start(model, processor, steps)
     model.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
