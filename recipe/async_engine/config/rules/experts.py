@@ -40,7 +40,10 @@ def families(context: RuleContext) -> Iterator[Problem]:
 
 def replay_mode(context: RuleContext) -> str | None:
     """Return the setting of the actor's replay mode if it is on, else None."""
-    setting = f"{ACTOR}.{context.get(f'{ACTOR}.strategy')}.router_replay.mode"
+    strategy = context.get(f"{ACTOR}.strategy")
+    if strategy not in REPLAYING:
+        return None
+    setting = f"{ACTOR}.{strategy}.router_replay.mode"
     return setting if context.get(setting, "disabled") != "disabled" else None
 
 
