@@ -4,8 +4,6 @@
 Contract: weights arrive on a thread while the engine generates, and are staged as
 `recipe.async_engine.weights.staged_model` describes. A call from the server (`calls`) is executed between two steps of
 the engine. An interrupted answer is continued in the same way as a request that SGLang has retracted.
-
-``import verl`` comes first, because it loads this package's plugin, which makes a CPU ready for SGLang.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import json
 from typing import Any
 
 import torch
-import verl  # noqa: F401
 from sglang.srt.managers import detokenizer_manager
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput, UpdateWeightsFromTensorReqOutput
