@@ -96,10 +96,15 @@ def test_answer_has_the_same_tokens_whether_it_is_interrupted_held_or_left_alone
 ) -> None:
     """With the same weights before and after, under parameters that depend on earlier tokens."""
     for answer in seen["cut"][case]:
-        assert answer["cuts"] > 0, "otherwise this would show nothing"
         assert answer["cut"] == answer["whole"]
         assert answer["log_probs"] == len(answer["whole"])
         assert answer["difference"] < CLOSE
+
+
+def test_answers_of_each_kind_were_cut(seen: dict[str, Any]) -> None:
+    """Otherwise the test above would show nothing. On a busy machine an answer may end before it is cut."""
+    for of_kind in zip(*seen["cut"].values(), strict=True):
+        assert any(answer["cuts"] for answer in of_kind)
 
 
 def test_dropped_request_frees_its_place_at_once(seen: dict[str, Any]) -> None:
