@@ -30,7 +30,7 @@ def weights(mebibytes: int, device: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def receive(address: str, device: str, pipe: Any) -> None:
     """Run the engine's end, in a process of its own."""
-    from recipe.async_engine.engines.vllm.engine_extension import DeadlineReceiver
+    from recipe.async_engine.engines.weight_stream import DeadlineReceiver
 
     checksum = StreamChecksum()
     place = torch.device("cpu") if device == "cpu" else torch.device(device, 0)

@@ -37,10 +37,10 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from recipe.async_engine.config.sections import Weights
 from recipe.async_engine.engines.vllm.adapter import DeadlineServerAdapter
-from recipe.async_engine.engines.vllm.engine_extension import Staging, StagingExtension
+from recipe.async_engine.engines.vllm.engine_extension import StagingExtension
 from recipe.async_engine.engines.vllm.replica import GatedVLLMReplica
 from recipe.async_engine.engines.vllm.server import GatedVLLMHttpServer
-from recipe.async_engine.engines.weight_stream import DeadlineSocket
+from recipe.async_engine.engines.weight_stream import DeadlineSocket, Staging
 from recipe.async_engine.engines.weight_worker import RolloutWeightWorker
 from recipe.async_engine.weights import publisher as publisher_module
 from recipe.async_engine.weights import staged_model

@@ -25,8 +25,7 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 from recipe.async_engine.core.errors import EngineDied, WeightLoadError
 from recipe.async_engine.engines import weight_worker
 from recipe.async_engine.engines.vllm.adapter import DeadlineServerAdapter
-from recipe.async_engine.engines.vllm.engine_extension import DeadlineReceiver, Staging
-from recipe.async_engine.engines.weight_stream import DeadlineSocket, DeadlineWeightSender
+from recipe.async_engine.engines.weight_stream import DeadlineReceiver, DeadlineSocket, DeadlineWeightSender, Staging
 from recipe.async_engine.weights.checksum import StreamChecksum
 from recipe.async_engine.weights.staged import StagedWeights
 

@@ -62,7 +62,7 @@ class GatedServer(HttpServer):
 
     _outputs: OutputWatch
 
-    def _prepare_gate(self, activity_of: type[OutputWatch]) -> None:
+    def _prepare_gate(self, watch: type[OutputWatch]) -> None:
         settings = (self.config.custom or {}).get("recipe", {})
         if "dummy" in self.config.load_format and not settings.get("has_trainer", False):
             raise RolloutServerError(
@@ -83,7 +83,7 @@ class GatedServer(HttpServer):
         self._activity = EngineActivity(
             time.monotonic, int(settings.get("places") or self.config.get("max_num_seqs", 1))
         )
-        self._outputs = activity_of(self._activity)
+        self._outputs = watch(self._activity)
         self._life = uuid4().hex
         self._checksum: str | None = None
 

@@ -249,3 +249,34 @@ class Staging:
             # Set the outcome before the sender gets the reply to its last message, because the sender asks for the
             # outcome after the reply.
             self._intake.end()
+
+
+class StagingWorker:
+    """A mixin for a process of an engine, which holds a staging area for the next weights."""
+
+    _staged_model: StagedWeights | None = None
+    _staging: Staging | None = None
+
+    def _end_stream(self, timeout_s: float) -> None:
+        """End an earlier stream; raise StagingRefused if it has not ended within ``timeout_s`` seconds."""
+        if self._staging is not None and not self._staging.stop(timeout_s):
+            raise StagingRefused(f"an earlier stream of weights has not ended within {timeout_s:g} s")
+
+    def _receive(
+        self, into: StagedWeights, version: int, address: str, device: torch.device, use_shm: bool, timeout_s: float
+    ) -> None:
+        """Start to receive a stream of weights from ``address``, on another thread; see `begin_staging`."""
+        receiver = DeadlineReceiver(address, device, use_shm=use_shm, timeout_s=timeout_s)
+        self._staging = Staging(into, version, receiver, get_platform().current_device())
+
+    def staging_outcome(self) -> str:
+        """Return the state of the last stream: `UNDER_WAY`, `COMPLETE` followed by a checksum, or an error message."""
+        return UNDER_WAY if self._staging is None else self._staging.outcome
+
+    def _make_live(self, version: int) -> None:
+        """Make the staged weights the live ones; raise StagingRefused if this version is not staged completely."""
+        if self._staged_model is None:
+            raise StagingRefused("no weights have been staged")
+        self._staged_model.swap(version)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()

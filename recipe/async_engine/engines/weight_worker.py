@@ -11,6 +11,7 @@ bucketed_weight_transfer.py:163.)
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -32,8 +33,8 @@ class DeadlineAdapter:
     """The part of a server adapter that streams weights to the engine's processes, with deadlines, on another thread.
 
     A subclass provides the declared attributes. ``zmq_handle`` is the address of the socket to the engine's process,
-    ``timeout_s`` (seconds) comes from ``weight_sync_timeout_s`` in ``rollout.custom["recipe"]``, and ``checksum`` is
-    the checksum of the weights that `update_weights` loaded last.
+    and ``checksum`` is the checksum of the weights that `update_weights` loaded last. The deadline is
+    ``weight_sync_timeout_s`` (seconds) in ``rollout.custom["recipe"]``.
     """
 
     config: Any
@@ -41,8 +42,12 @@ class DeadlineAdapter:
     use_shm: bool
     server_handle: Any
     _has_server: bool
-    _timeout_s: float
     checksum: str | None = None
+
+    @cached_property
+    def _timeout_s(self) -> float:
+        settings = (self.config.custom or {}).get("recipe", {})
+        return float(settings.get("weight_sync_timeout_s", 600.0))
 
     def _ensure_server_handle(self) -> bool:
         """Look up the server, and return whether this rank is the one that talks to it."""
@@ -59,18 +64,25 @@ class DeadlineAdapter:
         Raises:
             WeightLoadError: the engine refused the weights or did not answer in time. The live weights did not change.
         """
+        return await self._stream(weights, version, "begin_staging", "stage")
+
+    async def _stream(self, weights: NamedTensors, version: int, begin: str, verb: str) -> str | None:
+        """Call the server's method ``begin``, send ``weights`` to the engine, and return the checksum that it reports.
+
+        The result is None on ranks other than the leading one. ``verb`` says in errors what the engine does.
+        """
         leads = self._ensure_server_handle()
         if leads:
             # The engine gets twice the time limit of this worker, so that the worker gives up first and reports the
             # reason.
-            staging = self.server_handle.begin_staging.remote(version, self.use_shm, 2 * self._timeout_s)
-            await self._in_time(staging, "begin to stage weights")
+            begun = getattr(self.server_handle, begin).remote(version, self.use_shm, 2 * self._timeout_s)
+            await self._in_time(begun, f"begin to {verb} weights")
         outcome = asyncio.create_task(self._death_of_engine(leads))
         try:
             await self._send(weights, outcome)
         finally:
             outcome.cancel()
-        return await self._in_time(self._staged(version), "stage the weights") if leads else None
+        return await self._in_time(self._staged(version), f"{verb} the weights") if leads else None
 
     async def _staged(self, version: int) -> str:
         while UNDER_WAY in (outcomes := await self.server_handle.staging_outcomes.remote()):

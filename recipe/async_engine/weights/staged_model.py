@@ -164,6 +164,18 @@ class LiveModel(StagedWeights):
         """Do nothing, because the weights are live already."""
 
 
+def wide_parameters(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Return the names of the floating-point parameters that are wider than ``dtype``."""
+    parameters = model.named_parameters()
+    return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > dtype.itemsize]
+
+
+def pin(model: nn.Module) -> None:
+    """Pin the host memory of a model's parameters, so that an accelerator can copy from it without waiting."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.pin_memory()
+
+
 def fill_with_nan(model: nn.Module) -> None:
     with torch.inference_mode():
         for parameter in model.parameters():
@@ -222,3 +234,7 @@ def _replaceable(pair: Pair) -> Callable[[], None]:
 
 
 _ADVICE = "its weights can only be loaded in place: set async_training.weights.staging=none"
+LOADED_IN_PLACE_ONLY = (
+    "weights of a quantized engine, or of one with a draft model, can only be loaded in place; set "
+    "async_training.weights.staging=none"
+)

@@ -5,7 +5,6 @@
 endpoint that a rollout server of this package does not offer; this one streams buckets, as with vLLM.
 """
 
-import asyncio
 import os
 from typing import Any
 
@@ -32,8 +31,6 @@ class SGLangServerAdapter(DeadlineAdapter, BaseRollout):
         self.use_shm = not is_support_ipc()
         self.server_handle = None
         self._has_server = of_replica == 0
-        settings = (self.config.custom or {}).get("recipe", {})
-        self._timeout_s = float(settings.get("weight_sync_timeout_s", 600.0))
 
     def _ensure_server_handle(self) -> bool:
         if self._has_server and self.server_handle is None:
@@ -58,15 +55,6 @@ class SGLangServerAdapter(DeadlineAdapter, BaseRollout):
             WeightLoadError: the engine reported an error or did not answer in time. The server stays closed.
         """
         assert wire_format == "named_tensors" and global_steps is not None
-        leads = self._ensure_server_handle()
-        if leads:
-            loading = self.server_handle.begin_loading.remote(global_steps, self.use_shm, 2 * self._timeout_s)
-            await self._in_time(loading, "begin to load weights")
-        death = asyncio.create_task(self._death_of_engine(leads))
-        try:
-            await self._send(weights, death)
-        finally:
-            death.cancel()
-        if leads:
-            self.checksum = await self._in_time(self._staged(global_steps), "load the weights")
+        self.checksum = await self._stream(weights, global_steps, "begin_loading", "load")
+        if self._has_server:
             await self._in_time(self.server_handle.commit.remote(global_steps, self.checksum), "commit")

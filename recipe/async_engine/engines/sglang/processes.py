@@ -18,24 +18,20 @@ from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput, Updat
 from sglang.srt.model_loader.loader import _initialize_model
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch import nn
-from verl.plugin.platform import get_platform
 
 from recipe.async_engine.core.cuts import SAMPLED
 from recipe.async_engine.engines.sglang.calls import CALL
 from recipe.async_engine.engines.sglang.penalties import count_earlier_tokens
-from recipe.async_engine.engines.weight_stream import UNDER_WAY, DeadlineReceiver, Staging
-from recipe.async_engine.weights.staged import StagedWeights, StagingRefused
-from recipe.async_engine.weights.staged_model import LiveModel, StagedModel
+from recipe.async_engine.engines.weight_stream import StagingWorker
+from recipe.async_engine.weights.staged import StagingRefused
+from recipe.async_engine.weights.staged_model import LOADED_IN_PLACE_ONLY, LiveModel, StagedModel, pin, wide_parameters
 
 MOST_ENDED = 1000
 """Number of ended requests that a scheduler remembers: more than can be on their way to the server at once."""
 
 
-class StagingScheduler(sglang_scheduler.Scheduler):
+class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
     """SGLang's scheduler, which holds a staging area for the next weights and continues interrupted answers."""
-
-    _staged: StagedWeights | None = None
-    _staging: Staging | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ended: dict[str, int] = {}
@@ -80,9 +76,7 @@ class StagingScheduler(sglang_scheduler.Scheduler):
         return model
 
     def wide_parameters(self) -> list[str]:
-        width = self.tp_worker.model_runner.model_config.dtype.itemsize
-        parameters = self._model.named_parameters()
-        return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > width]
+        return wide_parameters(self._model, self.tp_worker.model_runner.model_config.dtype)
 
     def begin_staging(self, version: int, use_shm: bool, timeout_s: float, in_host: bool, handle: str) -> None:
         """Start to receive the next stream of weights as ``version``, next to the live weights.
@@ -96,30 +90,27 @@ class StagingScheduler(sglang_scheduler.Scheduler):
         Raises:
             StagingRefused: weights of this engine cannot be staged, or an earlier stream does not end.
         """
-        if not isinstance(self._staged, StagedModel):
-            self._staged = self._staging_area(in_host)
-        self._receive(self._staged, version, use_shm, timeout_s, handle)
+        self._end_stream(timeout_s)
+        if self._staged_model is None:
+            self._staged_model = self._staging_area(in_host)
+        self._receive(self._staged_model, version, *self._meeting_point(handle), use_shm, timeout_s)
 
     def begin_loading(self, version: int, use_shm: bool, timeout_s: float, handle: str) -> None:
         """Start to receive a stream of weights like `begin_staging`, but load it over the live weights."""
-        self._receive(LiveModel(self._model, self._finish), version, use_shm, timeout_s, handle)
+        self._end_stream(timeout_s)
+        live = LiveModel(self._model, self._finish)
+        self._receive(live, version, *self._meeting_point(handle), use_shm, timeout_s)
 
-    def _receive(self, into: StagedWeights, version: int, use_shm: bool, timeout_s: float, handle: str) -> None:
-        if self._staging is not None and not self._staging.stop(timeout_s):
-            raise StagingRefused(f"an earlier stream of weights has not ended within {timeout_s:g} s")
+    def _meeting_point(self, handle: str) -> tuple[str, torch.device]:
+        """Return the address of this process's stream, and the device to which the stream goes."""
         on_a_node = self.tp_size // self.server_args.nnodes
         device = torch.device(self.device) if self.device == "cpu" else torch.device(self.device, self.gpu_id)
-        address = handle.format(rank=self.tp_rank % on_a_node)
-        receiver = DeadlineReceiver(address, device, use_shm=use_shm, timeout_s=timeout_s)
-        self._staging = Staging(into, version, receiver, get_platform().current_device())
+        return handle.format(rank=self.tp_rank % on_a_node), device
 
     def _staging_area(self, in_host: bool) -> StagedModel:
         runner = self.tp_worker.model_runner
         if runner.model_config.quantization is not None or self.draft_worker is not None:
-            raise StagingRefused(
-                "weights of a quantized engine, or of one with a draft model, can only be loaded in place; set "
-                "async_training.weights.staging=none"
-            )
+            raise StagingRefused(LOADED_IN_PLACE_ONLY)
         # Leave inference mode, because tensors created in it cannot be written to outside of it.
         with (
             torch.inference_mode(False),
@@ -128,8 +119,7 @@ class StagingScheduler(sglang_scheduler.Scheduler):
         ):
             spare = _initialize_model(runner.model_config, runner.load_config, None).eval()
         if in_host and self.device != "cpu":
-            for parameter in spare.parameters():
-                parameter.data = parameter.data.pin_memory()
+            pin(spare)
         return StagedModel(self._model, spare, self._finish, in_host=in_host)
 
     @staticmethod
@@ -139,10 +129,6 @@ class StagingScheduler(sglang_scheduler.Scheduler):
             method = getattr(module, "quant_method", None)
             if method is not None:
                 method.process_weights_after_loading(module)
-
-    def staging_outcome(self) -> str:
-        """Return the state of the last stream, as `Staging.outcome` has it."""
-        return UNDER_WAY if self._staging is None else self._staging.outcome
 
     def swap_staged(self, version: int) -> dict[str, int]:
         """Make the staged weights the live ones.
@@ -155,11 +141,7 @@ class StagingScheduler(sglang_scheduler.Scheduler):
         Raises:
             StagingRefused: no complete weights of this version are staged.
         """
-        if self._staged is None:
-            raise StagingRefused("no weights have been staged")
-        self._staged.swap(version)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        self._make_live(version)
         ended, self._ended = self._ended, {}
         return ended | {req.rid: sampled_here(req) for req in [*self.waiting_queue, *self.running_batch.reqs]}
 

@@ -31,9 +31,6 @@ class DeadlineServerAdapter(DeadlineAdapter, ServerAdapter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), part_id(self.node_rank))
-        settings = (self.config.custom or {}).get("recipe", {})
-        self._timeout_s = float(settings.get("weight_sync_timeout_s", 600.0))
-        self.checksum: str | None = None
 
     @torch.no_grad()
     async def update_weights(

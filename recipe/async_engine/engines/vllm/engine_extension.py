@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from verl.plugin.platform import get_platform
 from verl.utils.vllm.patch import patch_vllm_moe_model_weight_loader
 from verl.utils.vllm.vllm_quant_utils import is_quantized_model
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
@@ -25,9 +24,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from recipe.async_engine.core.cuts import sampled_before
 from recipe.async_engine.engines.vllm.continued_answers import patch_worker
 from recipe.async_engine.engines.vllm.staged_adapter import AdapterName, StagedAdapter
-from recipe.async_engine.engines.weight_stream import UNDER_WAY, DeadlineReceiver, Staging
-from recipe.async_engine.weights.staged import StagedWeights, StagingRefused
-from recipe.async_engine.weights.staged_model import StagedModel
+from recipe.async_engine.engines.weight_stream import StagingWorker
+from recipe.async_engine.weights.staged import StagingRefused
+from recipe.async_engine.weights.staged_model import LOADED_IN_PLACE_ONLY, StagedModel, pin, wide_parameters
 
 
 def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
@@ -47,8 +46,7 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
     """Return the staging area for the model ``live`` of a vLLM worker, on the device or in host memory."""
     spare = second_instance(vllm_config, torch.device("cpu") if in_host else device)
     if in_host and device.type != "cpu":
-        for parameter in spare.parameters():
-            parameter.data = parameter.data.pin_memory()
+        pin(spare)
     patch_vllm_moe_model_weight_loader(spare)
     return StagedModel(
         live,
@@ -58,22 +56,18 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
     )
 
 
-class StagingExtension(vLLMColocateWorkerExtension):
+class StagingExtension(StagingWorker, vLLMColocateWorkerExtension):
     """verl's extension of a vLLM worker, with a staging area for the next weights."""
 
     device: Any
     model_runner: Any
-    _staged_model: StagedWeights | None = None
-    _staging: Staging | None = None
 
     def __new__(cls, **kwargs: Any) -> StagingExtension:
         patch_worker(kwargs["vllm_config"])
         return super().__new__(cls, **kwargs)
 
     def wide_parameters(self) -> list[str]:
-        width = self.model_runner.vllm_config.model_config.dtype.itemsize
-        parameters = self.model_runner.get_model().named_parameters()
-        return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > width]
+        return wide_parameters(self.model_runner.get_model(), self.model_runner.vllm_config.model_config.dtype)
 
     def begin_staging(
         self,
@@ -94,8 +88,7 @@ class StagingExtension(vLLMColocateWorkerExtension):
         Raises:
             StagingRefused: weights of this engine cannot be staged, or an earlier stream does not end.
         """
-        if self._staging is not None and not self._staging.stop(timeout_s):
-            raise StagingRefused(f"an earlier stream of weights has not ended within {timeout_s:g} s")
+        self._end_stream(timeout_s)
         if adapter is not None:
             number, peft_config = adapter
             if not isinstance(self._staged_model, StagedAdapter):
@@ -103,15 +96,11 @@ class StagingExtension(vLLMColocateWorkerExtension):
             self._staged_model.name = AdapterName(number, version)
         elif self._staged_model is None:
             if is_quantized_model(self.model_runner.vllm_config) or self._get_drafter_model() is not None:
-                raise StagingRefused(
-                    "weights of a quantized engine, or of one with a draft model, can only be loaded in place; set "
-                    "async_training.weights.staging=none"
-                )
+                raise StagingRefused(LOADED_IN_PLACE_ONLY)
             self._staged_model = staged_model_of(
                 self.model_runner.get_model(), self.model_runner.vllm_config, self.device, in_host
             )
-        receiver = DeadlineReceiver(self._get_zmq_handle(), self.device, use_shm=use_shm, timeout_s=timeout_s)
-        self._staging = Staging(self._staged_model, version, receiver, get_platform().current_device())
+        self._receive(self._staged_model, version, self._get_zmq_handle(), self.device, use_shm, timeout_s)
 
     def ignored_parts(self, number: int) -> list[str]:
         """Return the names of layers for which LoRA adapter ``number`` has weights but which the model lacks."""
@@ -121,10 +110,6 @@ class StagingExtension(vLLMColocateWorkerExtension):
         adapter = manager.get_adapter(number)
         taken = {id(adapter.get_lora(name)) for name in manager.modules}
         return [name for name, part in adapter.loras.items() if id(part) not in taken]
-
-    def staging_outcome(self) -> str:
-        """Return the state of the last stream: `UNDER_WAY`, `COMPLETE` followed by a checksum, or an error message."""
-        return UNDER_WAY if self._staging is None else self._staging.outcome
 
     def swap_staged(self, version: int) -> dict[str, int]:
         """Make the staged weights the live ones.
@@ -136,11 +121,7 @@ class StagingExtension(vLLMColocateWorkerExtension):
         Raises:
             StagingRefused: no complete weights of this version are staged.
         """
-        if self._staged_model is None:
-            raise StagingRefused("no weights have been staged")
-        self._staged_model.swap(version)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        self._make_live(version)
         return {
             name: len(state.output_token_ids) - len(sampled_before(state.sampling_params))
             for name, state in self.model_runner.requests.items()
