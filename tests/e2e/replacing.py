@@ -61,7 +61,7 @@ def drop_a_request(server: Any) -> bool:
                 break
         server.drop_request.remote(name)
         ended = ray.get(answer, timeout=30)
-        states = server.__ray_call__.remote(lambda server: list(server.engine.output_processor.request_states))
+        states = server.__ray_call__.remote(lambda server: list(server._engine_requests()))
         # The request may have completed before it was dropped; then another one is tried.
         if ended.stop_reason == "aborted" and not ended.token_ids:
             return not any(name in state for state in ray.get(states, timeout=30))

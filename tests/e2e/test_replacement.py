@@ -31,6 +31,8 @@ def test_killed_replica_log_prob_server_and_agent_loop_worker_are_replaced_and_s
         "data.val_max_samples=16",
         "async_training.timeouts.first_weights=2",
         f"trainer.total_training_steps={steps}",
+        # For `min_tokens`, and for answers over HTTP, SGLang needs its tokenizer.
+        "actor_rollout_ref.rollout.skip_tokenizer_init=false",
     ]
     run = run_main("fully_async:replacing.ReplacingTrainer", overrides, tmp_path)
     check_books(run, steps, bound=1)

@@ -6,13 +6,17 @@ SGLang needs a process of its own, so one server plays all scenes (sglang_scenes
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_program import BOUNDS, seen_by
 
+from recipe.async_engine.core.errors import RequestFailed
 from recipe.async_engine.engines.http_gate import SERVED
+from recipe.async_engine.engines.sglang.requests import refuse_what_needs_a_tokenizer
 from recipe.laptop.task import TaskSettings, ensure_task
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed")
@@ -152,3 +156,26 @@ def test_all_sampled_tokens_are_counted(seen: dict[str, Any]) -> None:
 
 def tokens_of(runs: list[list[int]], seen: dict[str, Any]) -> list[int]:
     return [seen["token_of"][version] for version, count in runs for _ in range(count)]
+
+
+@pytest.mark.parametrize("parameters", [{"min_new_tokens": 4}, {"stop": ["."]}, {"stop_regex": "[0-9]"}])
+@pytest.mark.parametrize("batch", [False, True])
+async def test_what_an_engine_without_a_tokenizer_would_die_of_is_refused(
+    parameters: dict[str, Any], batch: bool
+) -> None:
+    reached: list[Any] = []
+
+    async def generate(obj: Any, request: Any = None) -> AsyncIterator[str]:
+        reached.append(obj)
+        yield "answer"
+
+    async def ask(given: Any, tokenizer: Any = None) -> list[str]:
+        manager = SimpleNamespace(tokenizer=tokenizer, generate_request=generate)
+        refuse_what_needs_a_tokenizer(manager)
+        return [output async for output in manager.generate_request(SimpleNamespace(sampling_params=given))]
+
+    harmless = {"temperature": 1.0, "min_new_tokens": 0, "stop": None}
+    with pytest.raises(RequestFailed, match=rf"{next(iter(parameters))}: .*skip_tokenizer_init=false"):
+        await ask([harmless, parameters] if batch else parameters)
+    assert reached == []
+    assert await ask(harmless) == await ask(parameters, tokenizer=object()) == ["answer"]

@@ -24,6 +24,7 @@ from recipe.async_engine.engines.http_gate import HttpGate, guard
 from recipe.async_engine.engines.sglang.calls import call_each_worker
 from recipe.async_engine.engines.sglang.outputs import SGLangOutputs
 from recipe.async_engine.engines.sglang.processes import run_detokenizer, run_scheduler
+from recipe.async_engine.engines.sglang.requests import refuse_what_needs_a_tokenizer
 from recipe.async_engine.engines.weight_stream import socket_address
 from recipe.async_engine.engines.weights_gate import RolloutServerError
 
@@ -102,6 +103,7 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
         app.add_middleware(HttpGate)
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
+            refuse_what_needs_a_tokenizer(self.tokenizer_manager)
             self.tokenizer_manager.generate_request = self._outputs.watching(
                 self.tokenizer_manager, self._tasks.__contains__
             )
