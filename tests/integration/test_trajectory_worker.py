@@ -672,7 +672,7 @@ async def test_time_that_a_trajectory_waits_for_its_turn_does_not_count(make_wor
     asyncio.get_running_loop().call_later(0.5, worker.llm_client.gate.go_on)
     with pytest.raises(AgentLoopError, match=r"timeouts\.trajectory"):
         await run(worker, "HangingLoop")
-    assert time.monotonic() - began >= 0.6
+    assert time.monotonic() - began > 0.55
 
 
 def test_stock_registry_is_what_the_loops_are_found_in() -> None:
