@@ -23,7 +23,8 @@ _forks: dict[tuple[str | None, ...], Path] = {}
 
 def with_helpers(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which overrides and actors can name the tests' helpers and the examples."""
-    folders = [str(CHECKOUT / folder) for folder in ("tests/e2e", "tests/integration", "tests", "examples", "")]
+    inside = ("tests/e2e", "tests/integration", "tests", "examples", "benchmarks/emulation/plugin", "")
+    folders = [str(CHECKOUT / folder) for folder in inside]
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     path = dict.fromkeys(filter(None, [*folders, *given]))
     return {**environment, "PYTHONPATH": os.pathsep.join(path)}

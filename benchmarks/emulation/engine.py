@@ -19,7 +19,7 @@ import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from benchmarks.emulation.devices import Device, emulation
-from recipe.laptop.platform.engine_extension import CPUStagingExtension
+from recipe.laptop.engines.engine_extension import CPUStagingExtension
 
 _MARK = "_emulated"
 

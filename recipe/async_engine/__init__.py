@@ -7,7 +7,7 @@ A package may import the packages in the rows below its own; `make lint` checks 
     trainer, inspection        the training loop and its sources of proximal log-probs; checks of files and nodes
     rollout                    generation of trajectories: scheduler, agent-loop workers, client
     log_prob_servers, rewards  log-prob servers; reward workers
-    engines                    rollout servers; engines/vllm has those of vLLM
+    engines                    rollout servers, and a folder for each rollout engine
     weights                    transfer of weights from the trainer to the replicas
     actors                     detection, termination and replacement of dead or hanging actors
     record                     files of a run: its events and the contents of its checkpoints

@@ -37,8 +37,8 @@ or without surrounding blanks), the module is imported and its ``install()`` is 
 HOST_BACKEND, HOST_MODULE = "recipe_gloo", "recipe.laptop.transfer.gloo_engine"
 """The checkpoint engine that sends through host memory, and the module that registers it with verl."""
 
-CPU_WORKER_EXTENSION = "recipe.laptop.platform.engine_extension.CPUStagingExtension"
-"""The extension class for vLLM's workers that lets a rollout engine on a CPU receive weights."""
+CPU_WORKER_EXTENSION = "recipe.laptop.engines.engine_extension.CPUStagingExtension"
+"""The class that extends the workers of a rollout engine on a CPU, so that it can receive weights."""
 
 FORK_SERVER = "recipe.laptop.prefork.server "
 """Text in the command line of the process from which a local run forks its workers, to recognize that process."""

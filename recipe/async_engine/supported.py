@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The releases of verl, vLLM and Ray for which workarounds of upstream code were written.
+"""The releases of verl and Ray for which workarounds of upstream code were written.
 
 A workaround refuses to run with any other release, because a patch of different code fails in ways that are hard to
 trace.
@@ -12,7 +12,6 @@ from packaging.specifiers import SpecifierSet
 from recipe.async_engine.core.errors import WrongInstallation
 
 VERL_SUPPORTED = "==0.9.1"
-VLLM_SUPPORTED = "==0.28.*"
 RAY_SUPPORTED = "==2.60.*"
 
 

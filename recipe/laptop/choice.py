@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from recipe.async_engine.run.detect import LOG_LEVEL, Machine, PlatformChoice, cluster_to_join
+from recipe.laptop import engines
 
 CPU_ENVIRONMENT: dict[str, str] = {
     **LOG_LEVEL,
     "VERL_PLATFORM": "cpu",
-    "VLLM_TARGET_DEVICE": "cpu",
-    # vLLM's default "auto" would pin all vLLM workers of a machine to the same cores.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    **engines.ENVIRONMENT,
+    **engines.NO_USAGE_STATS,
     # With a thread per core in each of them, a run's dozen processes would compete for the cores.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -26,7 +26,6 @@ CPU_ENVIRONMENT: dict[str, str] = {
     "TORCHDYNAMO_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "VLLM_NO_USAGE_STATS": "1",
 }
 
 

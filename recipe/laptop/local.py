@@ -19,8 +19,9 @@ from omegaconf import DictConfig, open_dict
 from recipe.async_engine.run.detect import PlatformChoice
 from recipe.async_engine.run.driver import RunFailed
 from recipe.async_engine.supported import RAY_SUPPORTED, is_supported
+from recipe.laptop import engines
 from recipe.laptop.choice import choose_platform
-from recipe.laptop.prefork.run import ENGINE_MODULES, MODULES, Prefork
+from recipe.laptop.prefork.run import MODULES, Prefork
 from recipe.laptop.task import TaskDirectoryError, TaskSettings, ensure_task
 
 __all__ = ["choose_platform", "fill_builtin_task", "forks"]
@@ -82,4 +83,4 @@ def forks(config: DictConfig, choice: PlatformChoice) -> Prefork | None:
             RAY_SUPPORTED,
         )
         return None
-    return Prefork(modules=(*MODULES, *ENGINE_MODULES.get(config.actor_rollout_ref.rollout.name, ())))
+    return Prefork(modules=(*MODULES, *engines.MODULES.get(config.actor_rollout_ref.rollout.name, ())))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates memory and throughput of a run before its launch, without importing Ray, torch, vLLM or verl."""
+"""Estimates memory and throughput of a run before its launch, without importing Ray, torch, verl or an engine."""

@@ -5,11 +5,11 @@ Contract of the clock: time never goes backwards. Actions that are due at the sa
 were scheduled, so the simulation is deterministic. A process is a generator that yields a number of seconds, or a
 condition, to wait for; `Clock.changed` tests the conditions.
 
-Contract of the engine: it has ``places`` sequence slots, as in vLLM's `max_num_seqs`. A request joins at the beginning
-of a decode step if a slot is free; otherwise it queues, and the oldest group goes first. Each step samples one token
-for every running request. The step at which a request joins also prefills its context, so that only as many requests
-join as can be prefilled in the time of `READ_STEPS` decode steps, but at least one. The time of a step grows linearly
-with the context. A paused engine finishes its current step first. The engine reports the use of its slots to
+Contract of the engine: it has ``places`` sequence slots, as in verl's `rollout.max_num_seqs`. A request joins at the
+beginning of a decode step if a slot is free; otherwise it queues, and the oldest group goes first. Each step samples
+one token for every running request. The step at which a request joins also prefills its context, so that only as many
+requests join as can be prefilled in the time of `READ_STEPS` decode steps, but at least one. The time of a step grows
+linearly with the context. A paused engine finishes its current step first. The engine reports the use of its slots to
 `EngineActivity`, as real engines do. All steps between two events are computed at once, so the cost of simulating does
 not depend on the number of tokens. Shown by tests/plan/test_simulation.py.
 """

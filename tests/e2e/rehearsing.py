@@ -18,7 +18,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from recipe.async_engine.core.errors import WeightStreamError
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.laptop.platform.engine_extension import CPUStagingExtension
+from recipe.laptop.engines.engine_extension import CPUStagingExtension
 from recipe.laptop.transfer.gloo_engine import GlooCheckpointEngine
 
 SLOW_S = 20.0

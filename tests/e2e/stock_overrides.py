@@ -19,7 +19,7 @@ from recipe.async_engine import features
 from recipe.laptop.choice import CPU_ENVIRONMENT
 from recipe.laptop.task.settings import TaskPaths
 
-WORKER_EXTENSION = "recipe.laptop.platform.vllm_cpu.CPUWorkerExtension"
+WORKER_EXTENSION = "recipe.laptop.engines.vllm_cpu.CPUWorkerExtension"
 GLOO_ENGINE = "recipe.laptop.transfer.gloo_engine"
 FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 

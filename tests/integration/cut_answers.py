@@ -59,7 +59,7 @@ def make_engine(folder: Path) -> Any:
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         distributed_executor_backend="mp",
-        worker_extension_cls="recipe.laptop.platform.engine_extension.CPUStagingExtension",
+        worker_extension_cls="recipe.laptop.engines.engine_extension.CPUStagingExtension",
         **ENGINE,
     )
     return AsyncLLM.from_engine_args(settings)

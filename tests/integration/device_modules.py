@@ -36,7 +36,7 @@ ON_A_DEVICE = (
     "verl.checkpoint_engine.base",
     "verl.checkpoint_engine.nccl_checkpoint_engine",
     *(f"{WEIGHTS}.{name}" for name in ("nccl_engine", "arena", "snapshot", "checksum", "staged")),
-    "recipe.async_engine.weights.staged_model",
+    "recipe.async_engine.engines.staged_model",
     "recipe.async_engine.log_prob_servers.adapter",
 )
 """Modules whose ``torch`` is an accelerator's."""

@@ -28,10 +28,10 @@ from ray.exceptions import ActorDiedError
 from torch import nn
 
 from recipe.async_engine.core.errors import WeightLoadError
+from recipe.async_engine.engines.staged_model import StagedModel
 from recipe.async_engine.weights.checksum import SummedSender
 from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 from recipe.async_engine.weights.staged import Intake
-from recipe.async_engine.weights.staged_model import StagedModel
 
 BUCKET_BYTES = 4096
 LAYERS = 3

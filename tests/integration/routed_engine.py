@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 from recipe.async_engine.engines.vllm.continued_answers import SCHEDULER
 from recipe.async_engine.engines.vllm.engine_extension import staged_model_of
-from recipe.laptop.platform.engine_extension import CPUStagingExtension
+from recipe.laptop.engines.engine_extension import CPUStagingExtension
 
 
 def return_experts() -> None:

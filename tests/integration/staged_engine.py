@@ -72,7 +72,7 @@ def swap(worker: Any, version: int) -> None:
 
 
 EXTENSION = "recipe.async_engine.engines.vllm.engine_extension.StagingExtension"
-CPU_EXTENSION = "recipe.laptop.platform.engine_extension.CPUStagingExtension"
+CPU_EXTENSION = "recipe.laptop.engines.engine_extension.CPUStagingExtension"
 
 
 class Engine:

@@ -31,7 +31,8 @@ from recipe.async_engine.run import detect
 from recipe.async_engine.run.detect import Machine
 from recipe.async_engine.supported import is_supported, require_version
 from recipe.laptop.choice import CPU_ENVIRONMENT, choose_platform
-from recipe.laptop.platform import cpu, device_module, engines, process_group, vllm_distribution
+from recipe.laptop.engines import vllm_distribution
+from recipe.laptop.platform import cpu, device_module, engines, process_group
 
 NOWHERE = Machine()
 

@@ -631,9 +631,9 @@ def test_workers_that_could_not_take_up_a_cut_answer_are_refused(
     server = make_server()
     server.config.custom["recipe"]["staging"] = staging
     server._post_init("")
-    ours = {"worker_extension_cls": "recipe.laptop.platform.engine_extension.CPUStagingExtension"}
+    ours = {"worker_extension_cls": "recipe.laptop.engines.engine_extension.CPUStagingExtension"}
     server._preprocess_engine_kwargs(ours)
     assert ours["scheduler_cls"].endswith("continued_answers.scheduler")
-    foreign = {"worker_extension_cls": "recipe.laptop.platform.vllm_cpu.CPUWorkerExtension"}
+    foreign = {"worker_extension_cls": "recipe.laptop.engines.vllm_cpu.CPUWorkerExtension"}
     with pytest.raises(RolloutServerError, match="StagingExtension") if staging == "none" else nullcontext():
         server._preprocess_engine_kwargs(foreign)

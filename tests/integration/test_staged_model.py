@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from recipe.async_engine.engines.staged_model import StagedModel
 from recipe.async_engine.weights.staged import StagingRefused
-from recipe.async_engine.weights.staged_model import StagedModel
 
 SIZE = 4
 

@@ -40,7 +40,7 @@ report = {
 }
 expected = stock.cpu_linear(x, None, None)
 
-from recipe.laptop.platform import vllm_cpu
+from recipe.laptop.engines import vllm_cpu
 vllm_cpu.keep_loadable_weights()
 vllm_cpu.keep_loadable_weights()
 kept = linear(1)

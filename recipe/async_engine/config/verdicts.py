@@ -31,6 +31,8 @@ ADAPTERS = {
     "sglang": "recipe.async_engine.engines.sglang.adapter.SGLangServerAdapter",
 }
 """For each rollout engine, the class that passes weights from a trainer rank or a weight worker to its servers."""
+TOKENIZER_ARGUMENTS = {"vllm": "tokenizer", "sglang": "tokenizer_path"}
+"""For each rollout engine, its argument for a tokenizer other than the one in the model's folder."""
 
 SGLANG_ALONE, VLLM_ALONE = "SGLang alone reads it", "vLLM alone reads it"
 INSTEAD = {
@@ -349,7 +351,7 @@ TABLE: tuple[Verdict, ...] = (
         """ROLLOUT.{engine_kwargs.vllm,enable_sleep_mode,ignore_eos,quantization_config_file}
         MODEL.mtp.{method,num_speculative_tokens}""",
         here=on_sglang,
-        quiet=(67108864, "uni", "recipe.laptop.platform.engine_extension.CPUStagingExtension", False),
+        quiet=(67108864, "uni", "recipe.laptop.engines.engine_extension.CPUStagingExtension", False),
     ),
     *(
         Verdict(f"{ROLLOUT}.{name}", Kind.NO_EFFECT, f"{VLLM_ALONE}; {instead}", here=on_sglang, quiet=("priority",))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each of vLLM's sampling parameters behaves when an answer is interrupted and later continued.
+"""How each sampling parameter of a rollout engine behaves when an answer is interrupted and later continued.
 
 Contract: with unchanged weights, an interrupted and continued answer has exactly the tokens that the engine would have
 sampled without the interruption. The request that continues an answer has the parameters of the whole answer and, under
-the key `SAMPLED`, the tokens sampled before, which the engine treats as its own output
-(`engines/vllm/continued_answers.py`). A request with parameters that do not allow this is refused when the answer
+the key `SAMPLED`, the tokens sampled before, which the engine treats as its own output (`continued_answers` and
+`processes` in the engines' folders). A request with parameters that do not allow this is refused when the answer
 begins. docs/partial-rollout.md says why a continued answer obeys each parameter. Shown by tests/core/test_cuts.py,
-which fails for a vLLM parameter that the page lacks, and with a real engine by tests/integration/test_cut_answers.py.
+which fails for a parameter that the page lacks, and with a real engine by tests/integration/test_cut_answers.py.
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,9 +8,9 @@ its child processes, and replaced. Each process has its own socket, so that the 
 another call, and the event loop never blocks on a process.
 
 The processes are forks of a process that has already loaded the function (`PRELOAD`), unless loading failed. This
-module does not import verl, torch or vLLM, so that a new process starts quickly. Each process is the leader of a POSIX
-session, so that its child processes can be killed with it. Its output is discarded, because endless output would fill a
-disk. A process sends only text and plain values (`core.plain`), as one line of JSON per call. Shown by
+module imports neither verl nor torch nor an engine, so that a new process starts quickly. Each process is the leader
+of a POSIX session, so that its child processes can be killed with it. Its output is discarded, because endless output
+would fill a disk. A process sends only text and plain values (`core.plain`), as one line of JSON per call. Shown by
 tests/integration/test_reward_pool.py and test_odd_rewards.py.
 """
 
@@ -153,7 +153,7 @@ class ScoringPool:
         # Keep multiprocessing from running the main script, which is Ray's worker script, again in every child process.
         sys.modules["__main__"].__dict__.pop("__file__", None)
         os.environ[PRELOAD] = json.dumps([path, name])
-        # In a local run the default executable forks a process that has imported verl and vLLM (`prefork`). Such a fork
+        # In a local run the default executable forks a process that has imported all of them (`prefork`). Such a fork
         # is too large for the memory limit, and would not preload the reward function.
         multiprocessing.set_executable(sys.executable)
         # This import is not at the top, because the scoring processes import this module and do not need Ray.

@@ -48,7 +48,6 @@ from omegaconf import DictConfig
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from verl.utils import normalize_token_ids
 from verl.utils.rollout_trace import rollout_trace_op
-from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.cuts import refused
@@ -66,6 +65,7 @@ from recipe.async_engine.engines.answers import (
     joined_experts,
 )
 from recipe.async_engine.engines.load_balancer import ENDED, SAY_ENDED_S
+from recipe.async_engine.engines.request_names import NamingClient
 from recipe.async_engine.record.activity import Work
 from recipe.async_engine.rollout.kept_answers import TrajectoryRecorder, current_recorder, digest
 
@@ -165,7 +165,7 @@ class TurnGate:
             ) from None
 
 
-class ResumingClient(LLMServerClient):
+class ResumingClient(NamingClient):
     """verl's client, extended by resumption, versions, deadlines and fail-over as the module's contract describes."""
 
     def __init__(self, config: DictConfig, load_balancer_handle: ray.actor.ActorHandle | None = None, **kwargs: Any):
@@ -247,12 +247,10 @@ class ResumingClient(LLMServerClient):
                 f"the load balancer of the rollout servers has not answered for {ROUTING_S:g} s"
             ) from None
 
-    def _vllm_request_id(self, request_id: str) -> str:
-        engine_request_id = super()._vllm_request_id(request_id)
+    def name_request(self, engine_request_id: str) -> None:
         flight = _flight.get()
         if flight is not None:
             flight.engine_request_id = engine_request_id
-        return engine_request_id
 
     @rollout_trace_op
     async def generate(

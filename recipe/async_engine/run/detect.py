@@ -3,7 +3,7 @@
 
 `inspect_machine` only looks at files; it neither imports torch nor starts a process. `recipe.laptop.choice` chooses the
 platform of a run (CPU or accelerator). verl detects the kind of an accelerator by itself, but has to be told to use the
-CPU. The choice has to be in the environment variables before torch, vLLM or verl is imported.
+CPU. The choice has to be in the environment variables before torch, verl or a rollout engine is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/da
 ACCELERATOR_COMMANDS = ("nvidia-smi", "rocm-smi", "npu-smi")
 LOCAL_RAY_ADDRESS = "local"
 
-# A package that vLLM imports sets the root logger to the level in this variable. Its default level hides all warnings.
+# A package that a rollout engine imports sets the root logger to the level in this variable, and hides all warnings
+# by default.
 LOG_LEVEL = {"SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING"}
 
 

@@ -31,7 +31,7 @@ from recipe.async_engine.run.shutdown import StartedProcesses
 logger = logging.getLogger(__name__)
 
 FOLDERS = ("RAY_TMPDIR", "TMPDIR")
-"""Variables that name the folders in which Ray, vLLM, multiprocessing and this package create files and sockets."""
+"""Variables that name the folders in which Ray, engines, multiprocessing and this package create files and sockets."""
 RESOURCES = (
     "num_cpus",
     "num_gpus",

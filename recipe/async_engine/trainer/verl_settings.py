@@ -11,6 +11,7 @@ from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.config.rules import algorithm
 from recipe.async_engine.config.rules.names import OWN_ENGINES
 from recipe.async_engine.config.sections import ELASTIC, SHARED, Timeouts, Weights
+from recipe.async_engine.config.verdicts import TOKENIZER_ARGUMENTS
 from recipe.async_engine.trainer.log_probs.losses import BYPASS, CHOSEN, LOGLINEAR
 
 HYBRID_SHARE = "recipe_hybrid_gpu_memory_utilization"
@@ -65,7 +66,7 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
 
 def _tell_tokenizer(rollout: Any, path: str | None) -> None:
     """Make the engine use the run's tokenizer, instead of the model folder's, for stop strings and forbidden words."""
-    argument = {"vllm": "tokenizer", "sglang": "tokenizer_path"}.get(rollout.name)
+    argument = TOKENIZER_ARGUMENTS.get(rollout.name)
     if path and argument:
         kwargs = rollout.get("engine_kwargs") or {}
         rollout.engine_kwargs = {**kwargs, rollout.name: {argument: path, **(kwargs.get(rollout.name) or {})}}

@@ -81,7 +81,8 @@ class BoundedTrainer(PPOTrainer):
                 self.role_worker_mapping[role] = ray.remote(HybridActorWorker)
 
     def _setup(self) -> None:
-        RolloutReplicaRegistry.register("vllm", lambda: engine_class("vllm"))
+        engine = self.config.actor_rollout_ref.rollout.name
+        RolloutReplicaRegistry.register(engine, lambda: engine_class(engine))
         super()._setup()
         self._scoring: ScoringClient | None = None
         self._server_sync: CheckpointEngineManager | None = None

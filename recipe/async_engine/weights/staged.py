@@ -6,8 +6,8 @@ fails if the stream of weights breaks off, lacks parameters, or contains a tenso
 error names the tensor, and the next stream starts from nothing. The process can compute with the live weights while
 others are staged.
 
-`StagedWeights` has subclasses for vLLM's model (`recipe.async_engine.weights.staged_model`), for a LoRA adapter in
-vLLM (`staged_adapter`), and for one rank of a training engine (`recipe.async_engine.log_prob_servers.adapter`).
+`StagedWeights` has subclasses for a rollout engine's model (`recipe.async_engine.engines.staged_model`), for its LoRA
+adapter (`staged_adapter`), and for one rank of a training engine (`recipe.async_engine.log_prob_servers.adapter`).
 `Intake` passes a stream to one of them and records its errors.
 """
 

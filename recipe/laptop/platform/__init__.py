@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters with which verl and vLLM run on a CPU."""
+"""Adapters with which verl runs on a CPU."""

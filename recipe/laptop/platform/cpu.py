@@ -18,7 +18,8 @@ import verl
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 from recipe.async_engine.supported import VERL_SUPPORTED, require_version
-from recipe.laptop.platform import device_module, process_group, sglang_cpu, vllm_distribution
+from recipe.laptop import engines
+from recipe.laptop.platform import device_module, process_group
 
 PLATFORM_NAME = "cpu"
 HCCL_ENGINE = "verl.checkpoint_engine.hccl_checkpoint_engine"
@@ -72,18 +73,11 @@ class PlatformCPU(PlatformBase):
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
     def is_ipc_supported(self) -> bool:
-        # False makes verl's ServerAdapter pass weights to vLLM through shared memory.
+        # False makes verl's ServerAdapter pass weights to the engine through shared memory.
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
-        defaults = {
-            "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            # Keep vLLM from changing the executor from "uni" to "mp", which it does only to set OpenMP's variables.
-            # They are set above. The asynchronous engine is a separate process all the same.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }
+        defaults = {"OMP_NUM_THREADS": "1", **engines.ENVIRONMENT, **engines.IN_ONE_PROCESS}
         return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
@@ -95,11 +89,10 @@ def install() -> None:
     require_version("verl", verl.__version__, VERL_SUPPORTED, "The CPU platform")
     if PlatformRegistry.get(PLATFORM_NAME) is not PlatformCPU:
         PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
-    vllm_distribution.install()
-    sglang_cpu.install()
+    engines.install()
     process_group.install()
-    # Set vLLM's variable for the platform too, for processes that vLLM starts and that do not import verl.
-    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-    # In every training process, verl imports its checkpoint engine for Ascend NPUs, which imports all of vLLM (2 s).
+    for name, value in engines.ENVIRONMENT.items():  # for processes of an engine that do not import verl
+        os.environ.setdefault(name, value)
+    # In every training process, verl imports its checkpoint engine for Ascend NPUs, and that a rollout engine (2 s).
     # With None in sys.modules, this import raises ImportError, which verl expects if an engine's hardware is absent.
     sys.modules.setdefault(HCCL_ENGINE, None)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts and stops the fork server of a run, whose forks have imported torch, vLLM and verl from the beginning.
+"""Starts and stops the fork server of a run, whose forks have imported torch, verl and an engine from the beginning.
 
 Importing these takes 8 to 18 seconds of CPU time per process, and a run on a laptop has ten processes. Ray
 (``py_executable``) and multiprocessing (``set_executable``) are made to start `launcher` instead of the Python
@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from recipe.laptop import engines
 from recipe.laptop.prefork import launcher
 
 STOP_S = 5.0
@@ -43,25 +44,15 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 """The modules that the server imports: those whose import takes most of the time when a process starts."""
-ENGINE_MODULES = {
-    "vllm": (
-        "recipe.laptop.platform.vllm_cpu",
-        "vllm.v1.engine.core",
-        "vllm.v1.executor.uniproc_executor",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.model_executor.models.qwen3",
-    ),
-    "sglang": ("recipe.async_engine.engines.sglang.replica", "sglang.srt.models.qwen3"),
-}
-"""The same for the processes of each rollout engine."""
-DEFAULT = (*MODULES, *ENGINE_MODULES["vllm"])
 
 
 class Prefork:
     """The fork server of one run; as a context manager, it stops the server at the end."""
 
     def __init__(
-        self, environment: Mapping[str, str] | None = None, modules: Sequence[str] = (*MODULES, *ENGINE_MODULES["vllm"])
+        self,
+        environment: Mapping[str, str] | None = None,
+        modules: Sequence[str] = (*MODULES, *engines.MODULES[engines.DEFAULT]),
     ) -> None:
         """Start the server and return at once; the server forks once it has imported ``modules``.
 

@@ -73,7 +73,7 @@ class Server:
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # A failing scheduler of SGLang sends this signal to its parent, which is this process.
+        # A process of a rollout engine that fails may send this signal to its parent, which is this process.
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         with selectors.DefaultSelector() as selector:
             for source in (self._listener, woken, lifeline):
@@ -285,7 +285,7 @@ def _drawn_in_a_fork() -> bytes:
 def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
     """Import ``modules``, then fork on request until standard input is closed.
 
-    ``executable`` starts a launcher; forks use it for the processes that they start, such as vLLM's engine.
+    ``executable`` starts a launcher; forks use it for the processes that they start, such as a rollout engine's.
     """
     with _actor_classes_named_by_the_system():
         for name in modules:

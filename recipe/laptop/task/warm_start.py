@@ -32,7 +32,7 @@ WARM_UP_STEPS = 50
 
 
 def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Return a new fp32 model with 2 layers, hidden size 64 and 2 heads of 32, a size that vLLM on a CPU supports."""
+    """Return a new fp32 model with 2 layers, hidden size 64 and 2 heads of 32, which engines support on a CPU."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = {

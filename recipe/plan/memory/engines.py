@@ -207,7 +207,11 @@ class Engine:
     token_bytes: int
 
     def cache_tokens(self, device: int) -> int:
-        """Return how many tokens fit into the KV cache of a device with ``device`` bytes, ignoring activations."""
+        """Return how many tokens fit into the KV cache of a device with ``device`` bytes, ignoring activations.
+
+        With fewer than a request needs, vLLM does not start (vllm/v1/core/kv_cache_utils.py), and SGLang cuts off the
+        answer.
+        """
         return max(0, int(self.share * device) - self.weights) // self.token_bytes
 
 
@@ -251,6 +255,12 @@ def standalone_share(config: Mapping[str, Any]) -> float | None:
 def asleep(config: Mapping[str, Any]) -> Item:
     """Return the memory that a sleeping rollout engine keeps on each device."""
     return Item("sleeping rollout engine", ASLEEP[replica_size(config) > 1], certain=False)
+
+
+def copy_asleep(config: Mapping[str, Any], engine: Engine) -> Item | None:
+    """Return the copy of its weights that a sleeping SGLang engine keeps in host memory; vLLM keeps none."""
+    sglang = lookup(config, f"{ROLLOUT}.name") == "sglang"
+    return Item("copy of a sleeping engine's weights", engine.weights) if sglang else None
 
 
 def bucket_bytes(config: Mapping[str, Any]) -> int:

@@ -31,6 +31,7 @@ from recipe.plan.memory.engines import (
     actor_rank,
     asleep,
     bucket_bytes,
+    copy_asleep,
     critic_rank,
     device_buckets,
     is_megatron,
@@ -245,8 +246,8 @@ class _Run:
         offload = (f"{engine_settings}.param_offload", f"{engine_settings}.optimizer_offload")
         settings = (f"{ROLLOUT}.gpu_memory_utilization", *offload, *self._less_training())
         devices, host, notes = trainer_ranks(self.config), self._on_host(), self._cache(hybrid=True)
-        if self.context.on_sglang and sleeps:
-            host = (*host, Item("copy of a sleeping engine's weights", engine.weights))
+        if sleeps:
+            host += listed(copy_asleep(self.config, engine))
         if elastic:
             host, once = (*host, *self._kept()), self._snapshot()
             return Part("accelerator that is lent", devices, moments, settings, host, once, notes=notes)
@@ -301,10 +302,7 @@ def problems(context: RuleContext) -> Iterator[Problem]:
 
 
 def _cache(context: RuleContext) -> Iterator[Problem]:
-    """Check that the longest request fits into the KV cache, as vLLM requires (vllm/v1/core/kv_cache_utils.py).
-
-    SGLang would cut off the answer instead.
-    """
+    """Check that the longest request fits into the KV cache; otherwise an engine fails, or cuts off the answer."""
     shape, device = model_of(context, POLICY_PATH), device_bytes(context)
     windowed = context.policy.get("sliding_window") and context.policy.get("use_sliding_window", True)
     other_size = context.get(f"{ROLLOUT}.engine_kwargs.{context.get(f'{ROLLOUT}.name')}.kv_cache_dtype")

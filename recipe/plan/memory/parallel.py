@@ -41,7 +41,7 @@ def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
 
 
 def _rollout(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check vLLM's parallel sizes (vllm/model_executor/layers/linear.py, models/qwen2.py:137, config/model.py:1361)."""
+    """Check a rollout engine's parallel sizes, which its layers assert."""
     in_parallel = (context.count(f"{section}.expert_parallel_size") or 1) > 1
     yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {} if in_parallel else _experts(shape))
     if in_parallel and not shape.experts:

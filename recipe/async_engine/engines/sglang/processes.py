@@ -2,7 +2,7 @@
 """What the processes of an SGLang engine run: SGLang's own scheduler, extended by a staging area for weights.
 
 Contract: weights arrive on a thread while the engine generates, and are staged as
-`recipe.async_engine.weights.staged_model` describes. A call from the server (`calls`) is executed between two steps of
+`recipe.async_engine.engines.staged_model` describes. A call from the server (`calls`) is executed between two steps of
 the engine. An interrupted answer is continued in the same way as a request that SGLang has retracted.
 """
 
@@ -22,9 +22,9 @@ from torch import nn
 from recipe.async_engine.core.cuts import SAMPLED
 from recipe.async_engine.engines.sglang.calls import CALL
 from recipe.async_engine.engines.sglang.penalties import count_earlier_tokens
+from recipe.async_engine.engines.staged_model import LOADED_IN_PLACE_ONLY, LiveModel, StagedModel, pin, wide_parameters
 from recipe.async_engine.engines.weight_stream import StagingWorker
 from recipe.async_engine.weights.staged import StagingRefused
-from recipe.async_engine.weights.staged_model import LOADED_IN_PLACE_ONLY, LiveModel, StagedModel, pin, wide_parameters
 
 MOST_ENDED = 1000
 """Number of ended requests that a scheduler remembers: more than can be on their way to the server at once."""

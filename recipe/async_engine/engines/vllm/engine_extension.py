@@ -22,11 +22,11 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from recipe.async_engine.core.cuts import sampled_before
+from recipe.async_engine.engines.staged_model import LOADED_IN_PLACE_ONLY, StagedModel, pin, wide_parameters
 from recipe.async_engine.engines.vllm.continued_answers import patch_worker
 from recipe.async_engine.engines.vllm.staged_adapter import AdapterName, StagedAdapter
 from recipe.async_engine.engines.weight_stream import StagingWorker
 from recipe.async_engine.weights.staged import StagingRefused
-from recipe.async_engine.weights.staged_model import LOADED_IN_PLACE_ONLY, StagedModel, pin, wide_parameters
 
 
 def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:

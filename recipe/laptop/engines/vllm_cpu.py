@@ -14,7 +14,7 @@ used as if they were packed. This extension packs them after every load, and sto
 The extension also supports ``rollout.data_parallel_size`` above 1 on a CPU (`CPUWorkerExtension._get_zmq_handle`).
 
 To use the extension, set ``+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=
-recipe.laptop.platform.vllm_cpu.CPUWorkerExtension``.
+recipe.laptop.engines.vllm_cpu.CPUWorkerExtension``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ import vllm.model_executor.layers.utils as vllm_layers
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from recipe.async_engine.supported import VLLM_SUPPORTED, require_version
+from recipe.async_engine.supported import require_version
 
+VLLM_SUPPORTED = "==0.28.*"
 _MARK = "_recipe_keeps_weight"
 _EXPERTS = ("w13_weight", "w2_weight")
 

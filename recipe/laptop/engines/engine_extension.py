@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from recipe.async_engine.engines.vllm.engine_extension import StagingExtension
-from recipe.laptop.platform.vllm_cpu import CPUWorkerExtension
+from recipe.laptop.engines.vllm_cpu import CPUWorkerExtension
 
 
 class CPUStagingExtension(StagingExtension, CPUWorkerExtension):
