@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -83,3 +84,11 @@ def test_package_that_a_node_lacks_is_named_with_the_node() -> None:
 def test_modules_are_looked_for_without_importing_them() -> None:
     there = ("json", "xml.dom", "no_such_package", "no_such_package.inside", "json.no_such_module")
     assert absent(there) == ("no_such_package", "no_such_package.inside", "json.no_such_module")
+
+
+def test_a_release_is_looked_for_by_its_leading_parts() -> None:
+    installed = version("verl")
+    first, _, _ = installed.partition(".")
+    there = [f"verl=={installed}", f"verl=={first}"]
+    others = [f"verl=={installed}1", f"verl=={first}{first}", "no_such_package==1"]
+    assert absent([*there, *others]) == tuple(others)

@@ -20,7 +20,9 @@ ENGINE = "actor_rollout_ref.rollout.name"
 SEE = "see docs/dependencies.md"
 OTHERS = ("torchtitan", "veomni")
 """The training engines that are implemented in a package of the same name."""
-MODULES = ("flash_attn", "kernels", "mbridge", "megatron.bridge", "cupy", "nixl", "liger_kernel", "sglang", *OTHERS)
+SGLANG = "sglang==0.5.12"
+"""The release that verl pins. Later ones differ in what this package extends (tests/contracts/sglang.toml)."""
+MODULES = ("flash_attn", "kernels", "mbridge", "megatron.bridge", "cupy", "nixl", "liger_kernel", SGLANG, *OTHERS)
 """All modules that `needs` may name."""
 
 
@@ -29,7 +31,7 @@ class Need:
     """A package that the value of a setting requires.
 
     Attributes:
-        modules: importable names; the package counts as installed if any of these modules is found.
+        modules: importable names, or one release as ``a==1.2``; the package counts as installed if any is found.
         setting: the setting whose value requires the package.
         allowed: the values of the setting that work without the package, in words.
         instead: what to change if the package is missing; empty if it can only be installed.
@@ -59,7 +61,7 @@ def needs(config: Mapping[str, Any]) -> Iterator[Need]:
     on_cpu = lookup(config, "trainer.device") == "cpu"
     if lookup(config, ENGINE) == "sglang":
         how = "`make setup`" if on_cpu else "`uv pip install -e '.[sglang]'` with an override"
-        yield Need("SGLang", ("sglang",), ENGINE, "vllm without SGLang", "set it to vllm", how)
+        yield Need("SGLang 0.5.12", (SGLANG,), ENGINE, "vllm without SGLang 0.5.12", "set it to vllm", how)
     if on_cpu:
         return
     sections = (ACTOR, "critic") if has_critic(config) else (ACTOR,)

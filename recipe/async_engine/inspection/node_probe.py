@@ -22,7 +22,7 @@ def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict
     """Return the fields of `config.facts.NodeFact`, except the node's address.
 
     ``paths`` are pairs of a setting and the path to check; ``marker`` is a file that the main process has just written
-    to the run's folder; ``modules`` are the names of modules to look for.
+    to the run's folder; ``modules`` are what `is_there` takes.
     """
     facts: dict[str, Any] = {"sees_folder": appears(marker), "absent": absent(modules)}
     with suppress(ImportError):
@@ -41,7 +41,16 @@ def absent(modules: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_there(module: str) -> bool:
-    """Return whether a module is installed, without importing anything."""
+    """Return whether a module is installed, without importing anything.
+
+    ``a==1.2`` stands for the package ``a`` in a release that is 1.2 or begins with "1.2.".
+    """
+    package, _, release = module.partition("==")
+    if release:
+        try:
+            return f"{version(package)}.".startswith(f"{release}.")
+        except PackageNotFoundError:
+            return False
     top, *parts = module.split(".")
     # Search PYTHONPATH too: workers will have its folders, but this process may have been forked before it was set.
     more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
