@@ -79,7 +79,7 @@ WHOLE = {
 }
 WEIGHTS = "async_training.weights"
 ALARMS = "async_training.alarms"
-CONNECTOR = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_transfer_config"
+OF_VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 KEEP = {f"{WEIGHTS}.at_swap": "keep"}
 NCCL_RELAYS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.multi_sender"
 IN_TURNS = {"async_training.placement": "shared", "async_training.trigger_parameter_sync_step": 1}
@@ -428,7 +428,6 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
             (R3 | {f"{ROLLOUT}.engine_kwargs.vllm": {name: size}}, f"{ROLLOUT}.engine_kwargs.vllm.{name}", allowed)
             for name, size, allowed in (
                 ("decode_context_parallel_size", 2, f"1 with {RETURNED}=true"),
-                ("prefill_context_parallel_size", 2, f"1 with {RETURNED}=true"),
                 ("pipeline_parallel_size", 2, f"1 with {RETURNED}=true"),
                 ("kv_transfer_config", {"kv_connector": "Mine"}, f"null with {RETURNED}=true"),
             )
@@ -524,10 +523,20 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         ({f"{ROLLOUT}.name": "???"}, f"{ROLLOUT}.name", "vllm"),
         ({f"{ROLLOUT}.calculate_log_probs": False}, f"{ROLLOUT}.calculate_log_probs", "true"),
         ({f"{ROLLOUT}.full_determinism": True}, f"{ROLLOUT}.full_determinism", "same seed"),
-        (
-            {f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls": "x.Y"},
-            f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls",
-            "has cut",
+        *(
+            ({f"{OF_VLLM}.{name}": value}, f"{OF_VLLM}.{name}", words)
+            for name, value, words in (
+                ("scheduler_cls", "x.Y", "has cut"),
+                ("seed", 1, f"Set {ROLLOUT}.seed"),
+                ("max_num_seqs", 4, f"Set {ROLLOUT}.max_num_seqs"),
+                ("logprobs_mode", "raw_logprobs", f"Set {ROLLOUT}.logprobs_mode"),
+                ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}, "never tried"),
+                ("data_parallel_backend", "ray", "mp"),
+                ("stream_interval", 8, "1"),
+                ("enable_eplb", True, "replaces all weights"),
+                ("cpu_offload_gb", 4, "0"),
+                ("kv_transfer_config.kv_role", "kv_producer", "null or kv_both"),
+            )
         ),
         ({"data.max_prompt_length": 0, f"{ROLLOUT}.max_model_len": 64}, "data.max_prompt_length", ">= 1"),
         ({"data.max_response_length": 0, f"{ROLLOUT}.max_model_len": 64}, "data.max_response_length", ">= 1"),
@@ -543,7 +552,8 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         (SERVERS | LATEST | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "remove the setting"),
         ({f"{WEIGHTS}.at_swap": "wait"}, f"{WEIGHTS}.at_swap", "drain or interrupt or keep, or null"),
         (KEEP | {f"{WEIGHTS}.staging": "none"}, f"{WEIGHTS}.staging", "loaded in place"),
-        (KEEP | {f"{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config": {"kv_connector": "x"}}, CONNECTOR, "remove it"),
+        (KEEP | {f"{OF_VLLM}.kv_transfer_config": {"kv_connector": "x"}}, f"{OF_VLLM}.kv_transfer_config", "remove it"),
+        (KEEP | {f"{OF_VLLM}.kv_offloading_size": 8}, f"{OF_VLLM}.kv_offloading_size", "remove it"),
         (KEEP | WHOLE, f"{WEIGHTS}.at_swap", "drain with whole batches"),
         (KEEP | IN_TURNS, f"{WEIGHTS}.at_swap", "interrupt with placement=shared"),
         ({f"{ROLLOUT}.agent.num_workers": 0}, f"{ROLLOUT}.agent.num_workers", ">= 1"),

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from recipe.async_engine.config.engine_arguments import SGLANG, VLLM
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
 from recipe.async_engine.config.sections import SHARED
-from recipe.async_engine.config.sglang_arguments import REFUSED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 ENGINES = {
@@ -182,12 +182,6 @@ TABLE: tuple[Verdict, ...] = (
         refuses=lambda device: device not in (None, "cuda", "cpu"),
     ),
     *_refused(
-        "Rollout servers need their own scheduler, which continues answers that a weight sync has cut. Remove it.",
-        "ROLLOUT.engine_kwargs.vllm.scheduler_cls",
-        allowed="null",
-        here=on_vllm,
-    ),
-    *_refused(
         "Only tensor parallelism was tried with SGLang: set it to 1, or take vLLM.",
         "ROLLOUT.{data_parallel,pipeline_model_parallel}_size",
         allowed=f"1 with {ROLLOUT}.name=sglang",
@@ -197,12 +191,13 @@ TABLE: tuple[Verdict, ...] = (
     *itertools.chain.from_iterable(
         _refused(
             argument.advice,
-            f"ROLLOUT.engine_kwargs.sglang.{{{argument.names.replace(' ', ',')}}}",
+            f"ROLLOUT.engine_kwargs.{engine}.{{{argument.names.replace(' ', ',')}}}",
             allowed=argument.allowed,
             refuses=argument.refuses,
-            here=on_sglang,
+            here=here,
         )
-        for argument in REFUSED
+        for engine, here, arguments in (("sglang", on_sglang, SGLANG), ("vllm", on_vllm, VLLM))
+        for argument in arguments
     ),
     # Settings that a run of this package accepts with some values only.
     *_refused(

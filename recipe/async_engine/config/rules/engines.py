@@ -83,14 +83,25 @@ def weights(context: RuleContext) -> Iterator[Problem]:
     if at_swap == "keep" and chosen.staging == "none":
         advice = "Answers cannot be held while the weights under them are loaded in place."
         yield context.problem("async_training.weights.staging", "device or host with at_swap=keep", advice)
-    connector = f"{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config"
-    if at_swap == "keep" and context.get(connector) and not context.on_sglang:
-        advice = "A connector keeps keys and values of older weights, which cannot be told from new ones; remove it."
-        yield context.problem(connector, "null with async_training.weights.at_swap=keep", advice)
+    if not context.on_sglang:
+        yield from _connectors(context, at_swap)
     if chosen.staging != "none":
         yield from _stageable(context)
     if context.settings.weights.publish == "beside":
         yield from _relays(context)
+
+
+def _connectors(context: RuleContext, at_swap: str | None) -> Iterator[Problem]:
+    """Check that keys and values of older weights do not remain outside of vLLM, and that a replica is one engine."""
+    arguments = f"{ROLLOUT}.engine_kwargs.vllm"
+    for name in ("kv_transfer_config", "kv_offloading_size"):
+        if at_swap == "keep" and context.get(f"{arguments}.{name}"):
+            advice = "Keys and values of older weights are kept, and cannot be told from new ones; remove it."
+            yield context.problem(f"{arguments}.{name}", "null with async_training.weights.at_swap=keep", advice)
+    role = f"{arguments}.kv_transfer_config.kv_role"
+    if context.get(role) not in (None, "kv_both"):
+        advice = "Replicas that only prefill or only decode were never tried: remove it."
+        yield context.problem(role, "null or kv_both", advice)
 
 
 def _relays(context: RuleContext) -> Iterator[Problem]:

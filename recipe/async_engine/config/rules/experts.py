@@ -97,7 +97,7 @@ def _of_engine(context: RuleContext) -> Iterator[Problem]:
         advice = "verl 0.9.1 cannot read the experts that SGLang returns: generate with vLLM, or remove it."
         yield context.problem(RETURNED, f"false with {ROLLOUT}.name=sglang", advice)
     vllm, advice = f"{ROLLOUT}.engine_kwargs.vllm", "vLLM returns no experts with it: remove it."
-    for name in ("pipeline", "decode_context", "prefill_context"):
+    for name in ("pipeline", "decode_context"):
         setting = f"{vllm}.{name}_parallel_size"
         if (context.count(setting) or 1) > 1:
             yield context.problem(setting, f"1 with {RETURNED}=true", advice)

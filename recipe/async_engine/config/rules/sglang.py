@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for SGLang as the rollout engine. `config.sglang_arguments` lists arguments that are refused in every run."""
+"""Rules for SGLang as the rollout engine. `config.engine_arguments` lists arguments that are refused in every run."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,10 +21,6 @@ def sglang(context: RuleContext) -> Iterator[Problem]:
         return
     yield from _replicas(context)
     yield from _rooms(context)
-    speculative, staging = f"{ARGUMENTS}.speculative_algorithm", context.settings.weights.staging
-    if context.get(speculative) and staging != "none":
-        advice = "A draft model's weights can only be loaded in place: set async_training.weights.staging=none."
-        yield context.problem(speculative, f"null with async_training.weights.staging={staging}", advice)
     if context.on_cpu:
         for name, value in ON_CPU.items():
             if context.get(f"{ARGUMENTS}.{name}") != value:

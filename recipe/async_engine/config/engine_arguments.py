@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the arguments of SGLang's engine (``rollout.engine_kwargs.sglang``) that are refused, with what to do instead.
+"""Lists the arguments of rollout engines (``rollout.engine_kwargs``) that are refused, with what to do instead.
 
 Contract: an argument is refused if verl or this package passes it itself, or if it would break a promise of
-`recipe.async_engine.engines.protocol`. All other arguments reach SGLang unchanged. tests/config/test_sglang.py checks
-that SGLang has each argument in this list, and that its default value is not refused.
+`recipe.async_engine.engines.protocol`. All other arguments reach the engine unchanged.
+tests/integration/test_engine_arguments.py checks that the engine has each argument in its list, and that its default
+value is not refused.
 """
 
 from typing import Any, NamedTuple
 
 from recipe.async_engine.config.verl_types import MODEL, ROLLOUT
 
-OF_SETTINGS = {
+SGLANG_SETTINGS = {
     "model_path": f"{MODEL}.path",
     "trust_remote_code": f"{MODEL}.trust_remote_code",
     "tp_size": f"{ROLLOUT}.tensor_model_parallel_size",
@@ -20,11 +21,40 @@ OF_SETTINGS = {
     "disable_cuda_graph": f"{ROLLOUT}.enforce_eager",
     **{name: f"{ROLLOUT}.{name}" for name in ("dtype", "load_format", "quantization", "skip_tokenizer_init")},
 }
-"""Arguments that verl takes from its own settings, by which rules and estimates go."""
+VLLM_SETTINGS = {
+    "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
+    "enable_expert_parallel": f"{ROLLOUT}.expert_parallel_size",
+    "trust_remote_code": f"{MODEL}.trust_remote_code",
+    "limit_mm_per_prompt": f"{ROLLOUT}.limit_images",
+    **{
+        name: f"{ROLLOUT}.{name}"
+        for name in (
+            "data_parallel_size",
+            "dtype",
+            "enable_chunked_prefill",
+            "enable_prefix_caching",
+            "enable_sleep_mode",
+            "enforce_eager",
+            "gpu_memory_utilization",
+            "load_format",
+            "logprobs_mode",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "quantization",
+            "scheduling_policy",
+            "seed",
+        )
+    },
+}
+"""Arguments that verl takes from its own settings, by which rules and estimates go.
+
+A value in ``engine_kwargs`` would replace the setting's without a word.
+"""
 
 
 class Refused(NamedTuple):
-    """Arguments of SGLang that are refused for the same reason.
+    """Arguments of an engine that are refused for the same reason.
 
     Attributes:
         names: the arguments' names, separated by spaces.
@@ -54,11 +84,17 @@ OPEN = (
     " reach the port (docs/security.md)."
 )
 
-REFUSED: tuple[Refused, ...] = (
-    *(
-        Refused(name, f"Set {setting}, from which verl takes it.", "null", (None,))
-        for name, setting in OF_SETTINGS.items()
-    ),
+UNTRIED_DRAFTS = "Speculative decoding was never tried with answers that a weight sync cuts: remove it."
+
+
+def _of_settings(settings: dict[str, str]) -> list[Refused]:
+    advice = "Set {}, from which verl takes it."
+    return [Refused(name, advice.format(setting), "null", (None,)) for name, setting in settings.items()]
+
+
+SGLANG: tuple[Refused, ...] = (
+    *_of_settings(SGLANG_SETTINGS),
+    Refused("speculative_algorithm speculative_draft_model_path", UNTRIED_DRAFTS, "null"),
     Refused("dp_size pp_size nnodes attn_cp_size moe_dp_size gpu_id_step", PLACED, *ONE),
     Refused("node_rank base_gpu_id", PLACED, "0", (None, 0)),
     Refused("dist_init_addr nccl_port use_ray enable_dp_attention", PLACED),
@@ -81,4 +117,20 @@ REFUSED: tuple[Refused, ...] = (
     Refused("allow_auto_truncate", "Answers would be trained under prompts that the engine has cut: remove it."),
     Refused("max_queued_requests", "SGLang would abort requests that wait, again and again: remove it."),
     Refused("api_key admin_api_key ssl_keyfile ssl_certfile", OPEN),
+)
+
+VLLM: tuple[Refused, ...] = (
+    *_of_settings(VLLM_SETTINGS),
+    Refused("speculative_config spec_method spec_model spec_tokens diffusion_config", UNTRIED_DRAFTS, "null"),
+    Refused("nnodes prefill_context_parallel_size", PLACED, *ONE),
+    Refused("node_rank", PLACED, "0", (None, 0)),
+    Refused("data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address", PLACED),
+    Refused("data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb enable_elastic_ep", PLACED),
+    Refused("data_parallel_backend", PLACED, "mp", (None, "mp")),
+    Refused("stream_interval", INSIDE, *ONE),
+    Refused("tokens_only enable_prompt_embeds ec_transfer_config", INSIDE),
+    Refused("worker_cls", INSIDE, "auto", (None, "auto")),
+    Refused("scheduler_cls", "It continues answers that a weight sync has cut: remove it.", "null"),
+    Refused("enable_lora default_mm_loras enable_eplb weight_transfer_config", REPLACED),
+    Refused("cpu_offload_gb offload_group_size", REPLACED, "0", (None, 0)),
 )
