@@ -129,13 +129,15 @@ class Scenes:
     async def pause(self, way: str) -> None:
         await (self.server.hold_requests() if way == "keep" else self.server.abort_all_requests())
 
-    async def ask(self, prompt: list[int], parameters: dict[str, Any], name: str = "", sampled: int = 0) -> Any:
+    async def ask(
+        self, prompt: list[int], parameters: dict[str, Any], name: str = "", sampled: int = 0, **more: Any
+    ) -> Any:
         self.asked += 1
         name = name or f"request {self.asked}."
-        return await self.server.generate(list(prompt), dict(parameters), name, Work.NEW, sampled)
+        return await self.server.generate(list(prompt), dict(parameters), name, Work.NEW, sampled, **more)
 
-    def start(self, prompt: list[int], parameters: dict[str, Any], name: str = "") -> asyncio.Task[Any]:
-        return asyncio.create_task(self.ask(prompt, parameters, name))
+    def start(self, prompt: list[int], parameters: dict[str, Any], name: str = "", **more: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(self.ask(prompt, parameters, name, **more))
 
     async def say(self) -> list[int]:
         return list((await self.ask(PROMPT, {**GREEDY, "max_tokens": 4})).token_ids)
@@ -384,6 +386,29 @@ class Scenes:
         answer = await self.ask(PROMPT, GREEDY, "early.")
         return [list(answer.token_ids), answer.stop_reason]
 
+    async def by_age(self) -> list[list[int]]:
+        """Let requests of several groups wait for one place, and return the order in which they had it.
+
+        The second time, the engine holds all of them during a swap.
+        """
+        orders = []
+        for holds in (False, True):
+            full = [self.start(PROMPT, {**GREEDY, "max_tokens": 120}, f"old {n}.", priority=0) for n in range(PLACES)]
+            for number in range(PLACES):
+                await self.until_sampled(f"old {number}.", 1)
+            order: list[int] = []
+            waiting = []
+            for age in (7, 3, 9, 5):
+                waiting.append(self.start(PROMPT, {**GREEDY, "max_tokens": 60}, f"of age {age}.", priority=age))
+                waiting[-1].add_done_callback(lambda _, age=age, order=order: order.append(age))
+                await asyncio.sleep(0.02)
+            if holds:
+                await self.publish(says(self.path, self.version + 1), "keep")
+            await self.server.drop_request("old 0.")
+            await asyncio.gather(*waiting, *full)
+            orders.append(order)
+        return orders
+
     async def refused(self) -> list[Any]:
         seen = []
         for damage in ("missing", "NaN", "shape"):
@@ -478,6 +503,7 @@ async def play(path: str) -> dict[str, Any]:
         scenes.interrupted,
         scenes.late,
         scenes.dropped,
+        scenes.by_age,
         scenes.refused,
         scenes.swap_of_nothing,
         scenes.in_place,

@@ -16,7 +16,7 @@ from engine_program import BOUNDS, seen_by
 
 from recipe.async_engine.core.errors import RequestFailed
 from recipe.async_engine.engines.http_gate import SERVED
-from recipe.async_engine.engines.sglang.requests import refuse_what_needs_a_tokenizer
+from recipe.async_engine.engines.sglang.requests import checking
 from recipe.laptop.task import TaskSettings, ensure_task
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed")
@@ -147,6 +147,12 @@ def test_after_a_swap_nothing_is_computed_with_prefixes_of_older_weights(seen: d
     assert cached["without dropping it"] > FAR and cached["of another version"] > FAR, "otherwise this shows nothing"
 
 
+def test_a_full_engine_takes_the_oldest_group_first_also_after_a_swap(seen: dict[str, Any]) -> None:
+    assert [order[0] for order in seen["by_age"]] == [3, 3]
+    assert all(sorted(order) == [3, 5, 7, 9] for order in seen["by_age"])
+    assert all(order.index(5) < order.index(9) for order in seen["by_age"])
+
+
 def test_all_sampled_tokens_are_counted(seen: dict[str, Any]) -> None:
     activity = seen["activity"]
     assert activity["under_way"] == 0
@@ -171,8 +177,7 @@ async def test_what_an_engine_without_a_tokenizer_would_die_of_is_refused(
 
     async def ask(given: Any, tokenizer: Any = None) -> list[str]:
         manager = SimpleNamespace(tokenizer=tokenizer, generate_request=generate)
-        refuse_what_needs_a_tokenizer(manager)
-        return [output async for output in manager.generate_request(SimpleNamespace(sampling_params=given))]
+        return [output async for output in checking(manager)(SimpleNamespace(sampling_params=given))]
 
     harmless = {"temperature": 1.0, "min_new_tokens": 0, "stop": None}
     with pytest.raises(RequestFailed, match=rf"{next(iter(parameters))}: .*skip_tokenizer_init=false"):

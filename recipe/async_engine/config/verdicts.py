@@ -43,7 +43,6 @@ INSTEAD = {
     "cudagraph_capture_sizes": f"set {ROLLOUT}.engine_kwargs.sglang.cuda_graph_bs",
     "limit_images": f"set {ROLLOUT}.engine_kwargs.sglang.limit_mm_data_per_request",
     "logprobs_mode": "SGLang's log-probs are those after the temperature, before top_k and top_p",
-    "scheduling_policy": "SGLang takes requests in the order in which they come",
     "seed": "each engine of SGLang draws a seed of its own",
 }
 """Settings that verl passes to vLLM only, with what to do or what holds with SGLang."""

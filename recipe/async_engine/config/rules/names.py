@@ -133,7 +133,7 @@ NAMES: tuple[Name, ...] = (
     Name(f"{ROLLOUT}.trace.backend", ("mlflow", "trackio", "weave")),
     Name(f"{ROLLOUT}.multi_turn.tool_response_truncate_side", ("left", "middle", "right")),
     Name("algorithm.pf_ppo.reweight_method", ("pow", "max_min", "max_random"), used=_is_on("algorithm.use_pf_ppo")),
-    Name(f"{ROLLOUT}.scheduling_policy", ("fcfs", "priority"), used=lambda context: not context.on_sglang),
+    Name(f"{ROLLOUT}.scheduling_policy", ("fcfs", "priority")),
     Name(
         f"{ROLLOUT}.logprobs_mode",
         ("processed_logprobs", "raw_logprobs"),

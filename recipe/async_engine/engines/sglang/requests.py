@@ -1,18 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses requests of which SGLang's engine would die, whether they come through the Ray actor or over HTTP."""
+"""Checks requests to SGLang's engine, whether they come through the Ray actor or over HTTP, and ranks them."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any
 
 from recipe.async_engine.core.errors import RequestFailed
 
 NEED_TOKENIZER = ("min_new_tokens", "stop", "stop_regex")
 """Sampling parameters with which SGLang's scheduler uses the tokenizer, and dies if it has none."""
+BY_PRIORITY = {
+    "enable_priority_scheduling": True,
+    "schedule_low_priority_values_first": True,
+    "disable_priority_preemption": True,
+    "default_priority_value": 0,
+    "schedule_policy": "fcfs",
+}
+"""SGLang's arguments for ``rollout.scheduling_policy=priority``, which has the meaning that it has in vLLM."""
+
+priority: ContextVar[int | None] = ContextVar("priority", default=None)
+"""The priority of requests that the current task makes; None if the engine takes requests as they come."""
 
 
-def refuse_what_needs_a_tokenizer(manager: Any) -> None:
-    """Make ``manager.generate_request`` raise RequestFailed for parameters that the engine cannot obey."""
+def checking(manager: Any) -> Any:
+    """Wrap ``manager.generate_request``, so that a request has its priority.
+
+    The wrapper raises RequestFailed for parameters that the engine cannot obey, and of which it would die.
+    """
     generate = manager.generate_request
 
     async def checked(obj: Any, request: Any = None) -> AsyncGenerator[Any, None]:
@@ -23,8 +38,10 @@ def refuse_what_needs_a_tokenizer(manager: Any) -> None:
                     f"{name}: SGLang needs its tokenizer for this sampling parameter; set "
                     "actor_rollout_ref.rollout.skip_tokenizer_init=false, or remove it"
                 )
+        if priority.get() is not None:
+            obj.priority = priority.get()
         async with aclosing(generate(obj, request)) as outputs:
             async for output in outputs:
                 yield output
 
-    manager.generate_request = checked
+    return checked

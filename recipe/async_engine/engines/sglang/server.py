@@ -24,7 +24,8 @@ from recipe.async_engine.engines.http_gate import HttpGate, guard
 from recipe.async_engine.engines.sglang.calls import call_each_worker
 from recipe.async_engine.engines.sglang.outputs import SGLangOutputs
 from recipe.async_engine.engines.sglang.processes import run_detokenizer, run_scheduler
-from recipe.async_engine.engines.sglang.requests import refuse_what_needs_a_tokenizer
+from recipe.async_engine.engines.sglang.requests import BY_PRIORITY, checking
+from recipe.async_engine.engines.sglang.requests import priority as current_priority
 from recipe.async_engine.engines.weight_stream import socket_address
 from recipe.async_engine.engines.weights_gate import RolloutServerError
 
@@ -34,6 +35,9 @@ class SubmittingServer(SGLangHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._by_priority = self.config.scheduling_policy == "priority"
+        if self._by_priority:
+            self.config.engine_kwargs["sglang"] = {**(self.config.engine_kwargs.get("sglang") or {}), **BY_PRIORITY}
         self._submission_paused = self._rejecting = False
         self._admitting = 0
         """Number of requests that have passed the pause and have not been answered."""
@@ -50,7 +54,7 @@ class SubmittingServer(SGLangHttpServer):
     ) -> TokenOutput:
         """Answer like verl's ``generate``, but wait while generation is paused.
 
-        Beside ``max_tokens``, which verl translates, ``min_tokens`` may have vLLM's name. ``priority`` has no effect.
+        Beside ``max_tokens``, which verl translates, ``min_tokens`` may have vLLM's name.
         """
         rejected = await self._park_until_admitted(request_id)
         if rejected is not None:
@@ -60,9 +64,11 @@ class SubmittingServer(SGLangHttpServer):
         extra = sampling_params.pop("extra_args", None)
         if extra:
             sampling_params["custom_params"] = {**(sampling_params.get("custom_params") or {}), **extra}
+        ranked = current_priority.set(priority if self._by_priority else None)
         try:
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         finally:
+            current_priority.reset(ranked)
             self._admitting -= 1
         if output.stop_reason in ("stop", "length"):
             output.stop_reason = COMPLETED
@@ -103,7 +109,7 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
         app.add_middleware(HttpGate)
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
-            refuse_what_needs_a_tokenizer(self.tokenizer_manager)
+            self.tokenizer_manager.generate_request = checking(self.tokenizer_manager)
             self.tokenizer_manager.generate_request = self._outputs.watching(
                 self.tokenizer_manager, self._tasks.__contains__
             )
