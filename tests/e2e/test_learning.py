@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main run learns the built-in task, and learns nothing where there is nothing to learn. Long: `make test-all`."""
+"""Each mode learns the built-in task, and learns nothing where there is nothing to learn. Long: `make test-all`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from main_runs import FULLY_ASYNC, FinishedRun, run_main
+from main_runs import ENGINE, FinishedRun, run_main
 
 LONG_RUN_S = 1800
 
 
-def tiny_cpu(tmp_path: Path, ray_dir: Path, *overrides: str) -> FinishedRun:
+def tiny_cpu(tmp_path: Path, ray_dir: Path, *overrides: str, mode: str = "fully_async") -> FinishedRun:
     run = run_main(
-        FULLY_ASYNC,
+        f"recipe.{mode}.main",
         [
             "preset=tiny_cpu",
+            f"actor_rollout_ref.rollout.name={ENGINE}",
             f"trainer.default_local_dir={tmp_path}",
             f"hydra.run.dir={tmp_path}/hydra",
             f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
@@ -35,13 +36,14 @@ def gain(run: FinishedRun) -> float:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_preset_learns_the_builtin_task(tmp_path: Path, ray_dir: Path) -> None:
-    summary = tiny_cpu(tmp_path, ray_dir).summary
+@pytest.mark.parametrize(("mode", "bound"), [("fully_async", 4), ("one_step_off", 1), ("partial_rollout", 4)])
+def test_preset_learns_the_builtin_task(mode: str, bound: int, tmp_path: Path, ray_dir: Path) -> None:
+    summary = tiny_cpu(tmp_path, ray_dir, mode=mode).summary
     assert summary["validation"]["first"] <= 0.5
     assert summary["validation"]["last"] >= 0.9
     assert summary["first_step_seconds"] <= 180
     assert summary["peak_memory_gib"] <= 12
-    assert summary["staleness"]["max"] <= summary["staleness"]["bound"] == 4
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"] == bound
 
 
 @pytest.mark.e2e
