@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a main program does in addition for a run without an accelerator: choose the platform, create the built-in task,
-and start a fork server for worker processes.
+"""Additional steps of a main program for a run without an accelerator: it chooses the platform, creates the built-in
+task, and starts a fork server for worker processes.
 
 Contract: this module does not affect a run on accelerators, unless its configuration asks for the built-in task.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.plan RUN --accelerators N`` prints the best split between trainer and rollout (docs/plan.md)."""
+"""``python -m recipe.plan RUN --accelerators N`` prints the best splits between trainer and rollout (docs/plan.md)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
     except ValueError:
         config = None
     if not isinstance(config, dict):
-        raise CannotPlan(f"{folder}/config.json is no JSON object")
+        raise CannotPlan(f"{folder}/config.json is not a JSON object")
     shape = shape_of(config)
     if shape is None:
         raise CannotPlan(f"{folder}/config.json has an unknown model family or invalid sizes; give a recorded run")
@@ -114,7 +114,7 @@ def table(found: Sequence[Advice]) -> str:
 
 
 def picture(found: Sequence[Advice], file: Path) -> None:
-    """Write an HTML page with a plot of throughput over the trainer's accelerators, one line per staleness bound."""
+    """Write an HTML page that plots throughput against trainer accelerators, with one line per staleness bound."""
     from bokeh.embed import file_html
     from bokeh.palettes import Category10
     from bokeh.plotting import figure
@@ -135,19 +135,19 @@ def picture(found: Sequence[Advice], file: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the best candidates; return exit status 0, or 2 if there is no plan, with the reason on standard error."""
-    parser = argparse.ArgumentParser(prog="python -m recipe.plan", description="Says how to split accelerators.")
-    parser.add_argument("run", type=Path, help="a run's folder with its record, or one with a model's config.json")
+    parser = argparse.ArgumentParser(prog="python -m recipe.plan", description="Finds the best split of accelerators.")
+    parser.add_argument("run", type=Path, help="the folder of a recorded run, or of a model's config.json")
     parser.add_argument("--accelerators", type=int, required=True)
     parser.add_argument("--goal", default="throughput", help="throughput, cost, or staleness<=N")
-    parser.add_argument("--per-node", type=int, default=PER_NODE, help="accelerators of a node")
+    parser.add_argument("--per-node", type=int, default=PER_NODE, help="accelerators per node")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24, help="steps to simulate")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--picture", type=Path, help="an HTML file to write")
-    parser.add_argument("--device", default="h100", help="for an estimate")
-    parser.add_argument("--lengths", help="for an estimate: MEDIAN,SIGMA,MOST tokens of an answer, lognormal")
-    parser.add_argument("--batch", type=int, default=64, help="for an estimate: prompts a step")
-    parser.add_argument("--replica-size", type=int, default=1, help="for an estimate")
+    parser.add_argument("--picture", type=Path, help="HTML file to write a plot to")
+    parser.add_argument("--device", default="h100", help="device profile, without a run")
+    parser.add_argument("--lengths", help="lognormal answer tokens, without a run: MEDIAN,SIGMA,MOST")
+    parser.add_argument("--batch", type=int, default=64, help="prompts per step, without a run")
+    parser.add_argument("--replica-size", type=int, default=1, help="accelerators of a replica, without a run")
     options = parser.parse_args(arguments)
     if options.picture is not None and (said := lacking("--picture", "plan", ["bokeh"])) is not None:
         sys.stderr.write(f"{said}\n")

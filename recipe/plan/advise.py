@@ -2,8 +2,8 @@
 """Finds the best split of accelerators between trainer and rollout, and the best staleness bound, by simulation.
 
 Contract: each candidate is simulated once with each seed. Candidates are ordered by what the goal asks for (throughput,
-or throughput per accelerator), as the median over the seeds. As the reason why a candidate is worse than the best one,
-the table names the class of accelerator time (such as waiting for a batch) whose share has grown most. Shown by
+or throughput per accelerator), as the median over the seeds. For each candidate but the best, the table names the class
+of accelerator time (such as waiting for a batch) whose share exceeds the best candidate's share most. Shown by
 tests/plan/test_advise.py.
 """
 
@@ -45,7 +45,7 @@ class Advice:
     Attributes:
         tokens_per_s: median of the trained tokens per second; `lowest` and `highest` are the range.
         staleness: median of the mean staleness of groups, in versions.
-        shares: share of the accelerator time that each class, such as waiting for a batch, has with the first seed.
+        shares: share of the accelerator time in each class, such as waiting for a batch, with the first seed.
         also: further Hydra overrides, appended to `overrides`.
     """
 
@@ -88,7 +88,7 @@ class Advice:
         }
 
     def why_worse(self, best: Advice) -> str:
-        """Return as text which class of lost accelerator time has grown most against ``best``, and by how much."""
+        """Return, as text, the class of lost time whose share exceeds that of ``best`` most, and by how much."""
         lost = {name: share - best.shares.get(name, 0.0) for name, share in self.shares.items()}
         waits = {name: more for name, more in lost.items() if KINDS[Class(name)] not in (Kind.USEFUL, Kind.START_UP)}
         name = max(waits, key=lambda name: waits[name], default="")
@@ -123,9 +123,9 @@ def _ranks(rows: int, wanted: int, most: int) -> int:
 
 
 def parts_of_nodes(trainer: int, rollout: int, per_node: int) -> tuple[int, int]:
-    """Return how many accelerators trainer and rollout use on each of their nodes, so that they need few nodes.
+    """Return how many accelerators per node trainer and rollout use if both together need as few nodes as possible.
 
-    trainer, rollout: their numbers of accelerators in total. per_node: number of accelerators of a node.
+    trainer, rollout: total numbers of their accelerators. per_node: number of accelerators of a node.
     """
     nodes = -(-(trainer + rollout) // per_node)
     pairs = [(a, b) for a in _divisors(trainer, per_node) for b in _divisors(rollout, per_node)]

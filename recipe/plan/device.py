@@ -102,7 +102,7 @@ class DeviceTimes:
     """Computes how long one model's operations take on the devices of a rollout replica or of the trainer.
 
     Attributes:
-        devices: number of devices that divide the work evenly; the efficiencies include their communication.
+        devices: number of devices that divide the work evenly; the efficiencies account for their communication.
         weight_bytes: bytes of a parameter.
         cache_bytes: bytes of one number in the KV cache.
         token_scale: number of tokens for which one token of the run stands; above 1 in a small test run whose answers

@@ -7,11 +7,11 @@ condition, to wait for; `Clock.changed` tests the conditions.
 
 Contract of the engine: it has ``places`` sequence slots, as in verl's `rollout.max_num_seqs`. A request joins at the
 beginning of a decode step if a slot is free; otherwise it queues, and the oldest group goes first. Each step samples
-one token for every running request. The step at which a request joins also prefills its context, so that only as many
-requests join as can be prefilled in the time of `READ_STEPS` decode steps, but at least one. The time of a step grows
-linearly with the context. A paused engine finishes its current step first. The engine reports the use of its slots to
-`EngineActivity`, as real engines do. All steps between two events are computed at once, so the cost of simulating does
-not depend on the number of tokens. Shown by tests/plan/test_simulation.py.
+one token for every running request. A step also prefills the context of the requests that join at it; once this prefill
+takes as long as `READ_STEPS` decode steps, no further request joins. The time of a step grows linearly with the
+context. A paused engine finishes its current step first. The engine reports the use of its slots to `EngineActivity`,
+as real engines do. All steps between two events are computed at once, so the cost of simulating does not depend on the
+number of tokens. Shown by tests/plan/test_simulation.py.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ READ_STEPS = 4
 class Engine:
     """A simulated rollout engine with continuous batching.
 
-    It plans all decode steps until the next event at once: until an answer ends or a request joins.
+    It plans all decode steps until the next event (an answer ends or a request joins) at once.
 
     Args:
         places: number of requests that the engine decodes at once.
@@ -119,7 +119,7 @@ class Engine:
         self._waiting: list[tuple[int, int, Request]] = []
         self._ends: list[tuple[int, str]] = []
         self._new: list[Request] = []
-        # These requests arrived while the engine was closed; `activity` does not count them as entered yet.
+        # Requests that arrived while the engine was closed; `activity` does not count them as entered yet.
         self._parked: dict[str, None] = {}
         self._steps = self._context = self._planned = self._number = self._arrived = 0
         self._began = self._first = self._step = self._slope = 0.0
@@ -149,7 +149,7 @@ class Engine:
             self._stop_after(self._whole_steps() + 1 if self.running else 0)
 
     def cut(self) -> list[Request]:
-        """Pause the engine; remove and return all of its requests, with the tokens that they have."""
+        """Pause the engine; remove all of its requests and return them with their tokens so far."""
         self.hold()
         return self._give_back()
 
@@ -247,7 +247,7 @@ class Engine:
         return ended
 
     def _count(self, steps: int) -> None:
-        """Give each running request the tokens of ``steps`` planned decode steps, and drop the steps after these."""
+        """Credit each running request with ``steps`` planned decode steps, and cancel all later planned steps."""
         self._steps += steps
         self._context += steps * len(self.running)
         if steps:

@@ -6,9 +6,9 @@ requests, and a term per token that is prefilled for requests that join at the s
 lengths of prompts are not known). No term is negative, and a term that explains no more than chance would is 0.
 
 The event record consists of intervals with the number of sampled tokens and the share of sequence slots (``places``)
-that were, for example, decoding. From these follow the number of steps of an interval, and from the lengths and ends of
-the answers their context at each time. Intervals with validation or retries are left out, because the record does not
-say which of their tokens were first tokens. Shown by tests/plan/test_engine_steps.py.
+that were, for example, decoding. The number of steps of an interval follows from these; the context at each time
+follows from the lengths and end times of the answers. Intervals with validation or retries are left out, because the
+record does not say which of their tokens came from a prefill. Shown by tests/plan/test_engine_steps.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KNOWN = (*_USED, Class.IDLE_PLACES)
 
 VARIES = 0.25
 """The coefficient of a quantity is fitted only if its standard deviation is above this share of its mean."""
-_SMALLEST = 1e-300  # Is added to an error before its logarithm is taken, because 0 has none.
+_SMALLEST = 1e-300  # Added to an error before taking its logarithm, because 0 has no logarithm.
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def fit_steps(
     """Fit the model to a run by least squares; return None if the event record has no usable interval.
 
     Args:
-        answers: (number of tokens, time of its end) of each answer.
+        answers: (number of tokens, end time) of each answer.
         places: number of sequence slots of one engine.
         replicas: number of engines, which are assumed to share the answers evenly.
         prompt: mean number of tokens of a prompt; 0 if not known.
@@ -75,7 +75,7 @@ def fit_steps(
         batch = places * sum(part.share for part in parts if part.what in _USED)
         if tokens and batch > 0 and all(part.what in _KNOWN for part in parts):
             new, again = (sum(part.tokens or 0 for part in parts if part.what == what) for what in _FIRST)
-            # A request that finds a free slot waits in it for the next step, on average half a step: count that too.
+            # A request that finds a free slot occupies it until the next step, half a step on average: count that too.
             finds = new + again if any(part.what == Class.IDLE_PLACES for part in parts) else 0
             steps = (tokens + finds / 2) / batch
             rows.append((batch, (new + again) / steps, again / steps, (end - start) / steps, steps))
@@ -99,7 +99,7 @@ def fit_steps(
 def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], step_s: float) -> Iterator[float]:
     """Yield, for each time in ``moments``, how many tokens all unfinished answers had, if a token takes ``step_s``.
 
-    answers: (number of tokens, time of its end) of each answer.
+    answers: (number of tokens, end time) of each answer.
     """
     tokens, ended = (np.array(column, float) for column in zip(*answers, strict=True))
     for moment in moments:

@@ -2,11 +2,11 @@
 """Simulates runs in which the trainer's accelerators generate while the trainer waits (``placement=elastic``).
 
 Contract: standalone replicas have accelerators of their own; hybrid replicas run on the trainer's accelerators, and
-sleep while it trains. The policy of real runs (`recipe.async_engine.core.lending`) decides when they wake and sleep,
-and the sample ledger and the staleness gate decide the rest, as in `Simulation`. A request goes to the awake engine
-with the fewest requests. If all of them are full, it waits, and requests of the oldest group go first. An interrupted
-request keeps its tokens and their versions. Hybrid replicas wake with the newest weights that the standalone ones
-generate with. Without standalone replicas, this is ``placement=shared``. Shown by
+sleep while it trains. The policy of real runs (`recipe.async_engine.core.lending`) decides when they wake and sleep;
+as in `Simulation`, the sample ledger and the staleness gate decide everything else. A request goes to the awake engine
+with the fewest requests. If all awake engines are full, the request waits, and requests of the oldest group go first.
+An interrupted request keeps its tokens and their versions. Hybrid replicas that wake have the version with which the
+standalone replicas generate. Without standalone replicas, this is ``placement=shared``. Shown by
 tests/plan/test_lending_simulation.py.
 """
 
@@ -26,7 +26,7 @@ from recipe.report.account import KINDS, Kind
 
 @dataclass(frozen=True)
 class Switch:
-    """Seconds of a loan: `wake_s` until hybrid replicas generate, `sleep_s` until the trainer has its memory back."""
+    """Seconds that hybrid replicas need to wake (`wake_s`), and to sleep and free the trainer's memory (`sleep_s`)."""
 
     wake_s: float
     sleep_s: float

@@ -30,7 +30,7 @@ WIDTH = 34
 
 
 def report(title: str, found: Findings, of_verl: bool) -> str:
-    """Return the whole plan as text; ``of_verl``: whether verl's own trainer runs, which forms batches in its way."""
+    """Return the whole plan as text; ``of_verl``: whether verl's own trainer runs and forms the batches."""
     context = found.context
     sections = {
         "processes": _processes(context),
@@ -99,7 +99,7 @@ def _accelerators(context: RuleContext) -> Iterator[str]:
         total += reward
         yield _row("reward model", reward)
     there = context.available.accelerators if context.available else None
-    yield _row("in all", total, "" if there is None else f"{there} are there")
+    yield _row("in all", total, "" if there is None else f"{there} are available")
 
 
 def _nodes(nodes: object, each: object) -> str:
@@ -123,13 +123,13 @@ def _batches(found: Findings) -> Iterator[str]:
     yield _row("steps of a version (k)", steps)
     yield _row("prompts of a version (B = k b)", version, f"{version * answers} samples")
     yield _row("staleness bound in versions (S)", bound, f"pipeline depth {training.staleness_threshold:g}")
-    yield _row("versions of an answer", bound, "it may take to generate; training waits for one that takes more")
+    yield _row("versions of an answer", bound, "may pass while it is generated; training waits for a slower one")
     at_once = replicas * places_per_replica(config, training)
     if bound and not training.whole_batches:
         # In the time of `bound` versions, each sequence slot generates this many answers one after the other.
         times, longest = bound * version * answers / at_once, context.get("data.max_response_length")
         mean = f"{longest} tokens where the mean is {math.ceil(int(longest or 0) / times)}"
-        yield _row("longest answer in these", f"{times:.1f}", f"times the mean one's, with all places taken: {mean}")
+        yield _row("longest answer in these versions", f"{times:.1f}", f"times the mean, with all slots in use: {mean}")
     yield _row("prompts live at most", version + math.floor(depth * version), "by the pipeline's depth, (1 + depth) B")
     yield _row("slots of the gate", (1 + bound) * version, "at a version's begin, (1 + S) B")
     under_way = replicas * slots_per_replica(config, training)
@@ -141,7 +141,7 @@ def _batches(found: Findings) -> Iterator[str]:
     if steps:
         yield _row("steps in all", steps, "at most")
     else:
-        yield _row("steps in all", "not known", "the rows of the data are not, and no setting bounds them")
+        yield _row("steps in all", "not known", "the number of rows is unknown, and no setting limits steps")
 
 
 def _batches_of_verl(context: RuleContext) -> Iterator[str]:

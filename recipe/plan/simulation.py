@@ -38,11 +38,11 @@ class Scenario:
     """The settings of a run to be simulated.
 
     Attributes:
-        slots: number of trajectories that one replica has at the same time, decoding or queued.
-        places: number of trajectories that one replica decodes at the same time.
+        slots: largest number of trajectories that one replica has at the same time, decoding or queued.
+        places: largest number of trajectories that one replica decodes at the same time.
         shared: whether training and generation take turns on the same accelerators.
         at_swap: what happens to unfinished answers at a weight sync: "drain", "interrupt" or "keep" (in the engine).
-        beside: whether training continues while a version is sent to the replicas.
+        beside: whether training continues while weights are sent to the replicas.
         replica_size: number of accelerators of a rollout replica.
         reward_processes: number of processes that compute rewards; 0 means unlimited.
     """
@@ -406,7 +406,7 @@ class Simulation:
         waits = self._scoring > 0 and not self.ledger.may_take()
         why = self.manager.why(prompts_left=True, waits_for_rewards=waits)
         if why != self._lane.what:
-            # Up to now free slots were idle for the old reason, so end the engines' present spans before it changes.
+            # Free slots were idle for the old reason until now, so end the engines' spans before the reason changes.
             self._ask_engines()
             self._lane.turn_to(why)
 

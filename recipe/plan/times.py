@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The durations and answer lengths that a simulation needs, from a recorded run or from a device profile.
 
-Contract: `fitted` takes them from the events and metrics of a run. `estimated` computes durations from a model's shape
-and a device profile, without any measurement, and is given the lengths. An engine's ``places`` are its sequence slots
-(`max_num_seqs`). Shown by tests/plan/test_times.py.
+Contract: `fitted` derives both from a run's events and metrics. `estimated` computes durations from a model's shape and
+a device profile, without any measurement; its caller provides the lengths. An engine's ``places`` are its sequence
+slots (`max_num_seqs`). Shown by tests/plan/test_times.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Seconds = Callable[[Sequence[int], float], float]
 FILLED_S = 1.0
 """Seconds after which empty engines are assumed to be full again, if answers wait for slots."""
 ENOUGH, EXPLAINED = 5, 0.9
-"""A line is fitted only to at least so many steps, with at least this correlation of tokens and seconds."""
+"""A line is fitted if there are `ENOUGH` steps or more, and tokens and seconds correlate by at least `EXPLAINED`."""
 _UNDER_WAY = (
     Class.PREFILL,
     Class.RE_PREFILL,
@@ -54,11 +54,11 @@ class Times:
         read_s: returns the seconds of prefilling a number of tokens.
         update_s: returns the seconds of an update, given the tokens of each answer and the number of trainer ranks.
         log_probs_s: returns the seconds of a batch's log-probs, with the same arguments.
-        rewards: seconds to compute each of some rewards, without waiting for a free reward process.
+        rewards: sample of the seconds that a reward takes to compute, without waiting for a free process.
         begin_s: latency before the first token of an answer.
         agents_s: time of an answer in the agent loops, which are modelled as handling one answer at a time.
         end_s: latency after the last token of an answer.
-        driver_s: time of a training step other than log-probs and update.
+        driver_s: time of a training step without its log-probs and its update.
         snapshot_s: time for which a weight sync keeps the trainer from training.
         stage_s: time to send a version's weights to the engines.
         swap_s: time to replace the weights in the engines.

@@ -25,7 +25,7 @@ def problems(context: RuleContext) -> Iterator[Problem]:
     kwargs, limit = f"{FUNCTION}.reward_kwargs", context.settings.async_training.timeouts.reward
     answer = context.get(f"{kwargs}.answer_s", reward.ANSWER_S)
     if (fault := _fault(context.get(kwargs))) is not None:
-        yield Problem(FUNCTION, path, "a reward that can run with its settings, here", fault)
+        yield Problem(FUNCTION, path, "a reward that can run with its settings on this machine", fault)
     elif not isinstance(answer, int | float) or not 0 < answer <= limit / 2:
         allowed = f"seconds above 0, at most half of async_training.timeouts.reward={limit:g}"
         advice = "Otherwise a slow answer fails its whole group instead of only losing its own score."

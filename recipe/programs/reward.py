@@ -55,7 +55,7 @@ def compute_score(
         ground_truth: the test cases, in the format that the module's docstring describes.
         partial: whether to run all test cases and return the share that passed as the score; otherwise the score is
             1.0 if all test cases pass, else 0.0.
-        max_tests: number of test cases to use, the first ones of the row; None for all.
+        max_tests: largest number of test cases to use, from the row's first one on; None for all.
         answer_s: seconds for all test cases together; test cases for which no time is left count as not passed.
         limits: limits of each test case, by the field names of `Limits`.
         run: function that runs a program, with the arguments and result of `sandbox.run`.
@@ -101,11 +101,11 @@ def fault(partial: object = False, max_tests: object = None, answer_s: object = 
     Raise TypeError if the reward has no argument, or `Limits` no field, of a given name.
     """
     if not isinstance(limits or {}, Mapping):
-        return "limits must be a section with the names of Limits."
+        return "limits must be a section with field names of Limits."
     of_each = Limits(**(limits or {}))
     wrong = [name for name, value in vars(of_each).items() if not isinstance(value, int | float) or value < 0]
     if wrong or of_each.wall_s == 0:
-        return f"limits.{wrong[0] if wrong else 'wall_s'} must be a number, above 0 for a time."
+        return f"limits.{wrong[0] if wrong else 'wall_s'} must be a number of at least 0, and wall_s above 0."
     if not isinstance(partial, bool) or not (max_tests is None or (isinstance(max_tests, int) and max_tests > 0)):
         return "partial must be true or false, and max_tests null or an integer above 0."
     return sandbox.fault()
@@ -132,7 +132,7 @@ def _is_right(outcome: Outcome, expected: Any, is_result: bool) -> bool:
 
 
 def _tests(ground_truth: str, data_source: str) -> tuple[list[tuple[Any, Any]], str | None]:
-    """Return (input, expected output) of each test case, and the name of the function to call (None for programs)."""
+    """Return (input, expected output) of each test case, and the name of the function to call, or None without one."""
     try:
         cases = json.loads(ground_truth)
         inputs, outputs, name = cases["inputs"], cases["outputs"], cases.get("fn_name")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs an untrusted Python program under bubblewrap, within limits, and reports how it ended.
 
-Contract: `run` returns shortly after ``wall_s`` seconds at the latest, whatever the program does, and leaves no process
-or file behind, even if the calling process is killed. The program has its own user, process, network, mount and IPC
-namespaces. Of the file system it sees only Python's standard library and the system's shared libraries, read-only, and
+Contract: `run` ends the program ``wall_s`` seconds after its start, whatever the program does, and leaves no process or
+file behind, even if the calling process is killed. The program has its own user, process, network, mount and IPC
+namespaces. In the file system it sees only Python's standard library and the system's shared libraries, read-only, and
 four devices. If ``file_bytes`` is above 0, the program may write to its working directory, a tmpfs of that size;
 otherwise it can write nowhere. Standard input and output are files in memory, whose size the kernel limits. If one of
 these guarantees cannot be given, `run` raises `SandboxUnavailable`.
@@ -221,8 +221,8 @@ def _is_readable(file: FileIO, timeout_s: float) -> bool:
 def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> Iterator[None]:
     """Complete the start of bubblewrap; on exit, kill all processes in the sandbox.
 
-    info: pipe through which bubblewrap reports the pid of the sandbox's first process. mapped: pipe through which
-    bubblewrap is told that the user ids are mapped, if this process is root.
+    info: pipe through which bubblewrap reports the pid of the sandbox's first process. mapped: pipe through which this
+    process, if it is root, tells bubblewrap that the user ids are mapped.
     """
     first = None
     try:
@@ -261,7 +261,7 @@ def _map_users(first: int) -> None:
     except ProcessLookupError:
         raise
     except OSError as error:
-        why = f"root may not give programs the user {sandboxed.NOBODY} ({error}): score as another user than root"
+        why = f"root cannot run programs as user {sandboxed.NOBODY} ({error}): run the reward as another user"
         raise SandboxUnavailable(f"{why}. {ADVICE}") from error
 
 
@@ -281,7 +281,7 @@ def _bubblewrap() -> str:
 @functools.cache
 def _seen() -> list[str]:
     """Return bubblewrap's options that create namespaces, and make interpreter and libraries visible read-only."""
-    # Make the base interpreter visible, because that of a virtual environment would look for the environment's files.
+    # Make the base interpreter visible: a virtual environment's interpreter would need the environment's files.
     libraries = dict.fromkeys([*LIBRARIES, f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"])
     options = [f"--unshare-{name}" for name in NAMESPACES]
     options += ["--die-with-parent", "--new-session", "--hostname", "answer", "--cap-drop", "ALL"]

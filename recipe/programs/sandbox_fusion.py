@@ -5,7 +5,7 @@
     +reward.custom_reward_function.reward_kwargs.url=http://HOST:PORT/run_code
 
 Use this reward on machines where bubblewrap cannot run. The service isolates programs and limits their time and memory;
-it does not get the other `Limits`. If the service fails, the reward is computed again. Shown by
+the other `Limits` are not sent to it. If the service fails, the reward is computed again. Shown by
 tests/integration/test_sandbox_fusion.py, with an HTTP server that implements the service's protocol.
 """
 

@@ -14,7 +14,7 @@ NOBODY = 65534
 
 
 def execute(source, call):
-    """Run a program; with ``call`` (name, arguments), then call a function of it and print only its result, as JSON.
+    """Run a program. With ``call`` (name, arguments), then call its function ``name`` and print only the JSON result.
 
     A Sandbox Fusion service gets only the text of this function, so the function contains its imports.
     """

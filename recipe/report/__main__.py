@@ -26,24 +26,22 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m recipe.report", description="Writes the report of a run, or compares two runs."
     )
     parser.add_argument("run", type=Path, help="the run's folder (trainer.default_local_dir)")
-    parser.add_argument("other", type=Path, nargs="?", help="another run's folder: both are put side by side")
+    parser.add_argument("other", type=Path, nargs="?", help="another run's folder: both runs are compared")
     parser.add_argument(
         "--output",
         type=Path,
-        help="the file to write; RUN/report.html if it is not given, OTHER/compared.html of two runs",
+        help="the file to write; by default RUN/report.html, or OTHER/compared.html for two runs",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto instead")
-    parser.add_argument("--follow", action="store_true", help="say what the run does, in lines, until it ends")
-    parser.add_argument(
-        "--wait", type=_seconds, metavar="SECONDS", help=f"for a run to follow to begin, {WAIT_S:g} if it is not given"
-    )
+    parser.add_argument("--follow", action="store_true", help="print the run's progress until it ends")
+    parser.add_argument("--wait", type=_seconds, metavar="SECONDS", help=f"for the run to begin; by default {WAIT_S:g}")
     options = parser.parse_args(arguments)
     of_two, traces, follows = options.other is not None, options.trace is not None, options.follow
     for wrong, what in (
-        (of_two and (follows or traces), "--trace and --follow take a single run: name one"),
+        (of_two and (follows or traces), "--trace and --follow take a single run: leave out the other one"),
         (follows and (traces or options.output), "--follow writes no file: leave out --trace and --output"),
-        (traces and options.output, "--trace has the file to write: leave out --output"),
-        (options.wait is not None and not follows, "--wait is for --follow: name both"),
+        (traces and options.output, "--trace names the file to write: leave out --output"),
+        (options.wait is not None and not follows, "--wait has an effect only with --follow: give both"),
     ):
         if wrong:
             parser.error(what)

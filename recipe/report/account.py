@@ -51,7 +51,7 @@ The times may differ, because they come from the clocks of two processes."""
 
 
 class Kind(StrEnum):
-    """Whether what an accelerator does, such as decoding or waiting for a batch, is useful, repeated or wasted."""
+    """The kinds of accelerator time: useful work, repeated work, and several kinds of lost time."""
 
     USEFUL = "useful"
     REPEATED = "repeated"
@@ -80,8 +80,8 @@ KINDS: Mapping[Class, Kind] = {
 class DeviceAccount:
     """The time account of a device.
 
-    `life` is its time from start to end in seconds, and `seconds` has the part of each class. `exceeds` is the number
-    of seconds by which the classes together exceed `life`.
+    `life` is its time from start to end in seconds, and `seconds` divides this time by class. `exceeds` is the number
+    of seconds by which the sum of all classes exceeds `life`.
     """
 
     accelerators: int
@@ -176,7 +176,7 @@ def close(
 
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:
-    """Yield each device's time up to ``until``, including start-up, as pieces of one class, without unknown time."""
+    """Yield each device's time up to ``until`` as pieces of one class each, with start-up and without unknown time."""
     context = Context.of(events)
     lives = _lives(events, devices, until)
     starting = dict(lives)
@@ -196,7 +196,8 @@ def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Clas
     """Return the time that trainer and engines waited for each other, split by what the awaited component did then.
 
     The trainer's accelerator-seconds in `Class.WAIT_BATCH` are split by the engines' classes at the time, as the mean
-    over engines; the engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL` by the trainer's class.
+    over engines. The engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL` are split by the trainer's
+    class at the time.
     """
     by_side: dict[str, list[Piece]] = {TRAINER: [], ROLLOUT: []}
     for piece in found:
@@ -211,7 +212,7 @@ def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Clas
 
 
 def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each: float) -> dict[Class, float]:
-    """Return the seconds of ``waiting`` in class ``what``, split by the classes of ``others`` at the time.
+    """Return the seconds of the pieces ``waiting`` in class ``what``, split by the classes of ``others`` at the time.
 
     A second of one device in ``others`` counts as ``each`` seconds.
     """

@@ -21,7 +21,7 @@ from recipe.async_engine.record.events import LOG_PROBS, ROLLOUT, TRAINER, Class
 from recipe.report.account import KINDS, Account, Kind
 
 WORTH_SAYING = 0.03
-"""Smallest loss that is reported, as a share of all accelerator time without start-up."""
+"""Losses below this share of all accelerator time without start-up are not reported."""
 LITTLE = 0.1
 MOST = 0.5
 SLOW = 0.75
@@ -59,7 +59,7 @@ class Advice:
     Attributes:
         what: the class of time that was lost.
         seconds: lost accelerator-seconds.
-        share: share of `seconds` in all accelerator-seconds without start-up.
+        share: `seconds` as a share of all accelerator-seconds without start-up.
         device: the device that causes the loss, if it is a single one.
     """
 
@@ -190,7 +190,7 @@ def _wider_gate(settings: Mapping[str, Any]) -> str:
     bound, depth = settings.get("max_staleness", 0), settings.get("pipeline_depth", 0)
     if depth < bound:
         return f"async_training.staleness_threshold {depth:g} -> {min(bound, depth + 0.5):g}"
-    return f"async_training.max_staleness {bound} -> {bound + 1}, with staleness_threshold as much"
+    return f"async_training.max_staleness {bound} -> {bound + 1}, and staleness_threshold equal to it"
 
 
 def _more_for(side: str, other: str, other_has: int) -> str:
@@ -232,12 +232,12 @@ def _idle(facts: Facts) -> Said:
     groups, _, _ = _slots(facts)
     if groups is None:
         return (
-            "engines decode with free places although as many answers run as may: some are in tools or in transit",
+            "engines have free sequence slots although as many answers run as allowed: some are in tools or in transit",
             "actor_rollout_ref.rollout.agent.num_workers up; if tools are slow, async_training."
-            "concurrent_samples_per_replica above what an engine has places for",
+            "concurrent_samples_per_replica so high that more answers run than an engine has slots",
         )
     return (
-        "engines decode with free places, since no more answers than these may run at once",
+        "engines have free sequence slots, because a setting allows no more answers at once",
         f"async_training.concurrent_samples_per_replica {groups} -> null: answers then wait at each engine",
     )
 
@@ -246,13 +246,13 @@ def _weights(facts: Facts) -> Said:
     settings = facts.settings
     every = settings.get("trigger_parameter_sync_step", 1)
     if settings.get("publish") == "inline" and facts.share(TRAINER, Class.WAIT_WEIGHTS) >= WORTH_SAYING:
-        return "the trainer stands still while weights travel", "async_training.weights.publish inline -> beside"
+        return "the trainer waits while weights are sent", "async_training.weights.publish inline -> beside"
     if settings.get("staging") == "none":
-        return "engines stand still while weights are loaded", "async_training.weights.staging none -> device"
+        return "engines wait while weights are loaded", "async_training.weights.staging none -> device"
     if settings.get("at_swap") == "drain" and not settings.get("whole_batches"):
-        return "engines run empty before each swap of weights", "async_training.weights.at_swap drain -> interrupt"
+        return "engines finish all answers before each weight swap", "async_training.weights.at_swap drain -> interrupt"
     return (
-        "a version takes long to arrive, and engines or trainer stand still for it",
+        "a weight sync takes long, and engines or trainer wait for it",
         f"async_training.trigger_parameter_sync_step {every} -> {2 * every}",
     )
 
@@ -272,21 +272,21 @@ RULES: Mapping[Class, Said | Rule] = {
         _wider_gate(facts.settings),
     ),
     Class.WAIT_TAIL: lambda facts: (
-        "the last answers of a batch are few and long, and the staleness gate lets nothing begin beside them",
+        "the last answers of a batch are few and long, and the staleness gate lets no other answer begin meanwhile",
         _wider_gate(facts.settings),
     ),
     Class.WAIT_BATCH: _batch,
     Class.IDLE_PLACES: _idle,
     Class.WAIT_WEIGHTS: _weights,
     Class.WAIT_REWARD: lambda facts: (
-        "nothing generates and the trainer has no batch: only rewards keep the run from going on",
+        "nothing generates and the trainer has no batch: the run waits only for rewards",
         "reward.num_workers up, or async_training.reward_processes "
         f"{facts.settings.get('reward_processes', 0)} -> {2 * max(1, facts.settings.get('reward_processes', 0))}; "
         "a wider staleness bound hides rewards behind generation",
     ),
     Class.LOG_PROBS: _trainers_log_probs,
     Class.WAIT_LOG_PROBS: (
-        "the trainer has no batch, or no log-probs for it: only log-prob servers keep the run from going on",
+        "the trainer has no batch, or no log-probs for it: the run waits only for log-prob servers",
         "model_engine_server.nnodes or n_gpus_per_node up, or async_training.proximal_log_probs=loglinear",
     ),
     Class.WAIT_DRIVER: (
@@ -296,8 +296,8 @@ RULES: Mapping[Class, Said | Rule] = {
     ),
     Class.WAIT_TOOLS: (
         "engines are empty although trajectories run: these are in tools",
-        "async_training.concurrent_samples_per_replica up, so that others generate meanwhile, or null, which goes by "
-        "the tools' time; or quicker tools",
+        "async_training.concurrent_samples_per_replica up, so that others generate meanwhile, or null, which allows "
+        "more answers while tools run; or quicker tools",
     ),
     Class.WAIT_AGENTS: (
         "engines are empty although trajectories run: these are in tokenization or in transit",
@@ -308,18 +308,18 @@ RULES: Mapping[Class, Said | Rule] = {
     Class.WAIT_VALIDATION: ("the trainer waits for validation", "trainer.test_freq up, or data.val_max_samples"),
     Class.WAIT_CHECKPOINT: ("the trainer waits for checkpoints", "trainer.save_freq up"),
     Class.WAIT_OTHER_SIDE: (
-        "accelerators change hands between the two sides",
+        "accelerators switch between training and generation",
         "larger turns: data.train_batch_size up",
     ),
     Class.WAIT_SWITCH: (
-        "the trainer's accelerators are lent and called back",
-        "deeper generation, so that a switch collects more batches: async_training.staleness_threshold up",
+        "the trainer's accelerators wait while replicas on them wake up or go to sleep",
+        "a deeper pipeline, so that each loan generates more batches: async_training.staleness_threshold up",
     ),
     Class.RE_PREFILL: (
-        "answers that a swap of weights cut are sent to the engine again",
+        "answers that a weight swap interrupted are prefilled again",
         "async_training.weights.at_swap interrupt -> keep; or rarer syncs",
     ),
-    Class.RETRY: ("attempts that failed are made again", "look at their errors in the log"),
-    Class.LOST: ("a device died with its work", "async_training.partial_tokens_interval down"),
-    Class.DOWN: ("a lost device was missed until another one took its place", "async_training.max_replica_restarts"),
+    Class.RETRY: ("failed attempts are repeated", "look at their errors in the log"),
+    Class.LOST: ("a device died, and its unfinished answers were lost", "async_training.partial_tokens_interval down"),
+    Class.DOWN: ("a lost device did no work until it was replaced", "async_training.max_replica_restarts"),
 }

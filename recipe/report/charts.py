@@ -127,7 +127,7 @@ def _binned(pieces: Iterable[Piece], edges: np.ndarray) -> dict[Class, np.ndarra
 
 
 def lanes(run: Run) -> figure:
-    """Return a chart with a row per device, which shows the main class of each bin, and rows for weight versions."""
+    """Return a chart with rows for weight versions, and a row per device that shows the main class of each bin."""
     edges = np.linspace(0, run.until, BINS + 1)
     names = [*run.account.devices][:MOST_LANES]
     bars: list[Bar] = []
@@ -244,7 +244,7 @@ def histograms(run: Run) -> list[figure]:
     for title, table, what in (
         ("Wait of a ready group until it is trained", run.groups, "ready"),
         ("From the last token to the reward", run.trajectories, "reward"),
-        ("In tools, of an answer that used some", run.trajectories, "tools"),
+        ("Time in tools, for answers that used tools", run.trajectories, "tools"),
     ):
         found.append(_histogram(title, "seconds", _seconds(about(table, what)).to_numpy()))
     return [plot for plot in found if plot is not None]

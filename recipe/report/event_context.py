@@ -100,7 +100,7 @@ class Context(NamedTuple):
         phases: phase of the trainer.
         whys: the scheduler's reason for starting no more trajectories.
         engines: `ROLLOUT` while any engine generates for training, else None.
-        away: activities of trajectories outside of engines, such as tools, joined by "+".
+        away: what trajectories do outside of engines, such as tool calls; several activities are joined by "+".
     """
 
     phases: Track
@@ -167,7 +167,7 @@ class Context(NamedTuple):
         elif why == Why.REWARD:
             yield from self._of_rewards(begin, stop)
         else:
-            # The scheduler reports a reason as soon as it has started, so without one this is start-up.
+            # The scheduler reports a reason as soon as it has started, so time without a reason is start-up.
             yield begin, stop, EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN)
 
     def _of_empty(self, begin: float, stop: float, free: Class) -> Iterator[Part]:

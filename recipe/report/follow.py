@@ -24,7 +24,7 @@ from recipe.report.run import FRESH_S
 
 POLL_S = 1.0
 LINES_S = 5.0
-"""Smallest number of seconds between two reports of current activity; finished steps are printed at once."""
+"""Least number of seconds between two printed lines on current activity; finished steps are printed at once."""
 ENDED, FAILED, NONE_BEGAN, WITH_ALARMS = 0, 1, 2, 3
 
 Say = Callable[[str], None]
@@ -71,7 +71,7 @@ class Follower:
 
     @property
     def is_over(self) -> bool:
-        """Whether no process executes the run any more, for example because it was killed."""
+        """Whether no process executes the run any more, because the run has ended or was killed."""
         if is_owned(self._folder):
             return False
         if owner_of(self._folder) == socket.gethostname():
@@ -120,7 +120,7 @@ class Follower:
         self._note(notes)
         for step in steps:
             for key, value in step.items():
-                # What the events show is newer than the metrics, so it is not overwritten.
+                # Values from events are newer than those from metrics, so they are not overwritten.
                 is_share = key.startswith(SHARE)
                 if key not in (TRAINER_DOES, ROLLOUT_DOES) and not (is_share and (self._phases or value is None)):
                     self.figures[key] = value
@@ -139,7 +139,7 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
             say(f"no run has begun in {folder}; waiting for one up to {wait_s:g} s (--wait)")
             waits = True
         time.sleep(POLL_S)
-    # Of the steps that ended before this call, print only the newest.
+    # Print only the newest of the steps that ended before this call.
     follower.steps = follower.steps[-1:]
     said_at = -LINES_S
     say(f"following the run in {folder}")
@@ -152,7 +152,7 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
         if summary is not None:
             return _ended(summary, say)
         if over:
-            say("the run was killed: nobody has its folder, and it left no summary")
+            say("the run was killed: no process owns its folder, and it wrote no summary")
             return FAILED
         time.sleep(POLL_S)
 

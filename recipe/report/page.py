@@ -91,7 +91,7 @@ def what_happened(run: Run) -> str:
     how = f"failed ({error.get('name')}: {error.get('message')})" if run.state == "failed" else run.state
     first = f"The run {how} after {_steps(run)} steps and {run.until:.1f} s"
     if run.later_error is not None:
-        first += f" (a later start had no record: {run.later_error})"
+        first += f" (a later start wrote no events: {run.later_error})"
     if rang := run.alarms:
         first += f", with alarms ({', '.join(f'{name} {count}' for name, (count, _) in rang.items())})"
     if fallbacks := (run.summary.get("rehearsal") or {}).get("fallbacks"):
@@ -134,7 +134,7 @@ def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
-    """Return a table with a heading. The first cell of a row is HTML; the others are text, right-aligned if numbers."""
+    """Return a table with a heading. A row's first cell is HTML; others are text, right-aligned with ``numbers``."""
     kind = ' class="number"' if numbers else ""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(
@@ -226,7 +226,7 @@ def _steps(run: Run) -> int:
 
 
 def _steps_of_start(run: Run) -> int:
-    """Return the number of steps that the newest launch has trained; only its events are in the report."""
+    """Return the number of steps that the newest launch, the one in the report, has trained."""
     resumed = (run.summary.get("resumed") or {}).get("step")
     if resumed is not None:
         return _steps(run) - int(resumed)
@@ -268,7 +268,7 @@ def _settings(runs: Mapping[str, Run]) -> str:
         for name in sorted({*first, *second})
         if first.get(name) != second.get(name)
     ]
-    return _table("Settings that differ, of those that advice names", ["", *runs], rows)
+    return _table("Settings that differ, among those that advice uses", ["", *runs], rows)
 
 
 def _account_a_step(runs: Mapping[str, Run]) -> str:

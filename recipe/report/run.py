@@ -106,7 +106,7 @@ def speeds(run: Run) -> dict[str, float]:
     found = {}
     for name, device in run.account.devices.items():
         seconds, of_device = device.seconds.get(Class.DECODING, 0.0), [0, *counts.get(name, [])]
-        # The token count restarts at 0 when the engine's process is replaced, so all of a lower count is new.
+        # The token count restarts at 0 when the engine's process is replaced, so a lower count consists of new tokens.
         tokens = sum(now - before if now >= before else now for before, now in pairwise(of_device))
         if name.startswith(ROLLOUT) and tokens and seconds > HARDLY * device.life:
             found[name] = tokens / seconds
@@ -137,7 +137,7 @@ def load(folder: Path) -> Run:
     metrics, of_metrics = metrics_in(folder)
     summary, later_error = summary or {}, None
     if summary and not summary.get("account") and summary.get("began", 0.0) > header.began:
-        # This summary is not used: it is of a later launch, which ended before it wrote any events.
+        # Ignore this summary, because it is that of a later launch that ended before it wrote any events.
         summary, later_error = {}, (summary.get("error") or {}).get("message")
     until = (summary.get("account") or {}).get("duration") or until
     lanes = table["lane"]

@@ -31,7 +31,7 @@ GROUP, VERSION, DEVICE = "group", "version", "device"
 WORK = (Kind.USEFUL, Kind.REPEATED)
 ROWS_AT_ONCE = 20_000
 BATCHES = 1 << 62
-"""Smallest flow id of batches; flow ids of answers are smaller."""
+"""Smallest flow id of a batch; all flow ids of answers are smaller."""
 ANSWERS_AT_MOST = 1 << 24
 SAME_MOMENT_S = 1e-5
 
@@ -139,7 +139,7 @@ def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> 
 
 
 def _without_gaps(pieces: list[Piece], end: float) -> Iterator[Piece]:
-    """Yield the pieces of a device up to ``end``, in order of start, with gaps filled by `Class.NOT_KNOWN`."""
+    """Yield the pieces of a device in order of start, with gaps up to ``end`` filled by `Class.NOT_KNOWN`."""
     until = 0.0
     for piece in sorted(pieces, key=lambda piece: piece.start):
         if until and piece.start - until > SAME_MOMENT_S:

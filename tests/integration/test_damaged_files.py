@@ -207,7 +207,7 @@ def test_models_config_that_is_damaged_is_named_before_a_run_and_by_a_plan(
     fault = next(fact.fault for fact in facts if fact.setting == "actor_rollout_ref.model.path")
     assert fault is not None and "config.json that" in fault
     assert plan([str(tmp_path), "--accelerators", "4", "--lengths", "10,1,20"]) == 2
-    assert f"{tmp_path}/config.json is no JSON object" in capsys.readouterr().err
+    assert f"{tmp_path}/config.json is not a JSON object" in capsys.readouterr().err
 
 
 def test_lines_of_a_killed_run_that_are_none_are_left_out_at_its_resume(tmp_path: Path) -> None:

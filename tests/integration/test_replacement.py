@@ -83,7 +83,7 @@ def test_attempts_that_find_nothing_free_are_made_again_and_use_up_no_budget(cap
     assert (replacements.take(), replacements.under_way, replacements._restarts.begun, cluster.started) == ([], 0, 2, 2)
     # Said once of each, not at each attempt; the third has no budget left.
     assert 2 <= caplog.text.count("tried again at each weight sync") <= 3
-    assert caplog.text.count("is not started: 2 have been (async_training.max_replica_restarts=2)") == 1
+    assert caplog.text.count("is not started: the run has made 2 attempts (async_training.max_replica_restarts=2)") == 1
 
 
 def test_another_error_after_a_wait_is_said_and_counts(caplog: pytest.LogCaptureFixture) -> None:

@@ -217,7 +217,7 @@ def test_start_that_fails_before_it_has_a_record_is_not_taken_for_the_recorded_o
     run_of(tmp_path, ago=3600, summary={"began": time.time(), "error": error, "account": None}).close()
     run = load(tmp_path)
     assert (run.state, run.until, run.summary) == ("was killed", STEPS * STEP_S, {})
-    assert "a later start had no record: no such model" in what_happened(run)
+    assert "a later start wrote no events: no such model" in what_happened(run)
 
 
 @pytest.mark.parametrize("files", [[], ["0000.arrow"]])

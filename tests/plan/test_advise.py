@@ -93,7 +93,7 @@ def test_a_config_that_is_no_object_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(content)
     assert main([str(tmp_path), "--accelerators", "8", "--lengths", "9,1,99"]) == 2
-    assert "config.json is no JSON object" in capsys.readouterr().err
+    assert "config.json is not a JSON object" in capsys.readouterr().err
 
 
 ESTIMATE = Scenario(batch_groups=64, answers=8, replicas=1, slots=320, places=256)

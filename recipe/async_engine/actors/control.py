@@ -85,7 +85,7 @@ def _is_coroutine(method: Callable[..., Any]) -> bool:
 
 
 def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator like functools.wraps, but without ``__wrapped__``: Ray would look for the group there."""
+    """Return a decorator like functools.wraps, but without ``__wrapped__``, in which Ray would look for the group."""
 
     def named(call: Callable[..., Any]) -> Callable[..., Any]:
         call = functools.wraps(method)(call)
@@ -190,8 +190,8 @@ class Restartable:
     """Creates actors as a Ray remote class does. Ray restarts each of these actors up to ``restarts`` times.
 
     The actors' arguments are kept in the object store, in one copy for all actors. Otherwise Ray would delete large
-    arguments once the actors are up, and could not restart the actors (ray-project/ray#53727). `with_control` explains
-    ``held``.
+    arguments once the actors are up, and could not restart the actors (ray-project/ray#53727). ``held`` is passed to
+    `with_control`.
     """
 
     def __init__(self, actor_class: type, restarts: int, held: Collection[str] = (), **options: Any) -> None:

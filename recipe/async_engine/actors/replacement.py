@@ -5,7 +5,7 @@ Contract: the run never waits for a replacement. A thread ends the processes of 
 and starts another replica; `Replacements.take` returns the new replica when it is up. Each attempt counts against a
 budget, even if it fails, except an attempt that finds no free accelerators: that one is repeated at every `take`. When
 the budget is spent, a lost replica is not replaced, and the log says so. An attempt that exceeds its deadline is given
-up and another one begins; if the first one's replica comes up later, this replica is ended again. Functions that end a
+up and another one begins; if a given-up attempt brings up a replica later, that replica is ended. Functions that end a
 replica wait until Ray reports the replica's resources, or its actor names, as free, which happens some time after the
 processes have ended. Shown by tests/integration/test_replacement.py and, with real replicas,
 tests/e2e/test_replacement.py, test_lost_replica.py and test_nodes.py.
@@ -81,7 +81,7 @@ class Replacements:
         self._timeout_s = timeout_s
         self._clear = clear
         self._attempts: list[_Attempt] = []
-        # Attempts that the budget does not allow now. They begin if a running attempt turns out not to count.
+        # Attempts that exceed the budget. They begin if a running attempt turns out not to count against it.
         self._waiting: list[_Attempt] = []
 
     @property
@@ -134,11 +134,11 @@ class Replacements:
             self._waiting.append(attempt.again(attempt.waited))
         else:
             limit = f"async_training.max_replica_restarts={self._restarts.most}"
-            logger.error("%s is not started: %d have been (%s)", what, self._restarts.begun, limit)
+            logger.error("%s is not started: the run has made %d attempts (%s)", what, self._restarts.begun, limit)
         threading.Thread(target=self._clear_away, args=[attempt.lost], name="clear a lost replica", daemon=True).start()
 
     def _work(self, attempt: _Attempt) -> None:
-        # If `take` has given up this attempt, it has cancelled `result`. Then an error is dropped and a replica ended.
+        # If `take` has given up this attempt, `result` is cancelled: then ignore errors and end a new replica.
         try:
             self._clear_away(attempt.lost)
             started = attempt.start()

@@ -135,7 +135,7 @@ class RunWatch:
         self._questions = Questions({name: _ask(actor) for name, actor in actors.items()}, HELD_AGAIN_S)
 
     def cause_of(self, error: Exception) -> Exception:
-        """Return the cause of a trainer's error: the death of an actor of `hold` if there was one, else the error.
+        """Return the cause of a trainer's error: the death of an actor of `hold` if one died, else the error itself.
 
         The error may hide that death. Ray's error names no actor if a connection broke before Ray noticed the loss of
         the node. And if one rank dies, a collective of another rank may fail first.
@@ -148,8 +148,8 @@ class RunWatch:
             cause = cause.__cause__
         try:
             lost = self._found_dead()
-        except Exception:  # if no actor can be asked, the trainer's own error is the best information
-            logger.exception("the run's parts could not be asked whether one of them has died")
+        except Exception:  # without an answer, the trainer's own error has to do
+            logger.exception("it could not be checked which of the run's actors has died")
             return error
         if lost is None:
             return error

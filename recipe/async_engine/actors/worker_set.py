@@ -56,7 +56,7 @@ class WorkerSet:
     Args:
         kind: name of this type of worker, for the log.
         answer_s: seconds without an answer after which a worker is killed.
-        startup_s: seconds in which a worker has to restart; after them it is given up. None: no limit.
+        startup_s: seconds that a worker may take to restart before it is given up; None for no limit.
 
     Attributes:
         actors: workers that are alive, by name.
@@ -115,7 +115,7 @@ class WorkerSet:
             life = self.lives[name]
             yield self.actors[name]
         except RayTaskError as error:
-            # This clause has to be first: a RayTaskError can also be a RayActorError, if that is its cause's class.
+            # This clause has to be first: a RayTaskError whose cause is a RayActorError is a RayActorError too.
             said = isinstance(error.cause, WorkerRestarted | WorkerSpoilt)
             ended = error.cause if said else await self._spoilt(name, life, error)
             if ended is None:
@@ -131,7 +131,7 @@ class WorkerSet:
     def died(self, name: str, life: int, error: BaseException) -> None:
         """Take a dead worker out of service until it is up again; only the first report of a death counts.
 
-        ``life`` is the worker's number in `lives` when the failed call began. A report with an old number is ignored.
+        ``life`` is the worker's number of restarts (`lives`) when the failed call began; an old number is ignored.
         """
         if name in self.actors and life == self.lives[name]:
             logger.error("%s %s died: %s", self._kind, name, error)
@@ -240,6 +240,6 @@ class WorkerSet:
         except TimeoutError:
             logger.error("%s %s was not up again within %g s: it is given up", self._kind, name, self._startup_s)
         except Exception:  # the run continues without this worker
-            logger.exception("%s %s could not be told what the others know: it is given up", self._kind, name)
+            logger.exception("%s %s could not be prepared after its restart: it is given up", self._kind, name)
         finally:
             del self._returning[name]

@@ -63,7 +63,7 @@ def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 def unresolved(error: OmegaConfBaseException) -> ConfigError:
     advice = str(error.msg or error).splitlines()[0]
-    return ConfigError([Problem(str(error.full_key), "as configured", "a value that can be made", f"{advice}.")])
+    return ConfigError([Problem(str(error.full_key), "as configured", "a value that can be resolved", f"{advice}.")])
 
 
 def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
@@ -135,7 +135,7 @@ def look(
     Args:
         with_verl: whether to check the configuration with verl's types too, which imports verl. If None, they are used
             on accelerators. On a CPU, the trainer's process uses them (`check_types`), and this function does so only
-            if there is no other problem and a name is not one of verl's own.
+            if there is no other problem and the configuration has a name that is not verl's own.
         makes_task: whether the run would create the built-in task. If so, paths that are null are no problem, since
             the task sets them.
     """
@@ -166,7 +166,7 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
     # If the run uses no accelerators or those of a cluster, this machine's are not looked at.
     elsewhere = lookup(config, "trainer.device") == "cpu" or os.environ.get("RAY_ADDRESS")
     device_bytes = None if elsewhere else _memory_here()
-    # Engines run on this machine only if it has accelerators, or on its CPU; then it must have their packages too.
+    # This machine needs the engines' packages only if engines run here: on its accelerators or on its CPU.
     on_this_cpu = lookup(config, "trainer.device") == "cpu" and not os.environ.get("RAY_ADDRESS")
     missing = frozenset(absent(MODULES) if on_this_cpu or device_bytes is not None else ())
     logical, cpus = (lookup(config, f"ray_kwargs.ray_init.{name}") for name in ("num_gpus", "num_cpus"))
@@ -250,7 +250,7 @@ def _read_config(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:
         return None, "has no config.json"
     except (OSError, ValueError) as error:
         return None, f"has a config.json that cannot be read ({error})"
-    return (read, None) if isinstance(read, dict) else (None, "has a config.json that is no JSON object")
+    return (read, None) if isinstance(read, dict) else (None, "has a config.json that is not a JSON object")
 
 
 def _on_hub(name: str) -> tuple[Path | None, str | None]:
@@ -300,9 +300,9 @@ def _written(config: Mapping[str, Any]) -> Iterator[FileFact]:
         folder = Path(path).absolute()
         with contextlib.suppress(OSError, ValueError):
             there = next(above for above in (folder, *folder.parents) if above.exists())
-            fault = None if there.is_dir() else f"cannot be made: {there} is no folder"
+            fault = None if there.is_dir() else f"cannot be created: {there} is not a folder"
             if fault is None and not os.access(there, os.W_OK | os.X_OK):
-                fault = f"cannot be written to: {there} does not let you"
+                fault = f"cannot be written to: there is no write permission in {there}"
             yield FileFact(f"trainer.{name}", path, "written", fault)
 
 

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 """The loader of `datasets` that verl uses, by file name suffix (verl/utils/dataset/rl_dataset.py:197)."""
 WORDS = 400
-"""Greatest number of characters shown of another library's error message."""
+"""An error message of another library is shortened to this number of characters."""
 
 NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
 """Texts in the error messages of `datasets` for a JSON or Parquet file without rows."""
@@ -84,7 +84,7 @@ def words_of(error: BaseException) -> str:
 def _file(setting: str, path: str, config: Mapping[str, Any]) -> tuple[FileFact, Dataset | None]:
     """Return the fact about a data file, and its table if it can be read."""
     if "://" in path or lookup(config, "data.custom_cls.path") is not None:
-        # Only the run reads such files: verl copies remote ones, and a user's class may interpret paths in its way.
+        # Only the run reads such files: verl downloads remote ones, and a user's class may interpret paths differently.
         return FileFact(setting, path, "data"), None
     ending = next((ending for ending in READERS if path.endswith(ending)), None)
     if (fault := _not_there(path)) is not None or ending is None:
@@ -156,7 +156,7 @@ def _cannot_join(tables: list[Dataset]) -> str | None:
 
 
 COUNTED = 2000
-"""Greatest number of prompts of a file that are tokenized; the longest are taken."""
+"""At most this many prompts of a file are tokenized, the longest ones."""
 ANSWER = "ground_truth"
 
 

@@ -22,7 +22,7 @@ def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict
     """Return the fields of `config.facts.NodeFact`, except the node's address.
 
     ``paths`` are pairs of a setting and the path to check; ``marker`` is a file that the main process has just written
-    to the run's folder; ``modules`` are what `is_there` takes.
+    to the run's folder; ``modules`` are arguments for `is_there`.
     """
     facts: dict[str, Any] = {"sees_folder": appears(marker), "absent": absent(modules)}
     with suppress(ImportError):

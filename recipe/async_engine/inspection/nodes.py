@@ -115,7 +115,7 @@ def _problems(fact: NodeFact, recipe: str, releases: Sequence[str], folder: str)
     if not fact.sees_folder:
         yield (
             f"trainer.default_local_dir={folder} is not the same folder on {node}: a file that the main has written"
-            " there is not seen. Choose one on a file system that all nodes share; a checkpoint is written by several."
+            " there is missing. Choose one on a file system that all nodes share; a checkpoint is written by several."
         )
 
 

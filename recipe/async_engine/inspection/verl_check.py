@@ -3,7 +3,7 @@
 
 Contract: `verl_problems` builds each type that a run would build in its workers (actor, rollout, checkpoint engine,
 reference policy, critic, the log-prob servers' engine, algorithm) and calls verl's `validate_config`. Each exception
-becomes a `Problem` of the section. The model's type is not built, since that would read the model's files; only the
+becomes a `Problem` of its section. The model's type is not built, since that would read the model's files; only the
 names of its settings are compared. The checks import verl, so for a run on a CPU the main process leaves them to the
 trainer's process. Shown by tests/integration/test_documented_commands.py.
 """
@@ -82,7 +82,7 @@ def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
     """Return the problems that verl's types find or, if no problem is known by then, those of `validate_config`."""
     config = OmegaConf.create(dict(context.config))
     with open_dict(config):
-        # verl's types expect the number of prompts of a step here, which other settings may give in this package.
+        # verl's types expect the number of prompts per step here, which this package may derive from other settings.
         config.data.train_batch_size = context.batch_groups or 1
     found: list[Problem] = []
     for section, build in _types(config, context).items():

@@ -5,8 +5,8 @@ The tokens that one request to a rollout server returned are a `Part` of the tra
 
 Contract: a part is submitted as soon as its request is answered, before the weights can change again, so that the
 version that sampled the tokens can compute their log-probs. The client chooses the server with the fewest outstanding
-tokens from this process. Among equals it chooses the one to which this process has sent the fewest tokens so far. If
-that server lacks the version, fails or dies, each other server is tried once. A dead server is not used again. If no
+tokens from this process and, among equals, the one to which this process has sent the fewest tokens so far. If the
+chosen server lacks the version, fails or dies, each other server is tried once. A dead server is not used again. If no
 server answers in time (`Unscored`), the trajectory does not fail, and the trainer computes the log-probs. Shown by
 tests/integration/test_scoring_client.py, test_part_scores.py and tests/e2e/test_model_engine.py.
 """

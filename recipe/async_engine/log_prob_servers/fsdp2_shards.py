@@ -31,8 +31,8 @@ class _Place(NamedTuple):
 
     Attributes:
         shape: shape of the full tensor.
-        local: view of this rank's live shard to which the tensor, or its part for this rank, is copied; empty if this
-            rank gets no part.
+        local: view of this rank's live shard into which this rank's part of the tensor is copied; empty if this rank
+            gets no part.
         live: parameter whose sharding applies to the tensor; None for an expert's tensor, which a rank gets completely
             or not at all.
     """
@@ -46,7 +46,7 @@ class FSDP2Shards:
     """Implements `adapter.Shards` for a module to which ``fully_shard`` was applied.
 
     Raises:
-        StagingRefused: trainers send tensors for this model that are not part of any of its parameters.
+        StagingRefused: trainers would send tensors for this model that are not part of any of its parameters.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of the work of the log-prob servers in each training step.
 
-A server that does not answer within `TOLD_S` seconds is left out, so that the trainer does not wait for long.
+A server that does not answer within `TOLD_S` seconds is left out, so the trainer waits no longer than that.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from recipe.async_engine.record.events import Activity
 def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
     """Divide the rows of a batch among ``shares`` data-parallel ranks; return the indices of each rank's rows.
 
-    Rows are dealt from longest to shortest, forward and backward in turn. The shortest row is repeated if necessary, so
-    that all data-parallel ranks get the same number of rows.
+    Rows are dealt from longest to shortest, to the ranks in ascending and descending order by turns. If necessary, the
+    shortest row is repeated, so that all data-parallel ranks get the same number of rows.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     order += [order[-1]] * (-len(order) % shares)

@@ -153,7 +153,7 @@ class ScoringService:
         self._numbers += 1
         request = ScoringRequest(self._numbers, version, tokens, start, time.monotonic())
         if not self._queue.submit(request):
-            raise Unscored(f"version {version} is not here, nor being loaded; the newest here is {self._queue.newest}")
+            raise Unscored(f"version {version} is not here and not being loaded; the newest is {self._queue.newest}")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = sequence, answer
         self._wake.set()
@@ -207,7 +207,7 @@ class ScoringService:
                     self._may_stage.clear()
                     await self._may_stage.wait()
         except BaseException:
-            self._drop_load(f"version {version} found no place")
+            self._drop_load("the ranks could not receive it")
             raise
 
     def staged(self) -> None:
@@ -219,7 +219,7 @@ class ScoringService:
             self._wake.set()
 
     def load_failed(self, reason: str) -> None:
-        """Cancel the load of the announced version, because a rank failed for the given ``reason``."""
+        """Cancel the load of the announced version, because a rank could not load it for the given ``reason``."""
         self._drop_load(reason)
 
     def _drop_load(self, reason: str) -> None:
@@ -277,7 +277,7 @@ class ScoringService:
         try:
             scores = await self._engine.score(sequences)
             if len(scores) != len(sequences):
-                raise ValueError(f"the engine gave {len(scores)} scores, another number than there are sequences")
+                raise ValueError(f"the engine gave {len(scores)} scores for {len(sequences)} sequences")
             if batch.version == self._refused:
                 raise ValueError(f"the weights of version {batch.version} were refused while they scored the batch")
         except EngineLost:

@@ -19,7 +19,7 @@ from recipe.async_engine.record.events import EMPTY, NOWHERE, Away, Class, Clock
 class Work(StrEnum):
     """The purpose of a request to an engine.
 
-    NEW: the answer has not been generated before. AGAIN: a part of the answer was generated before and is computed
+    NEW: the answer has not been generated before. AGAIN: a part of the answer was generated before and is prefilled
     again. RETRY: an earlier attempt of the trajectory failed. VALIDATION: the answer is not trained on. OTHER: the
     request does not come from this run's agent loops.
     """
@@ -32,7 +32,7 @@ class Work(StrEnum):
 
 
 OF_ITS_OWN = {Work.RETRY: Class.RETRY, Work.VALIDATION: Class.VALIDATING}
-"""Work whose requests have one class of time throughout; other requests change from prefill to decoding."""
+"""The class of time of requests for this work; requests for other work change from prefill to decoding."""
 TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
@@ -41,8 +41,8 @@ class AwayActivity:
 
     Attributes:
         lane: records the activities that at least one trajectory is in, joined by "+".
-        goes_on: by name of the agent loop, whether its trajectories send further requests after an answer, as seen so
-            far. If they do not, the loop uses no tools, and the time after an answer is not tool time.
+        goes_on: whether the trajectories of an agent loop, by its name, have so far sent further requests after an
+            answer. If they have not, the loop uses no tools, and the time after an answer is not tool time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -139,7 +139,7 @@ class EngineActivity:
         self._closed: Class | None = Class.START_UP
         self._told: dict[str, Work] = {}
         self._requests: dict[str, _Request] = {}
-        # The number of requests by class: under True, those that decode and hold a slot; under False, those in prefill.
+        # Numbers of requests by class. The key True has requests that decode and hold a slot, False those in prefill.
         self._kinds: dict[bool, Counter[Class]] = {True: Counter(), False: Counter()}
         self._used: dict[str, float] = {}
         self._tokens: Counter[str] = Counter()
@@ -188,7 +188,7 @@ class EngineActivity:
         """Record that the engine has sampled ``tokens`` tokens in total for a request."""
         request = self._requests[name]
         if (new := tokens - request.tokens) <= 0:
-            return  # Nothing is to be counted: the last output of an interrupted request has no new token.
+            return  # There is nothing to count: the last output of an interrupted request has no new token.
         if request.work in TRAINED_WORK:
             self.sampled += new
         request.tokens = tokens

@@ -2,9 +2,9 @@
 """Checks whether the folder of a verl checkpoint contains what a run would load from it.
 
 Contract: verl loads only what ``load_contents`` names and reports nothing else as missing, so a checkpoint without
-weights would be resumed with the base model. Before anything is loaded, this module names what actor and critic need to
-resume but would not get. FSDP checkpoints have one file for each rank and part (model, optimizer, extra); Megatron
-checkpoints have verl's manifest of their contents. Shown by tests/integration/test_contents.py.
+weights would be resumed with the base model. Before anything is loaded, this module names the parts that actor and
+critic need to resume but would not get. FSDP checkpoints have one file for each rank and part (model, optimizer,
+extra); Megatron checkpoints have verl's manifest of their contents. Shown by tests/integration/test_contents.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str
         if absent:
             names = ", ".join(f"{part} ({name})" for part, name in absent.items())
             change = CHANGE["model" if "model" in absent else "rest"].format(folder=folder)
-            saved = f"{section}.checkpoint.save_contents of the run that wrote it left it out, or it was of other ranks"
+            saved = f"the run that wrote it left this out ({section}.checkpoint.save_contents) or had other ranks"
             found.append(f"it does not have the {model}'s {names}: {saved}. {change}")
     return found
 
@@ -69,7 +69,7 @@ def without_weights(config: Any, ranks: int, has_critic: bool, folder: Path) -> 
             f"does not have the {model}'s weights as {section}.strategy={strategy} loads them on {ranks} training "
             f"ranks: {model}/{name} is missing{also}. Train on as many ranks as wrote it, or merge it: "
             f"python -m verl.model_merger merge --backend {strategy.rstrip('2')} --local_dir {folder / model} "
-            "--target_dir MODEL, and set actor_rollout_ref.model.path=MODEL in the place of this"
+            "--target_dir MODEL, and set actor_rollout_ref.model.path=MODEL instead of this"
         )
     return None
 

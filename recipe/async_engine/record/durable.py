@@ -18,7 +18,7 @@ REMOVED = ".removed"
 
 
 def write(path: Path, content: str | Callable[[BinaryIO], None]) -> None:
-    """Replace a file's content by ``content``: a text, or a function that is called with the file open for writing."""
+    """Replace a file's content by ``content``: a text, or a function that writes to the open file it is called with."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with open(partial, "wb") as file:

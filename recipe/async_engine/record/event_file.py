@@ -141,7 +141,7 @@ NEEDS = {
 """Fields that every event on one of these lanes must have."""
 MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
 OFF_BY_S = 1.0
-"""Seconds by which hosts' clocks may differ: an event may start so long before the run, or after its own end."""
+"""Clocks of hosts may differ by this many seconds: an event may start that early before the run, or after its end."""
 NAMES_DEVICE = (BEGINS, ENDS, LOST, JOINED, SAMPLED)
 
 
@@ -186,10 +186,10 @@ def read(path: str | os.PathLike[str]) -> Recorded:
         return Recorded({}, events, [])
     if rest not in (b"", END_OF_STREAM):
         whole = events.num_rows + tail.left_out
-        why = tail.damage or "its end is not there"
-        notes.append(f"{path}: what comes after {whole} events is cut off or damaged, and left out ({why})")
+        why = tail.damage or "its end is missing"
+        notes.append(f"{path}: the content after {whole} events is cut off or damaged, and left out ({why})")
     if tail.left_out:
-        notes.append(f"{path}: {tail.left_out} rows are no valid events, and are left out")
+        notes.append(f"{path}: {tail.left_out} rows are not valid events, and are left out")
     return Recorded(tail.header, events, notes)
 
 

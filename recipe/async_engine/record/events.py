@@ -79,11 +79,11 @@ class Class(StrEnum):
 SAMPLED = "sampled"
 """Event on the lane `RUN` with the number of tokens that a rollout engine has sampled so far."""
 EMPTY = "empty"
-"""Event of an engine that has no request. The events of the scheduler give the reason."""
+"""Event of an engine that has no request. The scheduler's events give the reason for it."""
 
 
 class Away(StrEnum):
-    """What a trajectory does while it has no request at an engine, as shown on the lane of its agent-loop worker."""
+    """Activities of a trajectory without a request at an engine, as shown on the lane of its agent-loop worker."""
 
     TOOLS = "tools"
     REWARD = "reward"

@@ -32,37 +32,37 @@ class Exported(NamedTuple):
 
 
 EXPORTED: Mapping[str, Exported] = {
-    STEP: Exported("recipe_step", "The step under way, or the last one"),
-    f"{COUNT}current_param_version": Exported("recipe_version", "Version that training goes on from"),
-    f"{COUNT}announced_version": Exported("recipe_version_announced", "Newest version that generates"),
-    f"{COUNT}live_replicas": Exported("recipe_rollout_replicas", "Rollout replicas in routing"),
+    STEP: Exported("recipe_step", "Current or last step"),
+    f"{COUNT}current_param_version": Exported("recipe_version", "Version from which training continues"),
+    f"{COUNT}announced_version": Exported("recipe_version_announced", "Newest version with which replicas generate"),
+    f"{COUNT}live_replicas": Exported("recipe_rollout_replicas", "Rollout replicas that get requests"),
     f"{COUNT}restarts": Exported(
-        "recipe_replica_restarts", "Replicas and log-prob servers started in a lost one's place"
+        "recipe_replica_restarts", "Replicas and log-prob servers started to replace lost ones"
     ),
     f"{ROLLOUTER}generating_trajectories": Exported("recipe_generating", "Trajectories that generate"),
     f"{ROLLOUTER}slots": Exported("recipe_generation_slots", "Trajectories that may generate at once"),
-    f"{ROLLOUTER}groups_running": Exported("recipe_groups_running", "Prompt groups issued and not complete"),
-    f"{ROLLOUTER}groups_ready": Exported("recipe_groups_ready", "Prompt groups complete and not taken"),
+    f"{ROLLOUTER}groups_running": Exported("recipe_groups_running", "Prompt groups that are issued but not complete"),
+    f"{ROLLOUTER}groups_ready": Exported("recipe_groups_ready", "Complete prompt groups that wait for the trainer"),
     f"{ROLLOUTER}occupancy": Exported("recipe_rollout_occupancy", "Share of the generation slots' time that was used"),
     f"{ROLLOUTER}idle_share": Exported("recipe_rollout_idle_share", "Share of time in which nothing generated"),
     "fully_async/rewards/scoring": Exported("recipe_rewards_under_way", "Trajectories whose reward is computed"),
-    f"{STALENESS}token_mean": Exported("recipe_staleness_mean", "Age of the last batch's tokens in versions, mean"),
-    f"{STALENESS}oldest_token_max": Exported("recipe_staleness_max", "Age of the oldest token of the last batch"),
-    f"{STALENESS}bound": Exported("recipe_staleness_bound", "The hard bound"),
+    f"{STALENESS}token_mean": Exported("recipe_staleness_mean", "Mean age of the last batch's tokens, in versions"),
+    f"{STALENESS}oldest_token_max": Exported("recipe_staleness_max", "Age of the last batch's oldest token"),
+    f"{STALENESS}bound": Exported("recipe_staleness_bound", "Staleness bound, in versions"),
     "fully_async/ledger/trained": Exported("recipe_groups_trained", "Prompt groups trained so far"),
     "fully_async/ledger/filtered": Exported("recipe_groups_filtered", "Prompt groups filtered so far"),
     "fully_async/ledger/failed": Exported("recipe_groups_failed", "Prompt groups that failed so far"),
     "fully_async/sampled_tokens": Exported("recipe_step_tokens", "Sampled tokens of the last batch"),
     "fully_async/weight_sync/seconds": Exported("recipe_weight_sync_seconds", "Seconds of the last weight sync"),
     "fully_async/weight_sync/generation_paused_seconds": Exported(
-        "recipe_generation_paused_seconds", "Seconds that generation stood still for it"
+        "recipe_generation_paused_seconds", "Seconds that generation paused for the last weight sync"
     ),
     f"{SERVERS}servers": Exported("recipe_log_prob_servers", "Log-prob servers that answer"),
     f"{SERVERS}waiting": Exported("recipe_log_prob_waiting", "Answers that wait for their log-probs"),
     f"{SERVERS}version_lag": Exported(
-        "recipe_log_prob_version_lag", "Versions that a log-prob server is behind, at most"
+        "recipe_log_prob_version_lag", "Versions by which the slowest log-prob server is behind"
     ),
-    f"{METRIC}{ALL}": Exported("recipe_alarms", "How often alarms have rung so far"),
+    f"{METRIC}{ALL}": Exported("recipe_alarms", "Number of alarms raised so far"),
     "timing_s/step": Exported("recipe_step_seconds", "Seconds of the last step"),
     "critic/score/mean": Exported("recipe_score_mean", "Mean score of the last batch"),
 }

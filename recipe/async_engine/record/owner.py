@@ -93,6 +93,6 @@ class Owner:
             if error.errno in TAKEN:
                 return False
             logger.warning(
-                "%s cannot be locked (%s): that no other run uses its folder is not checked", LOCK_FILE, error
+                "%s cannot be locked (%s): another run could use its folder at the same time", LOCK_FILE, error
             )
         return True

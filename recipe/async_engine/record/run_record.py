@@ -130,7 +130,7 @@ class RunRecord:
         try:
             self.summary["account"] = account(self._recorded)
         except Exception:
-            logger.exception("there is no account of the run")
+            logger.exception("the time account of the run could not be computed")
 
     def fail(self, error: BaseException | Mapping[str, str]) -> None:
         if isinstance(error, BaseException):

@@ -266,5 +266,5 @@ def marker_in(folder: Path, name: str) -> Marker:
 
 
 def unsaid(settings: Mapping[str, Any], but: Iterable[str] = ()) -> list[str]:
-    """Return the settings that are missing in an event record, except those in ``but``."""
+    """Return the names of the settings that an event record lacks, except those in ``but``."""
     return [name for name in Settings.__annotations__ if name not in settings and name not in but]

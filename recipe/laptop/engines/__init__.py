@@ -9,9 +9,9 @@ ENVIRONMENT = {
 """Environment variables of the processes of an engine."""
 
 IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Keeps vLLM from changing the executor from "uni" to "mp", which it does only to set OpenMP's variables.
+"""Keeps vLLM from changing the executor from "uni" to "mp", which vLLM does only to set OpenMP's variables.
 
-They are set elsewhere. The asynchronous engine is a separate process all the same.
+This package sets these variables itself. vLLM's asynchronous engine still runs in a process of its own.
 """
 
 NO_USAGE_STATS = {"VLLM_NO_USAGE_STATS": "1"}

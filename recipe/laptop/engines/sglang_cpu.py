@@ -3,7 +3,7 @@
 
 SGLang imports its kernels (``sgl_kernel``) and an image decoder of torchvision when it starts, although a CPU calls
 neither, and both packages are published for accelerators only. The finder in this module provides stand-ins for those
-imports, in processes that import SGLang. Anything that calls a stand-in gets an error that names it.
+imports, in processes that import SGLang. Calling anything from a stand-in raises an error that names what was called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PACKAGES = ("sgl_kernel", "torchvision")
 
 
 class Absent(type):
-    """The type of whatever a stand-in is asked for: a class that has every attribute, but no instance."""
+    """Metaclass of a stand-in's attributes: classes that have every attribute and raise an error when called."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -43,7 +43,7 @@ class StandIn(ModuleType):
 
 
 class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The last entry of ``sys.meta_path``, which finds `PACKAGES` and their modules if SGLang is being imported."""
+    """The last entry of ``sys.meta_path``; it provides `PACKAGES` and their modules in processes that import SGLang."""
 
     def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
         if fullname.partition(".")[0] not in PACKAGES or "sglang" not in sys.modules:
@@ -60,8 +60,8 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class ImportWatch(importlib.abc.MetaPathFinder):
     """The first entry of ``sys.meta_path``, which prepares Transformers when SGLang is imported, and finds nothing.
 
-    Transformers replaces its class of image processors by one that raises if torchvision was absent when Transformers
-    was imported. The class works without torchvision, and SGLang registers its processors with it.
+    If torchvision is absent when Transformers is imported, Transformers replaces ``AutoImageProcessor`` by a class that
+    raises errors. The real class works without torchvision, and SGLang registers its processors with it.
     """
 
     def find_spec(self, fullname: str, *_: Any) -> None:

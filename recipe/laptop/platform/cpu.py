@@ -73,7 +73,7 @@ class PlatformCPU(PlatformBase):
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
     def is_ipc_supported(self) -> bool:
-        # False makes verl's ServerAdapter pass weights to the engine through shared memory.
+        # With False, verl's ServerAdapter passes weights to the engine through shared memory instead of CUDA IPC.
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
@@ -93,6 +93,6 @@ def install() -> None:
     process_group.install()
     for name, value in engines.ENVIRONMENT.items():  # for processes of an engine that do not import verl
         os.environ.setdefault(name, value)
-    # In every training process, verl imports its checkpoint engine for Ascend NPUs, and that a rollout engine (2 s).
+    # In every training process, verl imports its Ascend NPU checkpoint engine, which imports a rollout engine (2 s).
     # With None in sys.modules, this import raises ImportError, which verl expects if an engine's hardware is absent.
     sys.modules.setdefault(HCCL_ENGINE, None)  # type: ignore[arg-type]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fork server that has imported torch, verl and an engine, and so starts the processes of a local CPU run quickly."""
+"""A fork server that starts the processes of a local CPU run quickly, as it has imported torch, verl and an engine."""

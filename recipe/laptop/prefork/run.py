@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts and stops the fork server of a run, whose forks have imported torch, verl and an engine from the beginning.
+"""Starts and stops the fork server of a run. Its forks begin with torch, verl and an engine already imported.
 
 Importing these takes 8 to 18 seconds of CPU time per process, and a run on a laptop has ten processes. Ray
 (``py_executable``) and multiprocessing (``set_executable``) are made to start `launcher` instead of the Python
@@ -26,9 +26,9 @@ from recipe.laptop.prefork import launcher
 
 STOP_S = 5.0
 
-# Ray reads two environment variables only when it is imported, so they must be right in the server already. RAY_JOB_ID
-# is the job's id: a server can serve only one job, the first of its Ray cluster. RAY_RAYLET_PID is the process whose
-# death ends a worker: normally the raylet, here the main process, which starts both the raylet and the server.
+# Ray reads two environment variables only when it is imported, so they must be set in the server already. RAY_JOB_ID is
+# the job's id: a server can serve only one job, the first of its Ray cluster. RAY_RAYLET_PID is the process whose death
+# ends a worker: normally the raylet, here the main process, which starts both the raylet and the server.
 FIRST_JOB = "01000000"
 
 

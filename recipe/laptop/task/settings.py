@@ -16,8 +16,8 @@ FORMAT_VERSION = 1
 
 FAMILIES = ("qwen3", "qwen2")
 LENGTHS = ("uniform", "long_tail")
-# The problems may use only some of the 30,240 digit strings, because the warm start needs many that the validation set
-# does not have.
+# The problems may use only some of the 30,240 digit strings, because the warm start needs many strings that are not in
+# the validation set.
 MAX_PROBLEMS = 20_000
 
 

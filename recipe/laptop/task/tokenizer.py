@@ -2,7 +2,7 @@
 """The tokenizer of the built-in task: Qwen's byte-level BPE with a vocabulary of printable ASCII.
 
 It has Qwen's class, because transformers loads every checkpoint of ``model_type`` qwen2 with that class, whatever the
-checkpoint's ``tokenizer_class`` says. The vocabulary has a token for each character, for each beginning of an
+checkpoint's ``tokenizer_class`` says. The vocabulary has a token for each character, for each prefix of an
 instruction word, and for each role. Encoding and decoding reproduce printable ASCII and line breaks exactly, and drop
 other characters.
 

@@ -2,11 +2,11 @@
 """A gloo group of the sender of weights and its receivers, in which every wait has a deadline.
 
 The members of a group find each other through the sender's rendezvous store. It listens on the sender's cluster
-address, on a port that the system chooses, and serves several groups, each under a new key prefix. gloo connects only
-through the node's cluster address too, never through all interfaces.
+address, on a port that the system chooses, and serves several groups, each under a new key prefix. gloo, too, uses
+only the node's cluster address, never all interfaces.
 
-A group that failed cannot be used any more. Deleting it closes its connections, which makes pending calls of the other
-members fail at once; then all can join a new group.
+A group that failed cannot be used any more. Deleting the group closes its connections, which makes pending calls of the
+other members fail at once; then all members can join a new group.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 class GlooGroup:
-    """The connection between the sender (rank 0) and all receivers; all must start the same operations in one order.
+    """The connection between sender (rank 0) and receivers, which must start the same operations in the same order.
 
     Args:
         group_id: name of the group, which no other group of this store has had.

@@ -35,8 +35,8 @@ class Transport:
     before frame n has consumed frame n - 2. Before the sender sends frame n, it waits until all members have entered
     the barrier before frame n - 1; only then does it refill a segment that an earlier frame used.
 
-    While a barrier is pending, a member starts no operation that waits for another member. Members notice the failure
-    of another one by its closed connections, and a group closes them only when none of its operations is in progress.
+    While a barrier is pending, a member starts no operation that waits for another member. Members notice that another
+    member failed because its connections close, and a group closes them only when none of its operations is running.
     """
 
     def __init__(self, group: GlooGroup, shared: SharedSegments | None) -> None:

@@ -184,8 +184,8 @@ def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
     return dtype_bytes(lookup(config, f"{engine}.mixed_precision.param_dtype", "bf16"), 2)
 
 
-# SGLang's defaults on devices below so many GiB: tokens of a prefill, and sequences in a graph, on up to 3 ranks and on
-# more.
+# SGLang's defaults by device: (GiB that the device is smaller than, tokens of a prefill chunk, sequences of the largest
+# CUDA graph with up to 3 tensor-parallel ranks, and with more).
 PREFILL_AND_GRAPHS = ((35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 # A sleeping vLLM engine keeps memory on each device (context, graphs, NCCL), and more if it has several devices: users
@@ -209,7 +209,7 @@ class Engine:
     def cache_tokens(self, device: int) -> int:
         """Return how many tokens fit into the KV cache of a device with ``device`` bytes, ignoring activations.
 
-        With fewer than a request needs, vLLM does not start (vllm/v1/core/kv_cache_utils.py), and SGLang cuts off the
+        If the longest request needs more, vLLM does not start (vllm/v1/core/kv_cache_utils.py), and SGLang cuts off the
         answer.
         """
         return max(0, int(self.share * device) - self.weights) // self.token_bytes
@@ -231,9 +231,10 @@ def rollout_engine(config: Mapping[str, Any], shape: ModelShape, hybrid: bool = 
 
 
 def outside_share(config: Mapping[str, Any], device: int) -> Item | None:
-    """Return what an SGLang engine needs on ``device`` bytes besides its share of them; vLLM's share has all.
+    """Return the memory that an SGLang engine needs beyond its share of a device; None for vLLM, which stays within it.
 
-    It is what SGLang leaves free if it chooses the share itself (sglang/srt/server_args.py:1401-1560).
+    device: bytes of the device. SGLang leaves this amount free if it chooses the share itself
+    (sglang/srt/server_args.py:1401-1560).
     """
     if lookup(config, f"{ROLLOUT}.name") != "sglang":
         return None

@@ -3,10 +3,10 @@
 
 Contract: `parts_of` returns a `Part` for each set of accelerators with the same role (trainer ranks, rollout replicas,
 log-prob servers), with their memory in each phase of the run (`Moment`) in which it may peak. A run is refused if the
-certain amounts of a part exceed a device's memory, or if all of its amounts exceed it by more than the share `ERROR`;
-there is a warning if they exceed the share `NEAR` of it. `recipe.mains` passes this module to the configuration's
-check, which calls `problems` and `warnings`. Shown by tests/plan/test_memory.py and test_memory_parts.py;
-docs/memory.md compares the estimates with published and measured figures.
+certain amounts of a part exceed a device's memory, or if the part's total exceeds this memory by more than the share
+`ERROR`. A total above the share `NEAR` of the memory causes a warning. `recipe.mains` passes this module to the
+configuration's check, which calls `problems` and `warnings`. Shown by tests/plan/test_memory.py and
+test_memory_parts.py; docs/memory.md compares the estimates with published and measured figures.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A part of the run that nearly fills a device's memory in one phase, or needs more than it has (``refused``)."""
+    """A part that nearly fills or exceeds a device's memory in the phase ``moment``, and whether the run is refused."""
 
     part: Part
     moment: Moment
@@ -114,7 +114,7 @@ class _Run:
         return Part("trainer rank", devices, moments, settings, host, self._snapshot())
 
     def _training(self) -> Iterator[Moment]:
-        """Yield the memory of a trainer rank in each phase; in a phase one model computes and the others are idle."""
+        """Yield the memory of a trainer rank in each phase, in which one model computes and the others are idle."""
         for name, rank in self._ranks().items():
             rest = self._beside(name)
             if name != REFERENCE:
@@ -140,7 +140,7 @@ class _Run:
         return (*policy[1].host, *(_of(name, item) for name, rank in others for item in rank.host))
 
     def _kept(self) -> tuple[Item, ...]:
-        """Return the copies of its weights that a rank keeps on the host if a version has several training steps."""
+        """Return the copies of weights that a rank keeps in host memory if a version has several training steps."""
         saves = (self.context.get("trainer.save_freq") or -1) > 0
         scores = self.context.trainer_scores or self.settings.async_training.placement == ELASTIC
         if self.settings.async_training.trigger_parameter_sync_step == 1 or not (saves or scores):
@@ -266,11 +266,11 @@ def told(verdict: Verdict, device: int) -> str:
 
 
 POLICY_PATH = f"{MODEL}.path"
-MODELS_OWN = f"{ROLLOUT}.max_model_len, which is the number of the model's positions where it is null"
+MODELS_OWN = f"{ROLLOUT}.max_model_len, which defaults to the model's number of positions"
 
 
 def parts(context: RuleContext) -> list[Part]:
-    """Return the memory of each part of the run; [] if the policy's shape or a training engine is not known."""
+    """Return the memory of each part of the run; [] on a CPU, or if the policy or a training engine is not known."""
     policy = model_of(context, POLICY_PATH)
     strategies = {context.get(f"{section}.strategy") for section in context.trained}
     if policy is None or context.on_cpu or not strategies <= {"fsdp", "fsdp2", "megatron"}:

@@ -11,7 +11,7 @@ MIB = 1 << 20
 class Item:
     """A named amount of memory, such as weights or activations.
 
-    `certain` amounts follow from tensor sizes, to within a few per cent; others, such as activations, are estimates.
+    If `certain`, the amount follows from tensor sizes, to within a few per cent; otherwise it is a rough estimate.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is in a device's memory at the same time, in the phase `name` of the run, such as "update"."""
+    """The contents of a device's memory in one phase of the run; `name` names the phase, such as "update"."""
 
     name: str
     items: tuple[Item, ...]

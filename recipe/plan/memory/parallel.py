@@ -83,7 +83,7 @@ def _split_sequences(context: RuleContext, section: str, shape: ModelShape) -> I
     """Check that a training engine with experts splits sequences (megatron/core/transformer/moe/moe_layer.py:379)."""
     setting, tensor = f"{section}.sequence_parallel", f"{section}.tensor_{PARALLEL}"
     if shape.experts and (context.count(tensor) or 1) > 1 and not context.get(setting, True):
-        advice = "Megatron does not train experts with tensor parallelism alone; remove it."
+        advice = "Megatron's experts require it with tensor parallelism: remove the setting."
         yield context.problem(setting, f"true with {tensor}={context.count(tensor)} and a model with experts", advice)
 
 
@@ -92,7 +92,7 @@ def _no_experts(context: RuleContext, setting: str, allowed: str = "1") -> Probl
 
 
 def _experts(shape: ModelShape) -> dict[str, int]:
-    """Return {name: size} of the dimension of an expert that tensor parallelism splits; {} in a dense model."""
+    """Return {name: size} of the dimension of experts that tensor parallelism splits; {} for a dense model."""
     return {"columns of an expert": shape.expert_mlp} if shape.experts else {}
 
 
@@ -122,10 +122,10 @@ def _stages(context: RuleContext, section: str, layers: int) -> Iterator[Problem
     elif virtual := context.count(chunks):
         counts = {*ends.values(), left // stages} if stages else {*ends.values()}
         if size == 1:
-            yield context.problem(chunks, f"null with {setting}=1", "One stage has no chunks to take turns: remove it.")
+            yield context.problem(chunks, f"null with {setting}=1", "Interleaving needs several stages: remove it.")
         elif any(count % virtual for count in counts):
             allowed = f"a divisor of the layers of each stage, {' and '.join(map(str, sorted(counts)))}"
-            yield context.problem(chunks, allowed, "A stage is divided into as many chunks, which take turns.")
+            yield context.problem(chunks, allowed, "It is the number of interleaved chunks of a stage.")
 
 
 def _tensor(context: RuleContext, setting: str, shape: ModelShape, more: Mapping[str, int]) -> Iterator[Problem]:
@@ -141,7 +141,7 @@ def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterato
         yield from _divides(context, setting, {"attention heads": shape.heads})
     elif shape.kv_heads % size and size % shape.kv_heads:
         allowed = f"a divisor or a multiple of the model's {shape.kv_heads} heads of keys and values"
-        yield context.problem(setting, allowed, "Each rank has an equal number, or one that others have too.")
+        yield context.problem(setting, allowed, "A rank holds one or more heads, or several ranks share one.")
 
 
 def _divides(context: RuleContext, setting: str, wholes: Mapping[str, int]) -> Iterator[Problem]:
