@@ -163,6 +163,20 @@ def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:
     return PromptFailed(str(row[FAILURE][0])) if FAILURE in row else None
 
 
+def group_size(row: Mapping[str, Any], usual: int) -> int:
+    """Return a prompt's number of trajectories: that in its column `ROLLOUT_N`, or ``usual`` if the row has none.
+
+    Raises:
+        PromptFailed: the column has something else than a whole number from 1 on.
+    """
+    asked = row[ROLLOUT_N][0] if ROLLOUT_N in row else None
+    if asked is None or asked != asked:  # in a column of numbers, NaN stands for a missing one
+        return usual
+    if isinstance(asked, Real) and asked == int(asked) >= 1:
+        return int(asked)
+    raise PromptFailed(f"the data's column {ROLLOUT_N} has {asked!r}, which is not a whole number from 1 on")
+
+
 def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
     """Return the input of an agent loop: the prompt's uid, and the fields of ``row`` except tensors and the index."""
     sample = {key: value[0] for key, value in row.items() if isinstance(value, np.ndarray)}
