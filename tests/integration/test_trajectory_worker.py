@@ -258,11 +258,11 @@ async def run(
         event, payload = await worker.run_trajectory(key, sample, 4, 0, 7, trace=trace)
         if event is None:
             return [event, *await finish()]
-        return [event, unpack(payload)]
+        return [event, *unpack(payload)]
 
     async def finish() -> list[Any]:
         scored, payload = await worker.finish_trajectory(key)
-        return [scored, unpack(payload)]
+        return [scored, *unpack(payload)]
 
     return await asyncio.wait_for(collect(), SOON)
 
@@ -313,10 +313,10 @@ def tensors_of(output: Any) -> dict[str, torch.Tensor]:
 async def test_payload_is_the_whole_trajectory_in_one_array_and_its_tensors_are_views_of_that(make_worker: Any) -> None:
     _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
     output.extra_fields["of the user"] = lambda: "anything that cloudpickle takes"
-    packed = pack(output)
+    packed = pack([output])
     assert (packed.dtype, packed.ndim) == (np.uint8, 1)
     packed.flags.writeable = False  # as what the object store hands over
-    again, tensors = unpack(packed), tensors_of(output)
+    (again,), tensors = unpack(packed), tensors_of(output)
     assert {"prompt_ids", "response_ids", "response_mask", "attention_mask", "position_ids"} <= tensors.keys()
     for name, value in tensors.items():
         assert torch.equal(getattr(again, name), value)
@@ -329,15 +329,15 @@ async def test_payload_is_the_whole_trajectory_in_one_array_and_its_tensors_are_
 
 async def test_payload_has_nothing_that_nobody_reads_or_that_the_trainer_has_already(make_worker: Any) -> None:
     _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
-    plain = len(pack(output))
+    plain = len(pack([output]))
     pixels, image = torch.rand(64, 1176), np.zeros((1000, 1000, 3), np.uint8)
     output.multi_modal_inputs = {"pixel_values": pixels, "half": pixels[:2].bfloat16(), "name": "of no tensor"}
     output.multi_modal_data = {"images": [image]}
     output.mm_processor_output = [{"video": image}]
     output.extra_fields["raw_prompt"] = [{"role": "user", "content": [image]}]
-    packed = pack(output)
+    packed = pack([output])
     assert len(packed) - plain < pixels.nbytes + 16_384
-    again = unpack(packed)
+    (again,) = unpack(packed)
     assert (again.multi_modal_data, again.mm_processor_output) == (None, None)
     assert "raw_prompt" not in again.extra_fields
     inputs = again.multi_modal_inputs
@@ -349,7 +349,7 @@ async def test_payload_has_nothing_that_nobody_reads_or_that_the_trainer_has_alr
 async def test_payload_of_a_checkpoint_of_an_earlier_version_is_taken_too(make_worker: Any) -> None:
     _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
     arrays = {name: value.numpy() for name, value in tensors_of(output).items()}
-    again = unpack(cloudpickle.dumps(output.model_copy(update=arrays), protocol=5))
+    (again,) = unpack(cloudpickle.dumps(output.model_copy(update=arrays), protocol=5))
     for name, value in tensors_of(output).items():
         assert torch.equal(getattr(again, name), value)
 
@@ -365,8 +365,9 @@ async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> Non
     expected = TrajectoryScored(0.25, 7, 7, True, 0, 0, 2, sampled_tokens=2, received_tokens=2)
     assert scored.asked_s > 0
     assert replace(scored, asked_s=0.0) == expected
-    assert unpack(payload).reward_score == 0.25
-    assert unpack(payload).response_ids[0, :2].tolist() == [10, 11]
+    (output,) = unpack(payload)
+    assert output.reward_score == 0.25
+    assert output.response_ids[0, :2].tolist() == [10, 11]
     assert worker._running == {}
 
 

@@ -108,7 +108,7 @@ ONE_FAILS: dict[str, dict[str, Any]] = {
         "changes": [{}, {"prompt_ids": [1] * 9}, {}, {}],
     },
     "has no tokens": {"agent_name": ["ScriptedLoop"] * 4, "changes": [{}, {"response_ids": []}, {}, {}]},
-    "returns several": {"agent_name": ["PlainLoop", "SeveralLoop", None, None]},
+    "returns nothing": {"agent_name": ["PlainLoop", "SeveralLoop", None, None], "outputs": [0] * 4},
     "hangs": {"agent_name": ["PlainLoop", "HangingLoop", None, None]},
 }
 

@@ -93,8 +93,8 @@ class PromptCounts:
 class PromptManager:
     """Assigns generation slots to trajectories.
 
-    group_size: usual number of trajectories in a group; `issue` may be told another one. slots: number of trajectories that may run at once; it may change,
-    also to 0.
+    group_size: usual number of trajectories in a group; `issue` may be given another one. slots: number of trajectories
+    that may run at once; it may change, also to 0.
     """
 
     def __init__(self, ledger: SampleLedger, group_size: int, slots: int) -> None:
@@ -283,7 +283,7 @@ class PromptManager:
         return None
 
     def _fits(self, waiting: int) -> bool:
-        """Return whether enough slots are free for a group with ``waiting`` pending trajectories: all, if it has more."""
+        """Return whether enough slots are free for a group with ``waiting`` pending trajectories, at most all slots."""
         wanted = max(1, min(waiting, self.slots)) if self.ledger.policy.whole_groups else 1
         return self.slots - self.running >= wanted
 

@@ -90,7 +90,8 @@ class TrajectoryScored:
     prompt. If the agent loop returned a list, these are the facts about all outputs together.
 
     Attributes:
-        score: the reward of the last output, or None if the trainer computes the reward, with a reward model on its own accelerators.
+        score: the reward of the last output, or None if the trainer computes the reward, with a reward model on its own
+            accelerators.
         oldest_version, newest_version: the oldest and the newest policy version that sampled tokens of the response.
         exact_versions: False if the agent loop changed or dropped sampled tokens, so that the version of some tokens is
             ambiguous. Each such token counts as sampled by the oldest possible version.

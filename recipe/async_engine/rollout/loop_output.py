@@ -55,10 +55,11 @@ def plain_outputs(returned: Any, rollout: Any, vocabulary: int) -> list[AgentLoo
     outputs = returned if isinstance(returned, list) else [returned]
     if not outputs:
         raise UnusableAnswer("the agent loop returned an empty list, but has to return at least one AgentLoopOutput")
-    return [_plain_output(output, rollout, vocabulary) for output in outputs]
+    return [plain_output(output, rollout, vocabulary) for output in outputs]
 
 
-def _plain_output(output: Any, rollout: Any, vocabulary: int) -> AgentLoopOutput:
+def plain_output(output: Any, rollout: Any, vocabulary: int) -> AgentLoopOutput:
+    """Return a copy of one output for `plain_outputs`, which explains the arguments and errors."""
     if not isinstance(output, AgentLoopOutput):
         raise UnusableAnswer(
             f"the agent loop returned a {type(output).__name__}, but has to return an AgentLoopOutput or a list of them"

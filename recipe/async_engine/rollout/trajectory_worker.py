@@ -6,16 +6,16 @@ the packed trajectory, of which the scheduler only keeps the object reference. I
 last token is sampled, ``run_trajectory`` returns (None, None), so that the generation slot becomes free, and
 ``finish_trajectory`` returns the two objects later.
 
-Any agent loop for verl, including a user's, runs here unchanged. If it returns a list, each output becomes a row of the
-batch; the reward is that of the last output, and the others get it too unless they have their own, as in verl's v1
-trainers (trainer/ppo/v1/agent_loop_tq.py:115), except that those overwrite the others' own rewards. The client records the versions of tokens
-(`TrajectoryRecorder`), because agent loops do not know them. If a reward function fails, only the reward is computed
-again, for the same answer. If there are log-prob servers, they score answers while the trajectory runs, or score
-finished trajectories later (`rescore`). If a log-prob server does not answer, the trajectory succeeds without those
-log-probs. An agent loop has a deadline, which includes its tools. An agent loop that continues after its deadline or
-its cancellation is abandoned, and can send no further requests. After a failure the worker tests whether its process
-can still run a trajectory (`rehearsal`). Shown by tests/integration/test_trajectory_worker.py and
-tests/e2e/test_fully_async.py.
+Any agent loop for verl, including a user's, runs here unchanged. The client records the versions of tokens
+(`TrajectoryRecorder`), because agent loops do not know them. If an agent loop returns a list, each output becomes a row
+of the batch. The reward is computed once, for the last output, and the others get it unless they have their own. That
+is verl's rule (trainer/ppo/v1/agent_loop_tq.py:115), except that verl overwrites the others' own rewards. If a reward
+function fails, only the reward is computed again, for the same answer. If there are log-prob servers, they score
+answers while the trajectory runs, or score finished trajectories later (`rescore`). If a log-prob server does not
+answer, the trajectory succeeds without those log-probs. An agent loop has a deadline, which includes its tools. An
+agent loop that continues after its deadline or its cancellation is abandoned, and can send no further requests. After a
+failure the worker tests whether its process can still run a trajectory (`rehearsal`). Shown by
+tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
 """
 
 import asyncio
