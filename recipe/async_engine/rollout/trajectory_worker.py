@@ -156,7 +156,7 @@ class TrajectoryWorker(AgentLoopWorker):
         """Use servers of the reference policy, given as actor handles by name, to score each finished trajectory."""
         self._reference = ScoringClient(servers, timeout_s)
 
-    async def rescore(self, payload: np.ndarray, version: int, start: int) -> list[ResponseScores | None]:
+    async def rescore(self, payload: np.ndarray, version: int, start: int) -> list[ResponseScores | None] | None:
         """Have log-prob servers score a finished trajectory by ``version`` or a later version.
 
         Args:
@@ -165,19 +165,24 @@ class TrajectoryWorker(AgentLoopWorker):
             start: the start version of the trajectory's group. Servers score the oldest groups first.
 
         Returns:
-            For each output, log-probs and entropies of its padded response, or None if no server answered in time,
-                there is no server, or the output has multi-modal inputs.
+            For each output, log-probs and entropies of its padded response, or None if no server answered in time or
+                the output has multi-modal inputs. None instead of the list if there is no server.
         """
-        return list(await asyncio.gather(*(self._rescored(each, version, start) for each in unpack(payload))))
+        scoring = self._scoring
+        if scoring is None:
+            return None
+        outputs = unpack(payload)
+        return list(await asyncio.gather(*(self._rescored(scoring, each, version, start) for each in outputs)))
 
-    async def _rescored(self, output: Any, version: int, start: int) -> ResponseScores | None:
-        if self._scoring is None or output.multi_modal_inputs:
+    @staticmethod
+    async def _rescored(scoring: ScoringClient, output: Any, version: int, start: int) -> ResponseScores | None:
+        if output.multi_modal_inputs:
             return None
         response = output.response_ids[0].tolist()
         length = int(output.attention_mask[0, -len(response) :].sum())
         prompt = output.prompt_ids[0][output.attention_mask[0, : -len(response)].bool()].tolist()
         try:
-            answer = await score(self._scoring, Part(version, prompt, response[:length]), start)
+            answer = await score(scoring, Part(version, prompt, response[:length]), start)
         except Unscored as error:
             logger.warning("a waiting trajectory has no log-probs of version %d: %s", version, error)
             return None
