@@ -25,7 +25,7 @@ KEPT = 2
 
 def count_of(index: int, session: int) -> int:
     """Return how many outputs the trajectory of this number has, of a prompt at ``index`` in the data."""
-    return 1 + (index + 2 * session) % MOST
+    return 1 + (index + session * (index // 9)) % MOST
 
 
 def trajectories_of(index: int) -> int:
@@ -44,14 +44,17 @@ def with_rollout_n(data: str | Path, to: Path) -> Path:
 class SplittingLoop(AgentLoopBase):
     """Each answer's context is the prompt, two digits that tell it from all others, and the answer before."""
 
+    def outputs_of(self, index: int, session: int) -> int:
+        return count_of(index, session)
+
     async def run(self, sampling_params: dict[str, Any], **sample: Any) -> list[AgentLoopOutput]:
         index, session = int(sample["extra_info"]["index"]), int(sample["session_id"])
         prompt = await self.ct_build_initial_tokens(list(sample["raw_prompt"]))
         outputs: list[AgentLoopOutput] = []
         kept: list[int] = []
-        for number in range(count_of(index, session)):
+        for number in range(self.outputs_of(index, session)):
             context = [*prompt, *self.tokenizer.encode(f"{session}{number}", add_special_tokens=False), *kept]
-            digest = hashlib.sha256(f"{context} {sample.get('epoch')}".encode()).digest()
+            digest = hashlib.sha256(str(context).encode()).digest()
             recorder = current_recorder()
             before = 0 if recorder is None else len(recorder.segments)
             answer = await self.server_manager.generate(
@@ -86,6 +89,13 @@ class SplittingLoop(AgentLoopBase):
         if "ASKED" in os.environ:
             with Path(os.environ["ASKED"]).open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+
+class OneOrThree(SplittingLoop):
+    """Each second trajectory has three outputs and the others have one."""
+
+    def outputs_of(self, index: int, session: int) -> int:
+        return 1 + session % 2 * 2
 
 
 def token_ages(runs: list[tuple[int, int]], version: int) -> np.ndarray:

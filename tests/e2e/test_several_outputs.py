@@ -38,9 +38,11 @@ def lists(task: TaskPaths, folder: Path) -> list[str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_lists_by_a_flag_are_trained_as_they_were_sampled_and_the_books_close(
-    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    task = untrained_task
     asked = tmp_path / "asked.jsonl"
     monkeypatch.setenv("ASKED", str(asked))
     overrides = [
@@ -68,7 +70,6 @@ def test_lists_by_a_flag_are_trained_as_they_were_sampled_and_the_books_close(
     assert run.summary["staleness"]["max"] <= run.summary["staleness"]["bound"]
     answers = {line["input"]: line for line in map(json.loads, asked.read_text().splitlines())}
     seen: set[str] = set()
-    sizes: set[int] = set()
     for step, metrics in enumerate(run.metrics, start=1):
         rows = [json.loads(line) for line in (tmp_path / "samples" / f"{step}.jsonl").read_text().splitlines()]
         inputs = [row["input"] for row in rows]
@@ -83,8 +84,8 @@ def test_lists_by_a_flag_are_trained_as_they_were_sampled_and_the_books_close(
         assert metrics["fully_async/staleness/token_mean"] == pytest.approx(ages.mean())
         assert metrics["fully_async/staleness/oldest_token_max"] == ages.max()
         assert metrics["fully_async/partial/inexact_version_ratio"] == 0
+        assert metrics["critic/advantages/max"] > 0 > metrics["critic/advantages/min"]
         assert metrics["actor/grad_norm"] > 0
     indices = range(STEPS * GROUPS)
-    assert run.summary["ledger"]["issued"] >= len(indices)
     sizes = {sum(count_of(index, session) for session in range(trajectories_of(index))) for index in indices}
-    assert sizes >= {1, 2, 3, 4, 5, 6}
+    assert sizes == {1, 2, 3, 4, 5, 6, 9}
