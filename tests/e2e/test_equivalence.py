@@ -2,8 +2,8 @@
 """With bound 0 the asynchronous engine is verl's synchronous trainer, bit for bit, also after a rehearsal.
 
 Setting: fp32, one request at a time, a seed for each request from an agent loop that both sides use, batches of two
-mini-batches, shuffled data whose size is no multiple of the batch, two epochs. Lists of outputs are compared with verl's
-v1 trainer, the only one that takes them.
+mini-batches, shuffled data whose size is no multiple of the batch, two epochs. Lists of outputs are compared with
+verl's v1 trainer, the only one that takes them.
 """
 
 from __future__ import annotations
