@@ -72,7 +72,7 @@ class Worker:
         )
 
     def make(self) -> bytes:
-        return pack(self.output)
+        return pack([self.output])
 
 
 def stock_group(number: int) -> RolloutSample:

@@ -96,7 +96,7 @@ def make_payload(number: int) -> np.ndarray:
         metrics=AgentLoopMetrics(),
         extra_fields={"version_runs": runs, "exact_versions": True, "reward_extra_info": {}, "align_s": spent},
     )
-    return pack(output)
+    return pack([output])
 
 
 def resident(name: str) -> int:
@@ -121,9 +121,10 @@ def assemble_once(references: list[Any]) -> dict[str, Any]:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the peak
     before, began, used = resident("VmRSS"), time.perf_counter(), time.process_time()
-    rows = [unpack(payload) for payload in ray.get(references, timeout=600)]
+    trajectories = [unpack(payload) for payload in ray.get(references, timeout=600)]
+    rows = [row for (row,) in trajectories]
     lengths = [int(row.attention_mask.sum()) for row in rows]
-    outputs = [rows[first : first + GROUP] for first in range(0, len(rows), GROUP)]
+    outputs = [trajectories[first : first + GROUP] for first in range(0, len(rows), GROUP)]
     joiner = SimpleNamespace(reward_loop_worker_handles=[])
     order = random.Random(0).sample(range(len(rows)), len(rows))
     batch = batches.assemble(

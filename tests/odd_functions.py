@@ -80,6 +80,12 @@ def _doubling() -> Any:
     return value
 
 
+def _part(output: AgentLoopOutput, begin: int, end: int | None) -> AgentLoopOutput:
+    """Some of the response's tokens, with those before them as the prompt."""
+    kept = {name: getattr(output, name)[begin:end] for name in ("response_ids", "response_mask", "response_logprobs")}
+    return output.model_copy(update={"prompt_ids": [*output.prompt_ids, *output.response_ids[:begin]], **kept})
+
+
 NAN = float("nan")
 RETURNED: dict[str, tuple[dict[str, Any], str | None]] = {
     "arrays": ({"prompt_ids": np.array([1, 2]), "response_ids": np.array([10, 11])}, None),
@@ -171,8 +177,8 @@ RETURNED: dict[str, tuple[dict[str, Any], str | None]] = {
 
 INSTEAD: dict[str, tuple[Callable[[AgentLoopOutput], Any], str | None]] = {
     "a list of one": (lambda output: [output], None),
-    "a list of two": (lambda output: [output, output], "a list of 2.*one AgentLoopOutput"),
-    "an empty list": (lambda output: [], "a list of 0"),
+    "a list of two": (lambda output: [_part(output, 0, 1), _part(output, 1, None)], None),
+    "an empty list": (lambda output: [], "an empty list"),
     "a list of others": (lambda output: [7], "a int"),
     "nothing": (lambda output: None, "a NoneType"),
     "a dict": (lambda output: output.model_dump(), "a dict"),

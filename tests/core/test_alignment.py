@@ -34,7 +34,15 @@ def test_rewritten_answers_are_not_placed() -> None:
     assert place([part], PROMPT, [5, 6, 7], [1, 1, 1]) is None
     assert place([Part(0, PROMPT, [5])], PROMPT, [5, 90, 91, 8], [1, 0, 0, 1]) is None
     assert place([Part(0, [1], [5, 6])], PROMPT, [5, 6], [1, 1]) is None
-    assert place([Part(0, [*PROMPT, 9], [6])], PROMPT, [5], [0]) is None, "its context ends where the response does"
+
+
+def test_parts_of_other_outputs_are_left_out() -> None:
+    """The agent loop asked in another context, or of another prompt."""
+    own, others = Part(0, PROMPT, [5, 6]), [Part(1, [*PROMPT, 9], [6]), Part(1, [1], [5, 6]), Part(1, [3, 4, 8], [6])]
+    for other in others:
+        assert place([other, own], PROMPT, [5, 6], [1, 1]) == [(2, 0), (0, 2)]
+        assert place([other], PROMPT, [5, 6], [1, 1]) is None
+    assert place(others[:1], PROMPT, [5], [0]) == [(1, 0)], "its context ends where the response does"
 
 
 def test_mask_of_another_length_than_the_response_is_refused() -> None:

@@ -2,7 +2,8 @@
 """With bound 0 the asynchronous engine is verl's synchronous trainer, bit for bit, also after a rehearsal.
 
 Setting: fp32, one request at a time, a seed for each request from an agent loop that both sides use, batches of two
-mini-batches, shuffled data whose size is no multiple of the batch, two epochs.
+mini-batches, shuffled data whose size is no multiple of the batch, two epochs. Lists of outputs are compared with
+verl's v1 trainer, the only one that takes them.
 """
 
 from __future__ import annotations
@@ -66,6 +67,12 @@ def setting(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
     ]
 
 
+def with_lists(overrides: list[str], folder: Path) -> list[str]:
+    """The same setting with an agent loop that returns lists, of one output or three."""
+    (folder / "agent_loops.yaml").write_text("- name: seeded\n  _target_: splitting_loop.OneOrThree\n")
+    return overrides
+
+
 def read(folder: Path, metrics: list[dict[str, float]]) -> Record:
     samples = []
     for step in range(1, STEPS + 1):
@@ -84,10 +91,13 @@ def short_dir() -> Iterator[Path]:
 def baseline(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory, short_dir: Path) -> Record:
     """Stock verl's synchronous trainer: one process generates and trains in turns."""
     folder = tmp_path_factory.mktemp("sync")
+    return run_stock([*setting(task, folder, short_dir), "trainer.use_v1=false"], folder)
+
+
+def run_stock(overrides: list[str], folder: Path) -> Record:
     overrides = [
         "+preset=tiny_cpu",
-        *(override for override in setting(task, folder, short_dir) if not override.startswith("async_training.")),
-        "trainer.use_v1=false",
+        *(override for override in overrides if not override.startswith("async_training.")),
         "trainer.logger=[console,file]",
         "actor_rollout_ref.hybrid_engine=true",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=naive",
@@ -100,12 +110,13 @@ def baseline(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory, short_di
     return read(folder, [step for step in steps if "actor/grad_norm" in step])
 
 
-def run_ours(main: str, task: TaskPaths, folder: Path, ray_dir: Path) -> Record:
+def run_ours(main: str, task: TaskPaths, folder: Path, ray_dir: Path, lists: bool = False) -> Record:
+    overrides = setting(task, folder, ray_dir)
     run = run_main(
         main,
         [
             "preset=tiny_cpu",
-            *setting(task, folder, ray_dir),
+            *(with_lists(overrides, folder) if lists else overrides),
             "async_training.staleness_threshold=0",
             "async_training.rehearsal=true",
             "async_training.alarms.exit_status=false",
@@ -158,6 +169,31 @@ def test_bound_zero_equals_synchronous_training_bit_for_bit(
     # The version of every token is the number of updates before it, as in the baseline by construction.
     assert [metrics["fully_async/staleness/oldest_token_max"] for metrics in ours.metrics] == [0] * STEPS
     assert [metrics["fully_async/staleness/token_mean"] for metrics in ours.metrics] == [0] * STEPS
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_lists_with_bound_zero_are_those_of_verls_synchronous_v1_trainer_bit_for_bit(
+    untrained_task: TaskPaths, tmp_path: Path, short_dir: Path
+) -> None:
+    """v1 dumps a batch in the order of random names, and trains it in that of a sampler of this test."""
+    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    overrides = [
+        *with_lists(setting(untrained_task, stock, short_dir), stock),
+        "trainer.use_v1=true",
+        "trainer.v1.trainer_mode=sync",
+        "trainer.v1.sampler.custom_sampler.path=pkg://ordered_sampler",
+        "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
+    ]
+    theirs = run_stock(overrides, stock)
+    mine = run_ours(ONE_STEP_OFF, untrained_task, ours, short_dir, lists=True)
+    rows = BATCH * (ANSWERS // 2) * (1 + 3)
+    for record in (theirs, mine):
+        assert [len(step) for step in record.samples] == [rows] * STEPS
+        for step in record.samples:
+            step.sort(key=str)
+    compare(mine, theirs)
+    assert all(step["critic/advantages/max"] > 0 and step["actor/grad_norm"] > 0 for step in mine.metrics)
 
 
 @dataclass(frozen=True)

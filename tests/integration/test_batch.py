@@ -42,7 +42,7 @@ def batch_of(*rows: Any, size: int = 1, order: list[int] | None = None, kind: ty
     for group_id in range(len(rows) // size):
         prompt = source.take()
         groups.append(GroupRun(Group(group_id, prompt.reference, 0), prompt.row, 0))
-    outputs = [rows[start : start + size] for start in range(0, len(rows), size)]
+    outputs = [[[row] for row in rows[start : start + size]] for start in range(0, len(rows), size)]
     return assemble(groups, outputs, join, order)
 
 

@@ -88,7 +88,10 @@ def batch_of(**columns: Any) -> DataProto:
 
 
 def groups(*epochs: int) -> Any:
-    return [SimpleNamespace(group=SimpleNamespace(prompt=SimpleNamespace(epoch=epoch))) for epoch in epochs]
+    return [
+        SimpleNamespace(group=SimpleNamespace(prompt=SimpleNamespace(epoch=epoch)), trajectories=[0])
+        for epoch in epochs
+    ]
 
 
 def test_times_of_agent_loops_are_those_of_the_batch() -> None:
@@ -99,6 +102,7 @@ def test_times_of_agent_loops_are_those_of_the_batch() -> None:
     assert timing["agent_loop/tool_calls/mean"] == 0.5 and timing["agent_loop/slowest/prompt_length"] == 1
     assert metrics == {
         "training/epoch": 1,
+        "fully_async/outputs_per_trajectory": 1.0,
         "fully_async/processing_time/avg": pytest.approx(7 / 3),
         "fully_async/processing_time/max": 4.0,
         "fully_async/processing_time/min": 1.0,

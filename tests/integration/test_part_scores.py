@@ -48,3 +48,14 @@ async def test_answer_with_a_number_for_each_token_is_taken() -> None:
     scorer.add(7, [1, 2], [3, 4, 5])
     scored = await asyncio.wait_for(scorer.collect([1, 2], [3, 4, 5], [1] * 3), 10)
     assert scored is not None and scored.log_probs.tolist() == [-0.5] * 3
+
+
+async def test_each_output_of_a_list_gets_the_scores_of_its_own_parts_whatever_became_of_the_others() -> None:
+    scorer = PartScorer(Client(GOOD, GOOD - 1, spoilt(np.nan)), 0)
+    scorer.add(7, [1, 2], [3, 4, 5])
+    scorer.add(8, [9], [3, 4, 5])
+    scorer.add(8, [1, 2, 6], [3, 4, 5])
+    first, second = await scorer.collect([1, 2], [3, 4, 5], [1] * 3), await scorer.collect([9], [3, 4, 5], [1] * 3)
+    assert first is not None and (first.log_probs.tolist(), first.versions.tolist()) == ([-0.5] * 3, [7] * 3)
+    assert second is not None and (second.log_probs.tolist(), second.versions.tolist()) == ([-1.5] * 3, [8] * 3)
+    assert await scorer.collect([1, 2, 6], [3, 4, 5], [1] * 3) is None

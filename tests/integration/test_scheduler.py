@@ -847,8 +847,18 @@ def test_metrics_tell_what_runs_and_what_interruptions_cost(start: Any) -> None:
     assert 0 < metrics["fully_async/rollouter/occupancy"] <= 1
 
 
+class Sized(Rows):
+    """Rows that say how many trajectories their groups have, from 1 to 9, and one that does not."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "__rollout_n__": float(index) if 0 < index < 10 else float("nan")}
+
+
+@pytest.mark.parametrize("kind", [Rows, Sized])
 @pytest.mark.parametrize("seed", range(8))
-def test_random_schedule_trains_every_prompt_exactly_once_or_counts_its_failure(start: Any, seed: int) -> None:
+def test_random_schedule_trains_every_prompt_exactly_once_or_counts_its_failure(
+    start: Any, seed: int, kind: type[Rows]
+) -> None:
     rng = random.Random(seed)
     b, k, bound = rng.randint(1, 3), rng.randint(1, 3), rng.randint(0, 3)
     failing = rng.choice((0.0, 0.0, 0.1))
@@ -865,7 +875,7 @@ def test_random_schedule_trains_every_prompt_exactly_once_or_counts_its_failure(
     ledger = new_ledger(b=b, k=k, bound=bound, depth=rng.random() * bound)
     pool = ScriptedPool(answer)
     size = rng.randint(1, 3)
-    source = make_source(10 * b, epochs=2, seed=seed)
+    source = make_source(10 * b, epochs=2, seed=seed, kind=kind)
     scheduler = start(
         new_scheduler(ledger, source, pool, slots=size * rng.randint(1, 8), group_size=size, failures=1000)
     )
@@ -880,6 +890,56 @@ def test_random_schedule_trains_every_prompt_exactly_once_or_counts_its_failure(
         assert ledger.trained_prompts() == [[0, 0, 10 * b], [1, 0, 10 * b]]
     trained = [(epoch, index) for epoch, first, end in ledger.trained_prompts() for index in range(first, end)]
     assert len(trained) == len(set(trained)) == counts.trained
+    of_groups: dict[int, set[int]] = {}
+    for call in pool.calls:
+        of_groups.setdefault(call.group.prompt.index, set()).add(call.n)
+    if not failing:
+        usual = {index: index if kind is Sized and 0 < index < 10 else size for index in range(10 * b)}
+        assert of_groups == {index: set(range(count)) for index, count in usual.items()}
+
+
+def test_groups_of_other_sizes_are_in_a_snapshot_and_go_on(start: Any) -> None:
+    pool, ledger = ScriptedPool(), new_ledger(b=4, bound=2, depth=1)
+    first = start(new_scheduler(ledger, make_source(9, kind=Sized), pool, group_size=2, slots=8))
+    pool.of(1).finish()
+    for n in range(2):
+        pool.of(2, n).finish()
+    settled(first)
+    saved = first.snapshot(SOON)
+    first.stop(SOON)
+    assert [len(saved["groups"][group]["payloads"]) for group in range(4)] == [2, 1, 2, 3]
+    assert [len([each for each in saved["groups"][group]["payloads"] if each]) for group in range(4)] == [0, 1, 2, 0]
+
+    again, source = ScriptedPool(finish_at_once), make_source(9, kind=Sized)
+    source.restore(saved["source"])
+    resumed = SampleLedger.restore(saved["ledger"], ledger.settings)
+    second = new_scheduler(resumed, source, again, group_size=2, slots=8)
+    second.restore_groups(saved["groups"])
+    start(second)
+    batch = second.take_batch(SOON)
+    assert {run.group.id: len(run.payloads) for run in batch} == {0: 2, 1: 1, 2: 2, 3: 3}
+    assert not [call for call in again.calls if call.group.id in (1, 2)], "their answers are there"
+
+
+class Unsized(Rows):
+    """Each third row asks for no number of trajectories that there is."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        wrong = [0, 2.5, "four", None, -1, float("inf")]
+        return {**super().__getitem__(index), "__rollout_n__": wrong[index // 3] if index % 3 == 0 else 2}
+
+
+def test_a_number_of_trajectories_that_is_none_costs_its_own_group(
+    start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = ScriptedPool(finish_at_once)
+    scheduler = start(new_scheduler(new_ledger(b=2), make_source(18, kind=Unsized), pool, failures=9))
+    while train(scheduler) is not None:
+        pass
+    counts = scheduler.ledger.counts()
+    # The fourth of the wrong ones, None, is that of a row without the column.
+    assert (counts.issued, counts.failed) == (18, 5)
+    assert "__rollout_n__ has 2.5, which is not a whole number from 1 on" in caplog.text
 
 
 def test_policy_that_raises_ends_the_run_with_its_words(start: Any) -> None:

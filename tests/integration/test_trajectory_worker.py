@@ -122,10 +122,18 @@ class RaisingLoop(Loop):
 
 
 class SeveralLoop(Loop):
-    """What verl's v1 trainers take: several trajectories of one answer, as many as the sample says."""
+    """Asks as often as the sample says, each time in a context of its own, and gives an output for each answer."""
 
     async def run(self, sampling_params: dict[str, Any], **sample: Any) -> Any:
-        return [self.output([1, 2], await self.ask(sampling_params, [1, 2]))] * sample.get("outputs", 2)
+        self.asked.append(sampling_params)
+        outputs = []
+        for number in range(sample.get("outputs", 2)):
+            outputs.append(self.output([1, number], await self.ask(sampling_params, [1, number])))
+        for output, score in zip(outputs, sample.get("scores", ()), strict=False):
+            output.reward_score = score
+        return outputs * sample.get("times", 1)
+
+    asked: ClassVar[list[dict[str, Any]]] = []
 
 
 class HangingLoop(Loop):
@@ -258,11 +266,11 @@ async def run(
         event, payload = await worker.run_trajectory(key, sample, 4, 0, 7, trace=trace)
         if event is None:
             return [event, *await finish()]
-        return [event, unpack(payload)]
+        return [event, *unpack(payload)]
 
     async def finish() -> list[Any]:
         scored, payload = await worker.finish_trajectory(key)
-        return [scored, unpack(payload)]
+        return [scored, *unpack(payload)]
 
     return await asyncio.wait_for(collect(), SOON)
 
@@ -313,10 +321,10 @@ def tensors_of(output: Any) -> dict[str, torch.Tensor]:
 async def test_payload_is_the_whole_trajectory_in_one_array_and_its_tensors_are_views_of_that(make_worker: Any) -> None:
     _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
     output.extra_fields["of the user"] = lambda: "anything that cloudpickle takes"
-    packed = pack(output)
+    packed = pack([output])
     assert (packed.dtype, packed.ndim) == (np.uint8, 1)
     packed.flags.writeable = False  # as what the object store hands over
-    again, tensors = unpack(packed), tensors_of(output)
+    (again,), tensors = unpack(packed), tensors_of(output)
     assert {"prompt_ids", "response_ids", "response_mask", "attention_mask", "position_ids"} <= tensors.keys()
     for name, value in tensors.items():
         assert torch.equal(getattr(again, name), value)
@@ -329,15 +337,15 @@ async def test_payload_is_the_whole_trajectory_in_one_array_and_its_tensors_are_
 
 async def test_payload_has_nothing_that_nobody_reads_or_that_the_trainer_has_already(make_worker: Any) -> None:
     _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
-    plain = len(pack(output))
+    plain = len(pack([output]))
     pixels, image = torch.rand(64, 1176), np.zeros((1000, 1000, 3), np.uint8)
     output.multi_modal_inputs = {"pixel_values": pixels, "half": pixels[:2].bfloat16(), "name": "of no tensor"}
     output.multi_modal_data = {"images": [image]}
     output.mm_processor_output = [{"video": image}]
     output.extra_fields["raw_prompt"] = [{"role": "user", "content": [image]}]
-    packed = pack(output)
+    packed = pack([output])
     assert len(packed) - plain < pixels.nbytes + 16_384
-    again = unpack(packed)
+    (again,) = unpack(packed)
     assert (again.multi_modal_data, again.mm_processor_output) == (None, None)
     assert "raw_prompt" not in again.extra_fields
     inputs = again.multi_modal_inputs
@@ -349,7 +357,7 @@ async def test_payload_has_nothing_that_nobody_reads_or_that_the_trainer_has_alr
 async def test_payload_of_a_checkpoint_of_an_earlier_version_is_taken_too(make_worker: Any) -> None:
     _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
     arrays = {name: value.numpy() for name, value in tensors_of(output).items()}
-    again = unpack(cloudpickle.dumps(output.model_copy(update=arrays), protocol=5))
+    (again,) = unpack(cloudpickle.dumps(output.model_copy(update=arrays), protocol=5))
     for name, value in tensors_of(output).items():
         assert torch.equal(getattr(again, name), value)
 
@@ -365,8 +373,9 @@ async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> Non
     expected = TrajectoryScored(0.25, 7, 7, True, 0, 0, 2, sampled_tokens=2, received_tokens=2)
     assert scored.asked_s > 0
     assert replace(scored, asked_s=0.0) == expected
-    assert unpack(payload).reward_score == 0.25
-    assert unpack(payload).response_ids[0, :2].tolist() == [10, 11]
+    (output,) = unpack(payload)
+    assert output.reward_score == 0.25
+    assert output.response_ids[0, :2].tolist() == [10, 11]
     assert worker._running == {}
 
 
@@ -721,3 +730,60 @@ async def test_rollout_trace_has_an_answer_with_each_request_that_made_it(
     (answer,) = (span for span in trace.data.spans if span.name == whole[0])
     assert answer.outputs["token_ids"] == [10, 11, 12] and answer.outputs["response_text"]
     assert answer.outputs["extra_fields"]["max_global_steps"] == 8
+
+
+async def test_each_output_of_a_list_is_a_row_and_the_last_ones_reward_is_for_all_without_their_own(
+    make_worker: Any,
+) -> None:
+    reward = Reward(0.5)
+    worker = make_worker(ScriptedServer(part([10, 11], 7), part([12], 8), part([10, 11], 9)), reward, metric="acc")
+    scored, *outputs = await run(worker, "SeveralLoop", outputs=3, scores=[None, 0.25])
+    assert reward.calls == 1
+    assert [output.reward_score for output in outputs] == [0.5, 0.25, 0.5]
+    assert [output.extra_fields.get("reward_extra_info") for output in outputs] == [
+        {"acc": False},
+        None,
+        {"acc": False},
+    ]
+    assert [output.response_ids[0, : output.response_mask.sum()].tolist() for output in outputs] == [
+        [10, 11],
+        [12],
+        [10, 11],
+    ]
+    # Those of the third answer have the same tokens as the first one's, and another version.
+    assert [output.extra_fields["version_runs"] for output in outputs] == [[(7, 2)], [(8, 1)], [(9, 2)]]
+    assert (scored.score, scored.filter_metric, scored.exact_versions) == (0.5, 0.0, True)
+    assert (scored.oldest_version, scored.newest_version) == (7, 9)
+    assert (scored.sampled_tokens, scored.received_tokens, scored.response_tokens) == (5, 5, 5)
+
+
+async def test_a_list_whose_last_output_has_a_reward_needs_none(make_worker: Any) -> None:
+    reward = Reward()
+    worker = make_worker(ScriptedServer(part([10], 7), part([12], 7)), reward)
+    scored, *outputs = await run(worker, "SeveralLoop", scores=[None, 2])
+    assert (reward.calls, scored.score) == (0, 2.0)
+    assert [output.reward_score for output in outputs] == [2.0, 2.0]
+
+
+async def test_tokens_that_outputs_repeat_count_once_in_the_books(make_worker: Any) -> None:
+    worker = make_worker(ScriptedServer(part([10, 11], 7), part([12], 7)), Reward(0.5))
+    scored, *outputs = await run(worker, "SeveralLoop", times=3)
+    assert len(outputs) == 6
+    assert (scored.sampled_tokens, scored.received_tokens) == (3, 3)
+
+
+@pytest.mark.parametrize("fault", [{"outputs": 0}, {"scores": [float("nan"), 1.0]}, {"scores": [0.5, "high"]}])
+async def test_a_list_with_a_fault_costs_the_trajectory(make_worker: Any, fault: dict[str, Any]) -> None:
+    worker = make_worker(ScriptedServer(part([10], 7), part([12], 7)), Reward(0.5))
+    with pytest.raises((UnusableAnswer, NonFinite)):
+        await run(worker, "SeveralLoop", **fault)
+
+
+async def test_a_row_without_sampling_is_answered_greedily(make_worker: Any) -> None:
+    """As verl does for a row whose ``__do_sample__`` is false."""
+    worker = make_worker(ScriptedServer(*[part([10], 7)] * 6), Reward(*[0.5] * 3))
+    SeveralLoop.asked.clear()
+    for number, wants in enumerate((True, None, False)):
+        await run(worker, "SeveralLoop", f"0-{number}-0", __do_sample__=wants)
+    greedy = [(asked["temperature"], asked["top_p"], asked["top_k"]) == (0, 1.0, -1) for asked in SeveralLoop.asked]
+    assert greedy == [False, False, True]

@@ -108,7 +108,7 @@ ONE_FAILS: dict[str, dict[str, Any]] = {
         "changes": [{}, {"prompt_ids": [1] * 9}, {}, {}],
     },
     "has no tokens": {"agent_name": ["ScriptedLoop"] * 4, "changes": [{}, {"response_ids": []}, {}, {}]},
-    "returns several": {"agent_name": ["PlainLoop", "SeveralLoop", None, None]},
+    "returns nothing": {"agent_name": ["PlainLoop", "SeveralLoop", None, None], "outputs": [0] * 4},
     "hangs": {"agent_name": ["PlainLoop", "HangingLoop", None, None]},
 }
 
@@ -163,8 +163,9 @@ async def test_validation_samples_as_its_own_settings_say_and_leaves_no_trace_in
     await answered(manager, rows(1))
     worker = manager.agent_loop_workers[0]._target.worker
     assert (await worker.close_books()).received == 0
-    assert worker._sampling_params(True)["temperature"] == 0.0
-    assert (worker._sampling_params(True)["top_p"], worker._sampling_params(True)["top_k"]) == (0.9, 5)
+    assert worker._sampling_params(True, {})["temperature"] == 0.0
+    sampled = worker._sampling_params(True, {"__do_sample__": False})
+    assert (sampled["top_p"], sampled["top_k"]) == (0.9, 5)
 
 
 async def test_validation_of_which_each_answer_fails_ends_a_run_that_never_had_one(validation: Any) -> None:

@@ -23,6 +23,11 @@ REFERENCE = "reference_log_probs"
 REPORTED = "reward_extra_info"
 """verl's extra field of a trajectory: the values that the reward function returned in addition to the score."""
 
+OUTPUT_KEYS = "output_key"
+"""Batch column: uid of the group, number of the trajectory and number of the output, as text with "_" between, like the
+keys of verl's v1 trainers. Absent if each trajectory of the batch has one output.
+"""
+
 DATASET_INDEX = "dataset_index"
 """Field of a prompt: the index of its row in the data set."""
 
@@ -40,6 +45,7 @@ OTHER_NAME = "reported_"
 TAKEN = frozenset(
     {
         *(TOKEN_VERSIONS, SCORED_BY, OLD_LOG_PROBS, ENTROPY, VERSION_RUNS, SCORES, REFERENCE, DATASET_INDEX),
+        OUTPUT_KEYS,
         *("exact_versions", "uid", "data_source", "reward_model", "extra_info", "dummy_tensor"),
         *("prompts", "responses", "response_mask", "loss_mask", "input_ids", "attention_mask", "position_ids"),
         *("rollout_log_probs", "routed_experts", "teacher_ids", "teacher_logprobs", "rm_scores", "reward_baselines"),

@@ -93,8 +93,8 @@ class PromptCounts:
 class PromptManager:
     """Assigns generation slots to trajectories.
 
-    group_size: number of trajectories in a group. slots: number of trajectories that may run at once; it may change,
-    also to 0.
+    group_size: usual number of trajectories in a group; `issue` may be given another one. slots: number of trajectories
+    that may run at once; it may change, also to 0.
     """
 
     def __init__(self, ledger: SampleLedger, group_size: int, slots: int) -> None:
@@ -140,7 +140,10 @@ class PromptManager:
         if not self.is_open or not self.anything_waits():
             return None
         _, group_id, index = self._waiting[0]
-        if not self._fits(self._states[group_id].count(TrajectoryState.PENDING)):
+        states = self._states[group_id]
+        # A group that has begun takes each free slot, since one with more trajectories than slots never fits.
+        begun = TrajectoryState.RUNNING in states
+        if not self._fits(1 if begun else states.count(TrajectoryState.PENDING)):
             return None
         heapq.heappop(self._waiting)
         trajectory = Trajectory(group_id, index)
@@ -195,27 +198,27 @@ class PromptManager:
         """Return whether enough slots are free for a new group: for one trajectory, or for all if it starts whole."""
         return self._fits(self.group_size)
 
-    def issue(self, prompt: PromptRef) -> Group:
-        """Issue a group for this prompt and queue its trajectories for slots."""
+    def issue(self, prompt: PromptRef, size: int | None = None) -> Group:
+        """Issue a group of ``size`` trajectories, by default `group_size`, and queue them for slots."""
         if not self.is_open:
             raise LedgerError("no prompt may be issued before generation begins, or in a drain")
         group = self.ledger.issue(prompt)
-        self.adopt(group, [TrajectoryState.PENDING] * self.group_size)
+        self.adopt(group, [TrajectoryState.PENDING] * (size or self.group_size))
         return group
 
     def adopt(self, group: Group, states: Sequence[TrajectoryState]) -> None:
         """Add a group that is new or from a checkpoint; ``states`` has the state of each trajectory, none RUNNING."""
         if group.state is not GroupState.RUNNING or group.id in self._states:
             raise LedgerError(f"group {group.id} is {group.state} or known already: it cannot be adopted")
-        if len(states) != self.group_size or TrajectoryState.RUNNING in states:
+        if not states or TrajectoryState.RUNNING in states:
             raise LedgerError(
-                f"the {self.group_size} trajectories of group {group.id} need a state each, none of them RUNNING, but "
-                f"the states are {list(states)}"
+                f"the trajectories of group {group.id} need a state each, none of them RUNNING, but the states are "
+                f"{list(states)}"
             )
         self._states[group.id] = list(states)
         self._groups_in[_group_state(states)] += 1
         self._trajectories_in.update(states)
-        for index in range(self.group_size):
+        for index in range(len(states)):
             self._wait(Trajectory(group.id, index))
 
     def state(self, trajectory: Trajectory) -> TrajectoryState:
@@ -280,8 +283,9 @@ class PromptManager:
         return None
 
     def _fits(self, waiting: int) -> bool:
-        """Return whether enough slots are free for a group with ``waiting`` pending trajectories."""
-        return self.slots - self.running >= (waiting if self.ledger.policy.whole_groups else 1)
+        """Return whether enough slots are free for a group with ``waiting`` pending trajectories, at most all slots."""
+        wanted = max(1, min(waiting, self.slots)) if self.ledger.policy.whole_groups else 1
+        return self.slots - self.running >= wanted
 
     def _expect(self, trajectory: Trajectory, *states: TrajectoryState) -> None:
         state = self.state(trajectory)

@@ -23,6 +23,10 @@ NOT_SAMPLED = -1
 Runs = list[tuple[int, int]]
 """Run-length code of the versions of consecutive tokens: (version, number of tokens), ..."""
 
+Context = tuple[int, tuple[int, ...]]
+"""What `context_of` keeps of the tokens that precede a piece."""
+CONTEXT = 16
+
 ALIGNMENT_WORK = 32
 """Largest number of comparisons that `align` makes per token. Only degenerate answers (one repeated token) need more.
 """
@@ -149,6 +153,35 @@ def align(
     return Alignment(_with_unsampled(read.runs, response_mask), read.exact)
 
 
+def align_in(
+    generated: Sequence[tuple[int, Sequence[int]]],
+    contexts: Sequence[Context],
+    prompt: Sequence[int],
+    response_ids: Sequence[int],
+    response_mask: Sequence[int],
+) -> Alignment:
+    """Return what `align` returns for one of several outputs of an agent loop, each with its own ``prompt``.
+
+    Only those pieces are read that were sampled in a context with which the output begins (``contexts``, one for each
+    piece), because an output of an agent loop that rewrites its context has only some of the pieces. If these do not
+    give exact labels, all pieces are read.
+    """
+    sequence = [*prompt, *response_ids]
+    found = [
+        piece
+        for piece, (length, last) in zip(generated, contexts, strict=True)
+        if len(prompt) <= length < len(sequence) and tuple(sequence[max(0, length - CONTEXT) : length]) == last
+    ]
+    if found and (own := align(found, response_ids, response_mask)).exact:
+        return own
+    return align(generated, response_ids, response_mask)
+
+
+def context_of(tokens: Sequence[int]) -> Context:
+    """Return a short description of the tokens that precede a piece: their number, and the last `CONTEXT` of them."""
+    return len(tokens), tuple(tokens[-CONTEXT:])
+
+
 def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
     """Return the oldest version that any reading (see `align`) gives each token; None if no reading is found.
 
@@ -255,19 +288,17 @@ def place(
 ) -> list[tuple[int, int]] | None:
     """Return where in the response each part begins, and how many of its tokens the response has.
 
-    The log-probs of a part are valid for the response only if the same tokens precede it there. Return None if the
-    agent loop has rewritten what was generated: if other tokens precede a part, or a token marked as sampled (``mask``
-    1) is in no part. Shown by tests/core/test_alignment.py.
+    The log-probs of a part are valid for the response only if the same tokens precede it there. A part that other
+    tokens precede belongs to another output of its agent loop, or was rewritten, and the response has none of its
+    tokens. Return None if a token marked as sampled (``mask`` 1) is in no part. Shown by tests/core/test_alignment.py.
     """
     sequence = [*prompt, *response]
     places, covered = [], bytearray(len(response))
     for part in parts:
         begin, known = len(part.context), [*part.context, *part.tokens][: len(sequence)]
-        if begin > len(sequence):
+        if not len(prompt) <= begin <= len(sequence) or sequence[: len(known)] != known:
             places.append((len(response), 0))
             continue
-        if begin < len(prompt) or sequence[: len(known)] != known:
-            return None
         first, used = begin - len(prompt), len(known) - begin
         places.append((first, used))
         covered[first : first + used] = b"\1" * used

@@ -138,7 +138,10 @@ class PartScorer:
     async def collect(
         self, prompt: Sequence[int], response: Sequence[int], mask: Sequence[int]
     ) -> ResponseScores | None:
-        """Wait for the scores of all parts and return those of the response; None if a sampled token has no score."""
+        """Wait for the scores of all parts and return those of the response; None if a sampled token has no score.
+
+        The response is one output of the agent loop, and each output of a list has its own ``prompt``.
+        """
         answers = await asyncio.gather(*self._tasks, return_exceptions=True)
         places = place(self._parts, prompt, response, mask)
         if places is None:
@@ -146,6 +149,8 @@ class PartScorer:
             return None
         scores = ResponseScores.empty(len(response))
         for answer, (first, count) in zip(answers, places, strict=True):
+            if not count:
+                continue
             if isinstance(answer, Unscored):
                 logger.warning("a trajectory goes to the trainer without log-probs: %s", answer)
                 return None

@@ -59,7 +59,7 @@ class SchedulerSettings:
     """The settings of the scheduler, which do not change during a run.
 
     Attributes:
-        group_size: number of trajectories in a group (``rollout.n``).
+        group_size: number of trajectories in a group (``rollout.n``), unless its data row says another one.
         slots: number of trajectories that may generate at once, over all replicas.
         max_retries: number of attempts at one trajectory after the first.
         max_consecutive_failures: number of groups that have to fail in a row to end the run.
@@ -87,10 +87,11 @@ class SchedulerSettings:
 @dataclass(frozen=True)
 class TrajectoryScored:
     """The facts about a finished trajectory that the scheduler needs. The response is the whole trajectory after its
-    prompt.
+    prompt. If the agent loop returned a list, these are the facts about all outputs together.
 
     Attributes:
-        score: the reward, or None if the trainer computes the reward, with a reward model on its own accelerators.
+        score: the reward of the last output, or None if the trainer computes the reward, with a reward model on its own
+            accelerators.
         oldest_version, newest_version: the oldest and the newest policy version that sampled tokens of the response.
         exact_versions: False if the agent loop changed or dropped sampled tokens, so that the version of some tokens is
             ambiguous. Each such token counts as sampled by the oldest possible version.
@@ -134,7 +135,7 @@ class TrajectoryRun:
         record: the trajectory's answers from the checkpoint that the run resumed from. None after the first attempt.
         errors: the error of each failed attempt.
         scored: the facts about the successful attempt, if any.
-        payload: Ray object reference to the padded trajectory of the successful attempt.
+        payload: Ray object reference to the padded outputs of the successful attempt.
         key: the name of the newest attempt, by which its worker identifies it.
         worker_id: the worker of the newest attempt.
         under_way: whether the newest attempt is still running.

@@ -27,6 +27,7 @@ from contextvars import ContextVar
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
+from recipe.async_engine.core.versions import Context, context_of
 from recipe.async_engine.engines.answers import ABORTED, CHECKPOINT, Flight
 from recipe.async_engine.log_prob_servers.client import PartScorer
 from recipe.async_engine.record.activity import ToolTime, Work
@@ -111,6 +112,7 @@ class TrajectoryRecorder:
 
     Attributes:
         segments: (version, token ids) for each run of tokens that one version sampled, in the order of sampling.
+        contexts: for each of ``segments``, what `context_of` keeps of the tokens before it.
         interruptions: number of times that a weight sync or a server's death interrupted an answer which was resumed.
         cut_tokens: number of tokens in the interrupted parts of answers. All these tokens are also in ``segments``.
         reprefilled_tokens: number of prompt and answer tokens that resumed requests sent to an engine again.
@@ -132,6 +134,7 @@ class TrajectoryRecorder:
     """
 
     segments: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    contexts: list[Context] = field(default_factory=list)
     interruptions: int = 0
     cut_tokens: int = 0
     reprefilled_tokens: int = 0
@@ -173,6 +176,7 @@ class TrajectoryRecorder:
         if not token_ids:
             return
         self.segments.append((version, tuple(token_ids)))
+        self.contexts.append(context_of(context))
         if self.scorer is not None:
             self.scorer.add(version, context, token_ids)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the output of an agent loop, and converts it to plain Python values.
 
-Contract: whatever a user's agent loop returns, `plain_output` either returns an ``AgentLoopOutput`` of plain values
-that any process can unpickle, or raises an error that names the wrong field. Token ids, masks and log-probs become
+Contract: whatever a user's agent loop returns, `plain_outputs` either returns ``AgentLoopOutput``s of plain values that
+any process can unpickle, or raises an error that names the wrong field. Token ids, masks and log-probs become
 lists of Python numbers. A value in ``extra_fields`` is accepted if it can be pickled. A field with the name of one of
 verl's columns is renamed.
 
@@ -42,16 +42,28 @@ LARGEST = 256 << 20
 INT32 = 2**31
 
 
-def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutput:
-    """Return a copy of an agent loop's result that has only plain values.
+def plain_outputs(returned: Any, rollout: Any, vocabulary: int) -> list[AgentLoopOutput]:
+    """Return copies of an agent loop's outputs that have only plain values.
 
+    An agent loop returns one output, or a list of outputs if its context was rewritten or split among sub-agents.
     ``rollout`` has verl's rollout settings, and ``vocabulary`` is the size of the model's vocabulary.
 
     Raises:
         UnusableAnswer: the answer cannot be trained. The message names the field.
         NonFinite: a log-prob is NaN, infinite or missing (`check_answer`).
     """
-    output = _the_one(returned)
+    outputs = returned if isinstance(returned, list) else [returned]
+    if not outputs:
+        raise UnusableAnswer("the agent loop returned an empty list, but has to return at least one AgentLoopOutput")
+    return [plain_output(output, rollout, vocabulary) for output in outputs]
+
+
+def plain_output(output: Any, rollout: Any, vocabulary: int) -> AgentLoopOutput:
+    """Return a copy of one output for `plain_outputs`, which explains the arguments and errors."""
+    if not isinstance(output, AgentLoopOutput):
+        raise UnusableAnswer(
+            f"the agent loop returned a {type(output).__name__}, but has to return an AgentLoopOutput or a list of them"
+        )
     log_probs, routed = output.response_logprobs, output.routed_experts
     replayed = getattr(rollout, "enable_rollout_routing_replay", False)
     if replayed and routed is None:
@@ -84,18 +96,6 @@ def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutpu
         plain.extra_fields[f"{OTHER_NAME}{name}" if name in TAKEN else name] = carried
     check_report(plain.extra_fields.get(REPORTED))
     return plain
-
-
-def _the_one(returned: Any) -> AgentLoopOutput:
-    if isinstance(returned, list) and len(returned) == 1:
-        returned = returned[0]
-    if isinstance(returned, AgentLoopOutput):
-        return returned
-    what = f"a list of {len(returned)}" if isinstance(returned, list) else f"a {type(returned).__name__}"
-    raise UnusableAnswer(
-        f"the agent loop returned {what}, but has to return one AgentLoopOutput or a list with just one. Several "
-        "trajectories of one answer are for verl's own v1 trainers"
-    )
 
 
 def shown(value: Any) -> str:

@@ -28,6 +28,9 @@ from recipe.async_engine.core.policy import AdmissionPolicy, OldestReady, chosen
 
 logger = logging.getLogger(__name__)
 
+ROLLOUT_N = "__rollout_n__"
+"""Column with a prompt's number of trajectories, in place of ``rollout.n``, as in verl's v1 trainers."""
+
 
 class DataFailed(RecipeError):
     """The data loader of the training data raised an error, or did not return in time."""
@@ -161,6 +164,21 @@ class LoaderInUse:
 def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:
     """Return the error of a row that could not be read, or None for a usable row."""
     return PromptFailed(str(row[FAILURE][0])) if FAILURE in row else None
+
+
+def group_size(row: Mapping[str, Any], usual: int) -> int:
+    """Return a prompt's number of trajectories: that in its column `ROLLOUT_N`, or ``usual`` if the row has none.
+
+    Raises:
+        PromptFailed: the column has something else than a whole number from 1 on.
+    """
+    asked = row[ROLLOUT_N][0] if ROLLOUT_N in row else None
+    # In a column of numbers, NaN stands for a missing one.
+    if asked is None or (isinstance(asked, float | np.floating) and np.isnan(asked)):
+        return usual
+    if isinstance(asked, int | float | np.number) and asked >= 1 and asked % 1 == 0:
+        return int(asked)
+    raise PromptFailed(f"the data's column {ROLLOUT_N} has {asked!r}, which is not a whole number from 1 on")
 
 
 def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Rehearsal:
     """Runs a made-up trajectory before the first real one and after each failure, and compares the results.
 
     The function ``run`` lets one of verl's own agent loops answer the row `MADE_UP` with `MadeUpAnswers`, and returns
-    the padded trajectory.
+    the padded output, in a list.
     """
 
     def __init__(self, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -122,7 +122,7 @@ class Rehearsal:
             await ray.put(None)
         ran = asyncio.create_task(self._run())
         await asyncio.wait({ran})
-        arrays = vars(unpack(pack(await ran))).items()
+        arrays = vars(unpack(pack(await ran))[0]).items()
         return [
             (name, str(value.dtype), np.asarray(value).tobytes()) for name, value in arrays if hasattr(value, "dtype")
         ]

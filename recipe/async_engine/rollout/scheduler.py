@@ -28,6 +28,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -61,7 +62,7 @@ from recipe.async_engine.rollout.group_run import (
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.loop_output import NonFinite
 from recipe.async_engine.rollout.loop_thread import Changes, LoopThread
-from recipe.async_engine.rollout.prompts import PromptFeed, PromptSource, failure_of
+from recipe.async_engine.rollout.prompts import PromptFailed, PromptFeed, PromptSource, failure_of, group_size
 from recipe.async_engine.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -439,7 +440,7 @@ class RolloutScheduler:
         """Issue a group for the next buffered prompt, and return whether there was one."""
         prompt = self._next_prompt()
         if prompt is not None:
-            self._register(self.manager.issue(prompt.reference), prompt.row)
+            self._register(self.manager.issue(prompt.reference, self._size_of(prompt.row)), prompt.row)
         return prompt is not None
 
     def _next_prompt(self) -> Prompt | None:
@@ -459,15 +460,23 @@ class RolloutScheduler:
             self._taking = False
 
     def _register(self, group: Group, row: dict[str, Any]) -> GroupRun:
-        run = self._runs[group.id] = GroupRun(group, row, self._settings.group_size)
+        run = self._runs[group.id] = GroupRun(group, row, self._size_of(row))
         if group.state is GroupState.RUNNING:
             self._filter.issued(group.id)
         return run
+
+    def _size_of(self, row: dict[str, Any]) -> int:
+        """Return the number of trajectories of a prompt's group. `_begin` fails a group with an invalid number."""
+        usual = self._settings.group_size
+        with suppress(PromptFailed):
+            return group_size(row, usual)
+        return usual
 
     def _begin(self, each: TrajectoryRun) -> None:
         try:
             if (failed := failure_of(each.of.row)) is not None:
                 raise failed
+            group_size(each.of.row, self._settings.group_size)
             self._pool.assign(each)
         except RecipeError as error:
             self._give_up(each.of, error)

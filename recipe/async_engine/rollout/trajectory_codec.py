@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs a finished trajectory into one array of bytes, which its agent-loop worker sends to the trainer.
 
+A trajectory has the outputs of its agent loop: one, or several if the loop returned a list. Each becomes a row.
+
 Contract: :func:`unpack` returns what :func:`pack` was given, except for fields that nobody reads and fields that the
 trainer already has. The unpacked tensors are views of the array, and the array is a view of Ray's object store, so the
 trainer copies an answer only once, into its batch. One array is used because the trainer fetches hundreds of
@@ -10,6 +12,7 @@ Shown by tests/integration/test_trajectory_worker.py.
 
 import pickle
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,21 +30,12 @@ RAW_PROMPT = "raw_prompt"
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
-def pack(output: Any) -> np.ndarray:
-    """Return ``output``, a padded trajectory in verl's pydantic model, as a uint8 array of shape (bytes,).
+def pack(outputs: Sequence[Any]) -> np.ndarray:
+    """Return ``outputs``, padded rows in verl's pydantic model, as a uint8 array of shape (bytes,).
 
-    The values of its extra fields can be anything that cloudpickle can pickle.
+    The values of their extra fields can be anything that cloudpickle can pickle.
     """
-    arrays = {name: _as_array(value) for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
-    inputs = output.multi_modal_inputs
-    kept = output.model_copy(
-        update={
-            **arrays,
-            **{name: None for name in UNREAD if name in vars(output)},
-            "multi_modal_inputs": inputs and {name: _as_array(value) for name, value in inputs.items()},
-            "extra_fields": {name: value for name, value in output.extra_fields.items() if name != RAW_PROMPT},
-        }
-    )
+    kept = [_with_arrays(output) for output in outputs]
     buffers: list[pickle.PickleBuffer] = []
     stream = cloudpickle.dumps(kept, protocol=5, buffer_callback=buffers.append)
     parts = [np.frombuffer(part, np.uint8) for part in (stream, *(buffer.raw() for buffer in buffers))]
@@ -54,13 +48,30 @@ def pack(output: Any) -> np.ndarray:
     return packed
 
 
-def unpack(packed: np.ndarray | bytes) -> Any:
-    """Return the trajectory that :func:`pack` packed, with tensors that are views of ``packed``.
+def unpack(packed: np.ndarray | bytes) -> list[Any]:
+    """Return the outputs that :func:`pack` packed, with tensors that are views of ``packed``.
 
     Unpickling can run code, so ``packed`` must come from a trusted source. In checkpoints of earlier versions of this
-    package ``packed`` is a bytes object.
+    package ``packed`` is a bytes object, or has an output instead of a list.
     """
-    output = pickle.loads(packed) if isinstance(packed, bytes) else _loaded(packed)
+    outputs = pickle.loads(packed) if isinstance(packed, bytes) else _loaded(packed)
+    return [_with_tensors(output) for output in (outputs if isinstance(outputs, list) else [outputs])]
+
+
+def _with_arrays(output: Any) -> Any:
+    arrays = {name: _as_array(value) for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
+    inputs = output.multi_modal_inputs
+    return output.model_copy(
+        update={
+            **arrays,
+            **{name: None for name in UNREAD if name in vars(output)},
+            "multi_modal_inputs": inputs and {name: _as_array(value) for name, value in inputs.items()},
+            "extra_fields": {name: value for name, value in output.extra_fields.items() if name != RAW_PROMPT},
+        }
+    )
+
+
+def _with_tensors(output: Any) -> Any:
     tensors = {name: _as_tensor(value) for name, value in vars(output).items()}
     inputs = output.multi_modal_inputs
     tensors["multi_modal_inputs"] = inputs and {name: _as_tensor(value) for name, value in inputs.items()}

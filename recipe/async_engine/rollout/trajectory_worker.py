@@ -7,13 +7,15 @@ last token is sampled, ``run_trajectory`` returns (None, None), so that the gene
 ``finish_trajectory`` returns the two objects later.
 
 Any agent loop for verl, including a user's, runs here unchanged. The client records the versions of tokens
-(`TrajectoryRecorder`), because agent loops do not know them. If a reward function fails, only the reward is computed
-again, for the same answer. If there are log-prob servers, they score answers while the trajectory runs, or score
-finished trajectories later (`rescore`). If a log-prob server does not answer, the trajectory succeeds without those
-log-probs. An agent loop has a deadline, which includes its tools. An agent loop that continues after its deadline or
-its cancellation is abandoned, and can send no further requests. After a failure the worker tests whether its process
-can still run a trajectory (`rehearsal`). Shown by tests/integration/test_trajectory_worker.py and
-tests/e2e/test_fully_async.py.
+(`TrajectoryRecorder`), because agent loops do not know them. If an agent loop returns a list, each output becomes a row
+of the batch. The reward is computed once, for the last output, and the others get it unless they have their own. That
+is verl's rule (trainer/ppo/v1/agent_loop_tq.py:115), except that verl overwrites the others' own rewards. If a reward
+function fails, only the reward is computed again, for the same answer. If there are log-prob servers, they score
+answers while the trajectory runs, or score finished trajectories later (`rescore`). If a log-prob server does not
+answer, the trajectory succeeds without those log-probs. An agent loop has a deadline, which includes its tools. An
+agent loop that continues after its deadline or its cancellation is abandoned, and can send no further requests. After a
+failure the worker tests whether its process can still run a trajectory (`rehearsal`). Shown by
+tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
 """
 
 import asyncio
@@ -37,7 +39,7 @@ from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSIO
 from recipe.async_engine.core.deadlines import CANCELLED_S
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.core.scoring import STATIC
-from recipe.async_engine.core.versions import NOT_SAMPLED, Part, align
+from recipe.async_engine.core.versions import NOT_SAMPLED, Part, align, align_in
 from recipe.async_engine.log_prob_servers.client import PartScorer, ResponseScores, ScoringClient, score
 from recipe.async_engine.log_prob_servers.service import Unscored
 from recipe.async_engine.record.activity import AwayActivity, Work
@@ -63,11 +65,12 @@ from recipe.async_engine.rollout.loop_output import (
     RewardError,
     check_report,
     check_reward,
-    plain_output,
+    plain_outputs,
 )
 from recipe.async_engine.rollout.rehearsal import MADE_UP, MadeUpAnswers, Rehearsal
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.users_loop import (
+    DO_SAMPLE,
     OURS,
     check_row,
     contain_exits,
@@ -85,6 +88,9 @@ CANCELLED = (
     "the agent loop was cancelled (asyncio.CancelledError), but not by this package: by the loop itself, by one of its "
     "tools, or by the code of another trajectory"
 )
+
+GREEDY = {"top_p": 1.0, "top_k": -1, "temperature": 0}
+"""Sampling parameters of a row whose column ``__do_sample__`` is false, as in verl (agent_loop_tq.py:42)."""
 
 REWARD_METRIC = "reward"
 """Value of ``algorithm.filter_groups.metric`` for the reward itself. Other values name fields that the reward function
@@ -107,7 +113,6 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_timeout_s = float(limits.reward)
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
-        self._group_size = self.config.actor_rollout_ref.rollout.get("n")
         # Besides the score, advantages are computed from these fields of the reward function's result.
         algorithm = self.config.algorithm
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
@@ -151,7 +156,7 @@ class TrajectoryWorker(AgentLoopWorker):
         """Use servers of the reference policy, given as actor handles by name, to score each finished trajectory."""
         self._reference = ScoringClient(servers, timeout_s)
 
-    async def rescore(self, payload: np.ndarray, version: int, start: int) -> ResponseScores | None:
+    async def rescore(self, payload: np.ndarray, version: int, start: int) -> list[ResponseScores | None] | None:
         """Have log-prob servers score a finished trajectory by ``version`` or a later version.
 
         Args:
@@ -160,19 +165,24 @@ class TrajectoryWorker(AgentLoopWorker):
             start: the start version of the trajectory's group. Servers score the oldest groups first.
 
         Returns:
-            Log-probs and entropies of the padded response, or None if no server answered in time, there is no server,
-                or the trajectory has multi-modal inputs.
+            For each output, log-probs and entropies of its padded response, or None if no server answered in time or
+                the output has multi-modal inputs. None instead of the list if there is no server.
         """
-        if self._scoring is None:
+        scoring = self._scoring
+        if scoring is None:
             return None
-        output = unpack(payload)
+        outputs = unpack(payload)
+        return list(await asyncio.gather(*(self._rescored(scoring, each, version, start) for each in outputs)))
+
+    @staticmethod
+    async def _rescored(scoring: ScoringClient, output: Any, version: int, start: int) -> ResponseScores | None:
         if output.multi_modal_inputs:
             return None
         response = output.response_ids[0].tolist()
         length = int(output.attention_mask[0, -len(response) :].sum())
         prompt = output.prompt_ids[0][output.attention_mask[0, : -len(response)].bool()].tolist()
         try:
-            answer = await score(self._scoring, Part(version, prompt, response[:length]), start)
+            answer = await score(scoring, Part(version, prompt, response[:length]), start)
         except Unscored as error:
             logger.warning("a waiting trajectory has no log-probs of version %d: %s", version, error)
             return None
@@ -284,8 +294,8 @@ class TrajectoryWorker(AgentLoopWorker):
             raise WorkerRestarted(f"trajectory {key} was begun before the agent-loop worker was started again")
         complete = False
         try:
-            output = await self._result(running, key)
-            ended = self._scored(output, running), pack(output)
+            outputs = await self._result(running, key)
+            ended = self._scored(outputs, running), pack(outputs)
             complete = True
             return ended
         except asyncio.CancelledError:
@@ -394,7 +404,7 @@ class TrajectoryWorker(AgentLoopWorker):
         looking it up with Hydra, as in verl, takes a millisecond.
         """
         with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace):
-            check_row(row, None if trajectory["validate"] else self._group_size)
+            check_row(row)
             agent_loop = loop_maker(agent_name)(
                 trainer_config=DictConfigWrap(config=self.config),
                 server_manager=self.llm_client,
@@ -406,20 +416,24 @@ class TrajectoryWorker(AgentLoopWorker):
                 tools=ToolListWrap(self.tools),
             )
             v1 = {"session_id": trajectory["rollout_n"], "global_steps": trajectory["step"]}
-            returned = await run_loop(agent_loop, self._sampling_params(trajectory["validate"]), row, **v1)
+            returned = await run_loop(agent_loop, self._sampling_params(trajectory["validate"], row), row, **v1)
             recorder.tools.end()
             recorder.sampled.set_result(None)
-            return await self._finished(plain_output(returned, self.rollout_config, self._vocabulary), row, recorder)
+            outputs = plain_outputs(returned, self.rollout_config, self._vocabulary)
+            return await self._finished(outputs, row, recorder)
 
-    def _sampling_params(self, validate: bool) -> dict[str, Any]:
+    def _sampling_params(self, validate: bool, row: dict[str, Any]) -> dict[str, Any]:
         config = self.rollout_config
         of = config.val_kwargs if validate else config
+        wants_sampling = row.get(DO_SAMPLE)
+        greedy = {} if validate or wants_sampling is None or bool(wants_sampling) else GREEDY
         return {
             "temperature": of.temperature,
             "top_p": of.top_p,
             "top_k": of.top_k,
             "repetition_penalty": 1.0,
             "logprobs": config.calculate_log_probs,
+            **greedy,
         }
 
     async def _run_made_up(self) -> Any:
@@ -427,8 +441,23 @@ class TrajectoryWorker(AgentLoopWorker):
         trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": True}
         return await self._run_row("single_turn_agent", trajectory, MADE_UP, recorder, trace=False)
 
-    async def _finished(self, output: AgentLoopOutput, row: dict[str, Any], recorder: TrajectoryRecorder) -> Any:
-        alignment = align(recorder.segments, output.response_ids, output.response_mask)
+    async def _finished(
+        self, outputs: list[AgentLoopOutput], row: dict[str, Any], recorder: TrajectoryRecorder
+    ) -> list[Any]:
+        """Return the outputs of an agent loop, padded, with their rewards, versions and log-probs."""
+        if len(outputs) > 1:
+            await self._compute_score(outputs, {"row": row})
+            _share_reward(outputs)
+        return [await self._padded(output, row, recorder, len(outputs) > 1) for output in outputs]
+
+    async def _padded(
+        self, output: AgentLoopOutput, row: dict[str, Any], recorder: TrajectoryRecorder, is_one_of_several: bool
+    ) -> Any:
+        if is_one_of_several:
+            pieces = recorder.segments, recorder.contexts, output.prompt_ids
+            alignment = align_in(*pieces, output.response_ids, output.response_mask)
+        else:
+            alignment = align(recorder.segments, output.response_ids, output.response_mask)
         output.extra_fields[VERSION_RUNS] = alignment.runs
         output.extra_fields["exact_versions"] = alignment.exact
         output.extra_fields["min_global_steps"] = alignment.oldest
@@ -514,25 +543,39 @@ class TrajectoryWorker(AgentLoopWorker):
         check_reward(output.reward_score, found, [metric])
         return float(found[metric])
 
-    def _scored(self, output: Any, recorder: TrajectoryRecorder) -> TrajectoryScored:
+    def _scored(self, outputs: list[Any], recorder: TrajectoryRecorder) -> TrajectoryScored:
         metric = None if recorder.validates else self._filter_metric
+        fields = [output.extra_fields for output in outputs]
+        runs = [run for of_output in fields for run in of_output[VERSION_RUNS]]
+        # Several outputs may repeat a sampled token, which counts once in the token books.
+        arrived = recorder.received_tokens + recorder.restored_tokens
         return TrajectoryScored(
-            score=output.reward_score,
-            oldest_version=output.extra_fields["min_global_steps"],
-            newest_version=output.extra_fields["max_global_steps"],
-            exact_versions=output.extra_fields["exact_versions"],
+            score=outputs[-1].reward_score,
+            oldest_version=min(of_output["min_global_steps"] for of_output in fields),
+            newest_version=max(of_output["max_global_steps"] for of_output in fields),
+            exact_versions=all(of_output["exact_versions"] for of_output in fields),
             interruptions=recorder.interruptions,
             reprefilled_tokens=recorder.reprefilled_tokens,
-            response_tokens=int(output.attention_mask[0, -output.response_ids.shape[1] :].sum()),
+            response_tokens=sum(count for _, count in runs),
             cut_tokens=recorder.cut_tokens,
             recovered_tokens=recorder.recovered_tokens,
             restored_tokens=recorder.restored_tokens,
-            filter_metric=None if metric is None else self._metric_of(output, metric),
-            sampled_tokens=sum(n for version, n in output.extra_fields[VERSION_RUNS] if version != NOT_SAMPLED),
+            filter_metric=None if metric is None else self._metric_of(outputs[-1], metric),
+            sampled_tokens=min(arrived, sum(count for version, count in runs if version != NOT_SAMPLED)),
             received_tokens=recorder.received_tokens,
             tool_s=recorder.tools.seconds,
             asked_s=recorder.asked_s,
         )
+
+
+def _share_reward(outputs: list[AgentLoopOutput]) -> None:
+    """Give the last output's reward, and what was reported with it, to each output without a reward of its own."""
+    last = outputs[-1]
+    for output in outputs[:-1]:
+        if output.reward_score is None:
+            output.reward_score = last.reward_score
+            if REPORTED in last.extra_fields:
+                output.extra_fields[REPORTED] = last.extra_fields[REPORTED]
 
 
 async def _cancel(task: asyncio.Task[Any], key: str) -> None:

@@ -26,12 +26,12 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import told, traced
 from recipe.async_engine.rollout.group_run import AgentLoopError
 from recipe.async_engine.rollout.loop_output import NonFinite, RewardError, UnusableAnswer
+from recipe.async_engine.rollout.prompts import ROLLOUT_N
 
-ROLLOUT_N = "__rollout_n__"
-"""Column of the data that sets a prompt's number of answers in verl's v1 trainers, in place of ``rollout.n``."""
+DO_SAMPLE = "__do_sample__"
 PRIORITY = "priority"
 ANY = "**"
-CONTROLS = frozenset({ROLLOUT_N, "__do_sample__"})
+CONTROLS = frozenset({ROLLOUT_N, DO_SAMPLE})
 """Columns that control verl itself and are not passed to the agent loop."""
 
 OURS = (AgentLoopError, RewardError, NonFinite, UnusableAnswer)
@@ -99,10 +99,8 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     return await agent_loop.run(sampling_params, **{**more, **columns})
 
 
-def check_row(row: dict[str, Any], n: int | None) -> None:
-    """Raise `AgentLoopError` if verl cannot pass a column to the reward function, or if the row sets a number of
-    answers other than ``n``. If ``n`` is None, any number is allowed.
-    """
+def check_row(row: dict[str, Any]) -> None:
+    """Raise `AgentLoopError` if verl cannot pass a column to the reward function."""
     for name, value in row.items():
         if not (isinstance(value, list | tuple) and any(isinstance(part, list | tuple | np.ndarray) for part in value)):
             continue
@@ -113,11 +111,6 @@ def check_row(row: dict[str, Any], n: int | None) -> None:
                 f"the data's column {name!r} has lists of different lengths inside a list, from which verl cannot "
                 "make an array for the reward: make the column text (JSON), a mapping, or lists of one length"
             ) from None
-    if n is not None and (asked := row.get(ROLLOUT_N)) is not None and asked != n:
-        raise AgentLoopError(
-            f"the data's column {ROLLOUT_N} asks for {asked} answers to this prompt: only verl's own v1 trainers "
-            f"allow this, and here each prompt has actor_rollout_ref.rollout.n={n} answers; leave the column out"
-        )
 
 
 @cache

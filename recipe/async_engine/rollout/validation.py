@@ -77,7 +77,8 @@ class ValidationAnswers:
         with release:
             await self._pool.attempt(run, release.close)
         try:
-            return unpack(await run.payload)
+            # If the agent loop returned a list, its last output is the answer, as in verl (v1/trainer_base.py:1087).
+            return unpack(await run.payload)[-1]
         except RayError as error:
             raise TrajectoryFailed(f"the answer of trajectory {run.key} is lost: {error}") from error
 

@@ -18,7 +18,9 @@ from verl import DataProto
 
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.alarms import Alarms
+from recipe.async_engine.core.columns import OUTPUT_KEYS
 from recipe.async_engine.core.groups import LedgerCounts
+from recipe.async_engine.trainer.batch import last_outputs
 from recipe.async_engine.trainer.stages import TrainingFailed
 
 logger = logging.getLogger(__name__)
@@ -73,11 +75,16 @@ def note_rewards(batch: DataProto, alarms: Alarms) -> None:
 
     Rewards are uniform if, for every prompt, all its answers have the same reward. If every prompt has only one answer,
     they are uniform if all answers of the batch have the same reward. The batch has ``token_level_scores``, (rows, R),
-    and the ``uid`` of each row's prompt.
+    and the ``uid`` of each row's prompt. Of a trajectory with several outputs the last one counts.
     """
     by_prompt: defaultdict[str, list[float]] = defaultdict(list)
-    scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()
-    for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):
+    scores = batch.batch["token_level_scores"].sum(dim=-1).numpy()
+    uids = batch.non_tensor_batch["uid"]
+    if (keys := batch.non_tensor_batch.get(OUTPUT_KEYS)) is not None:
+        rows, _ = last_outputs(keys)
+        scores, uids = scores[rows], uids[rows]
+    scores = scores.tolist()
+    for uid, score in zip(uids, scores, strict=True):
         by_prompt[uid].append(score)
     compared = [row for row in by_prompt.values() if len(row) > 1] or [scores]
     alarms.note("uniform_rewards", len(scores) > 1 and all(len(set(row)) == 1 for row in compared))

@@ -3,10 +3,11 @@
 
 Contract: the batch has the columns of verl's synchronous trainer (prompts, responses, masks, ``rollout_log_probs``,
 ``rm_scores``, the data set's own fields, ``uid`` of the group) and the column ``token_versions``. The rows are in the
-order of the groups, with a group's answers together, unless verl balances the batch. Every sampled token is checked
-against the staleness bound before it is trained. An answer is copied only once, into its row. Until ``token_versions``
-is made, the versions of an answer's tokens are run-length encoded, as runs (version, count). Shown by
-tests/integration/test_batch.py and tests/e2e/test_fully_async.py.
+order of the groups, with a group's answers together, unless verl balances the batch. A trajectory has a row for each
+output of its agent loop; if one has several, the column `OUTPUT_KEYS` says which rows belong together. Every sampled
+token is checked against the staleness bound before it is trained. An answer is copied only once, into its row. Until
+``token_versions`` is made, the versions of an answer's tokens are run-length encoded, as runs (version, count). Shown
+by tests/integration/test_batch.py, test_several_outputs.py and tests/e2e/test_fully_async.py.
 """
 
 from collections import Counter
@@ -17,59 +18,171 @@ import numpy as np
 import torch
 from verl import DataProto
 
-from recipe.async_engine.core.columns import OF_THE_BATCH, TOKEN_VERSIONS, VERSION_RUNS
+from recipe.async_engine.core.columns import OF_THE_BATCH, OUTPUT_KEYS, TOKEN_VERSIONS, VERSION_RUNS
 from recipe.async_engine.core.errors import StalenessViolation, VersionRecordError
 from recipe.async_engine.core.versions import NOT_SAMPLED, Runs
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.prompts import sample_of
 
+FILLED = 127
+"""Most prompt tokens of a row that `in_whole_mini_batches` adds, as in verl's v1 trainers."""
+
 
 def assemble(
     groups: Sequence[GroupRun],
-    outputs: Sequence[Sequence[Any]],
+    outputs: Sequence[Sequence[Sequence[Any]]],
     postprocess: Callable[[list[Any]], DataProto],
     order: Sequence[int] | None = None,
 ) -> DataProto:
     """Put the trajectories of ``groups`` into one batch.
 
     Args:
-        outputs: the fetched trajectories of each group.
+        outputs: for each group, the outputs of each of its trajectories.
         postprocess: verl's function that joins padded trajectories (``AgentLoopWorker._postprocess``).
-        order: for each row of the batch, the index of its trajectory. None keeps the order of the groups.
+        order: for each row of the batch, the index of its output. None keeps the order of the groups.
     """
-    in_groups = [output for group_outputs in outputs for output in group_outputs]
+    in_groups = [output for of_group in outputs for trajectory in of_group for output in trajectory]
     order = range(len(in_groups)) if order is None else order
     rows = [in_groups[number] for number in order]
     batch = postprocess(rows)
     length = batch.batch["responses"].shape[1]
     batch.batch[TOKEN_VERSIONS] = _expanded([row.extra_fields[VERSION_RUNS] for row in rows], length)
-    for key, values in _sample_fields(groups, outputs).items():
+    counts = [sum(map(len, of_group)) for of_group in outputs]
+    if len(rows) > sum(map(len, outputs)):
+        batch.non_tensor_batch[OUTPUT_KEYS] = _output_keys(groups, outputs)[order]
+    for key, values in _sample_fields(groups, counts).items():
         if key not in batch.non_tensor_batch and key not in OF_THE_BATCH:
             batch.non_tensor_batch[key] = values[order]
     return batch
 
 
 def balanced(
-    groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]], balance: Callable[[DataProto], None]
+    groups: Sequence[GroupRun],
+    outputs: Sequence[Sequence[Sequence[Any]]],
+    balance: Callable[[DataProto], None],
+    ranks: int,
 ) -> list[int]:
-    """Return the indices of all trajectories in an order in which each rank gets about the same number of tokens.
+    """Return the indices of all outputs in an order in which each rank gets about the same number of tokens.
 
     verl chooses the order. Because verl would copy the whole batch, it gets a stand-in to reorder, which has only the
     lengths and indices of the rows.
 
     Args:
-        outputs: the trajectories of each group.
+        outputs: for each group, the outputs of each of its trajectories.
         balance: verl's function that reorders a batch in place (``RayPPOTrainer._balance_batch``).
+        ranks: number of training ranks, which has to divide the number of rows.
     """
-    lengths = [int(row.attention_mask.sum()) for rows in outputs for row in rows]
-    uids = [group.group.prompt.uid for group, rows in zip(groups, outputs, strict=True) for _ in rows]
+    rows = [
+        (int(output.attention_mask.sum()), group.group.prompt.uid)
+        for group, of_group in zip(groups, outputs, strict=True)
+        for trajectory in of_group
+        for output in trajectory
+    ]
+    return order_of([length for length, _ in rows], [uid for _, uid in rows], balance, ranks)
+
+
+def order_of(
+    lengths: Sequence[int], uids: Sequence[str], balance: Callable[[DataProto], None], multiple: int, keep: bool = False
+) -> list[int]:
+    """Return the indices of rows with these lengths in tokens in the order of verl's function ``balance``.
+
+    verl needs a number of rows that ``multiple`` divides, so empty rows are added, and left out of the result unless
+    ``keep`` is true.
+    """
+    count = len(lengths)
+    added = -count % multiple
     stand_in = DataProto.from_dict(
-        tensors={"attention_mask": torch.tensor(lengths)[:, None], "row": torch.arange(len(lengths))},
-        non_tensors={"uid": np.array(uids, dtype=object)},
+        tensors={
+            "attention_mask": torch.tensor([*lengths, *[0] * added])[:, None],
+            "row": torch.arange(count + added),
+        },
+        non_tensors={"uid": np.array([*uids, *[""] * added], dtype=object)},
     )
     balance(stand_in)
     order: list[int] = stand_in.batch["row"].tolist()
-    return order
+    return order if keep else [row for row in order if row < count]
+
+
+def in_whole_mini_batches(
+    batch: DataProto, size: int, filler: int, balance: Callable[[DataProto], None] | None = None
+) -> DataProto:
+    """Return the batch with so many rows added that the number is a multiple of ``size``, or the batch itself.
+
+    verl's workers take nothing else, and trajectories with several outputs make any number of rows. The added rows are
+    short sequences of the token ``filler`` whose ``response_mask`` is 0, so they have no part in a loss, like those of
+    verl's v1 trainers (trainer/ppo/padding_utils.py:68). They are the last rows, or where ``balance`` puts them, verl's
+    function that reorders a batch so that each rank gets about the same number of tokens.
+    """
+    count = len(batch)
+    if not (added := -count % size):
+        return batch
+    order = list(range(count + added))
+    if balance is not None:
+        lengths = batch.batch["attention_mask"].sum(dim=1).tolist()
+        order = order_of(lengths, batch.non_tensor_batch["uid"].tolist(), balance, size, keep=True)
+    whole = batch.select_idxs(np.array([row if row < count else 0 for row in order]))
+    is_added = torch.tensor([row >= count for row in order])
+    for column in whole.batch.values():
+        column[is_added] = 0
+    width = whole.batch["prompts"].shape[1]
+    mask = torch.zeros(whole.batch["attention_mask"].shape[1], dtype=torch.int64)
+    mask[max(0, width - FILLED) : width + 1] = 1
+    whole.batch["attention_mask"][is_added] = mask
+    whole.batch["position_ids"][is_added] = (mask.cumsum(0) - 1).clamp(min=0)
+    for name in ("input_ids", "prompts", "responses"):
+        whole.batch[name][is_added] = filler
+    for row in is_added.nonzero()[:, 0].tolist():
+        if "multi_modal_inputs" in whole.non_tensor_batch:
+            whole.non_tensor_batch["multi_modal_inputs"][row] = {}
+    return whole
+
+
+def without_added(computed: DataProto, batch: DataProto) -> DataProto:
+    """Return what was computed for the rows of ``batch``, the first ones, without that for the added rows."""
+    return computed if len(computed) == len(batch) else computed[: len(batch)]
+
+
+def last_outputs(keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row of each trajectory's last output, and for each row the index of its trajectory in that array.
+
+    ``keys`` is the column `OUTPUT_KEYS`.
+    """
+    last: dict[str, tuple[int, int]] = {}
+    of_rows = [key.rpartition("_") for key in keys]
+    for row, (trajectory, _, number) in enumerate(of_rows):
+        last[trajectory] = max(last.get(trajectory, (-1, -1)), (int(number), row))
+    numbers = {trajectory: number for number, trajectory in enumerate(last)}
+    rows = np.array([row for _, row in last.values()])
+    return rows, np.array([numbers[trajectory] for trajectory, _, _ in of_rows])
+
+
+def compare_last_outputs(batch: DataProto, keys: Sequence[str], compute: Callable[[DataProto], DataProto]) -> None:
+    """Set the advantages of a batch as verl's v1 trainers do for GRPO (trainer/ppo/v1/utils.py:131).
+
+    Only the last output of each trajectory is compared with those of the other trajectories of its prompt, and the
+    other outputs get the advantage of their trajectory's last one.
+
+    Args:
+        keys: the column `OUTPUT_KEYS`.
+        compute: a function that adds ``advantages`` to a batch, by groups of equal ``uid``.
+    """
+    rows, trajectories = last_outputs(keys)
+    last = compute(batch.select_idxs(rows)).batch
+    # The advantage is the same at each trained token, and 0 at the others.
+    first = last["response_mask"].argmax(dim=1)
+    of_trajectories = last["advantages"][torch.arange(len(rows)), first]
+    advantages = of_trajectories[trajectories][:, None] * batch.batch["response_mask"]
+    batch.batch["advantages"] = batch.batch["returns"] = advantages
+
+
+def _output_keys(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Sequence[Any]]]) -> np.ndarray:
+    keys = [
+        f"{group.group.prompt.uid}_{trajectory}_{number}"
+        for group, of_group in zip(groups, outputs, strict=True)
+        for trajectory, rows in enumerate(of_group)
+        for number in range(len(rows))
+    ]
+    return np.array(keys, dtype=object)
 
 
 def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
@@ -87,9 +200,10 @@ def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
     return column
 
 
-def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
+def _sample_fields(groups: Sequence[GroupRun], counts: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return the data's fields as columns, for groups with these numbers of rows."""
     samples = [sample_of(group.row, group.group) for group in groups]
-    rows = [sample for sample, answers in zip(samples, outputs, strict=True) for _ in answers]
+    rows = [sample for sample, count in zip(samples, counts, strict=True) for _ in range(count)]
     keys = dict.fromkeys(key for sample in samples for key in sample)
     return {key: np.fromiter((row.get(key) for row in rows), dtype=object, count=len(rows)) for key in keys}
 

@@ -123,10 +123,19 @@ class TrainingStep(Startup):
         for group in groups:
             group.fetched = []
         balance = partial(self.stages.balance, metrics=self.metrics)
-        order = balanced(groups, by_group, balance) if self.config.trainer.balance_batch else None
+        order = None
+        if self.config.trainer.balance_batch:
+            order = balanced(groups, by_group, balance, self.plan.trainer_ranks)
         batch = assemble(groups, by_group, self.async_rollout_manager.join, order)
         if groups[0].scores:
-            scores = scores_column([score for group in groups for score in group.scores])
+            scores = scores_column(
+                [
+                    (score, number)
+                    for group, outputs in zip(groups, by_group, strict=True)
+                    for score, rows in zip(group.scores, outputs, strict=True)
+                    for number in range(len(rows))
+                ]
+            )
             batch.non_tensor_batch[SCORES] = scores if order is None else scores[order]
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()

@@ -49,6 +49,7 @@ class StepMetrics:
         is_complete = all(column is not None and None not in column.tolist() for column in columns)
         return {
             "training/epoch": max(group.group.prompt.epoch for group in groups),
+            "fully_async/outputs_per_trajectory": len(batch) / sum(len(group.trajectories) for group in groups),
             "fully_async/processing_time/avg": float(np.mean(generating)),
             "fully_async/processing_time/max": max(generating),
             "fully_async/processing_time/min": min(generating),

@@ -16,15 +16,19 @@ from tensordict import TensorDict
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
+from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.trainer.ppo.utils import Role, create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 from verl.workers.engine_workers import TrainingWorkerConfig
 
 from recipe.async_engine.actors.sockets import rendezvous_ports
+from recipe.async_engine.core.columns import OUTPUT_KEYS
 from recipe.async_engine.engines.reservation import Reservations
 from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, UsableBatches, collate
 from recipe.async_engine.trainer.actor_worker import BESIDE_METHODS, BESIDE_TRAINING, ActorWorker, CriticWorker
+from recipe.async_engine.trainer.batch import compare_last_outputs, in_whole_mini_batches, without_added
 from recipe.async_engine.trainer.data_sets import defaults
 from recipe.async_engine.trainer.finite_stage import with_scores
 from recipe.async_engine.trainer.record_stage import COMPUTE, UPDATE
@@ -181,14 +185,48 @@ class VerlTrainer(SeparateRayPPOTrainer):
     rewards = SeparateRayPPOTrainer._fit_compute_reward
     reference_log_probs = SeparateRayPPOTrainer._fit_compute_ref_log_prob
     values = SeparateRayPPOTrainer._fit_compute_critic
-    advantages = SeparateRayPPOTrainer._fit_compute_advantage
     update_critic = SeparateRayPPOTrainer._fit_update_critic
     update_actor = SeparateRayPPOTrainer._fit_update_actor
     dump = SeparateRayPPOTrainer._fit_dump_data
 
     def old_log_probs(self, batch: DataProto) -> tuple[DataProto, float]:
         with self._phase(COMPUTE):
-            return self._compute_old_log_prob(batch)
+            rollout = self.config.actor_rollout_ref.rollout
+            computed, mfu = self._compute_old_log_prob(self._shared(batch, self.actor_rollout_wg, "actor", rollout))
+        return without_added(computed, batch), mfu
+
+    def advantages(self, batch: DataProto) -> DataProto:
+        """Add advantages and returns: `compare_last_outputs` for GRPO, if trajectories have several outputs."""
+        batch = self._fit_compute_advantage(batch)
+        algorithm, keys = self.config.algorithm, batch.non_tensor_batch.get(OUTPUT_KEYS)
+        if keys is not None and algorithm.adv_estimator == AdvantageEstimator.GRPO:
+            by_std = algorithm.get("norm_adv_by_std_in_grpo", True)
+            settings = {"adv_estimator": algorithm.adv_estimator, "norm_adv_by_std_in_grpo": by_std}
+            compare_last_outputs(batch, keys, partial(compute_advantage, **settings, config=algorithm))
+        return batch
+
+    # verl's workers take only batches that their ranks and micro-batches or mini-batches divide. Trajectories with
+    # several outputs make other ones, to which rows without any effect are added for each call.
+
+    def _shared(self, batch: DataProto, group: Any, role: str, scoring: Any = None) -> DataProto:
+        """Return a batch that the ranks of a worker group can share, with the added rows at the end.
+
+        ``scoring`` is the section of verl's settings that sizes micro-batches of log-probs, if they may count rows.
+        """
+        rows = 1
+        if scoring is not None and not scoring.log_prob_use_dynamic_bsz:
+            rows = scoring.log_prob_micro_batch_size_per_gpu or 1
+        return in_whole_mini_batches(batch, self._get_dp_size(group, role) * rows, self._filler)
+
+    def _in_mini_batches(self, batch: DataProto, model: Any) -> DataProto:
+        """Return a batch that the mini-batches of a model's update divide: ``ppo_mini_batch_size * rollout.n`` rows."""
+        size = model.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        balance = partial(self._balance_batch, metrics={}) if self.config.trainer.balance_batch else None
+        return in_whole_mini_batches(batch, size, self._filler, balance)
+
+    @property
+    def _filler(self) -> int:
+        return int(self.tokenizer.eos_token_id or 0)
 
     def measure(self, batch: DataProto) -> None:
         self._fit_collect_metrics(batch)
@@ -198,21 +236,25 @@ class VerlTrainer(SeparateRayPPOTrainer):
 
     def _compute_values(self, batch: DataProto) -> DataProto:
         with self._phase(COMPUTE):
-            return super()._compute_values(batch)
+            return without_added(super()._compute_values(self._shared(batch, self.critic_wg, "train")), batch)
 
     def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         with self._phase(COMPUTE):
-            return super()._compute_ref_log_prob(batch)
+            in_actor = self.ref_in_actor
+            group, role = (self.actor_rollout_wg, "actor") if in_actor else (self.ref_policy_wg, "ref")
+            settings = self.config.actor_rollout_ref
+            shared = self._shared(batch, group, role, settings.rollout if in_actor else settings.ref)
+            return without_added(super()._compute_ref_log_prob(shared), batch)
 
     def _update_critic(self, batch: DataProto) -> DataProto:
         with self._phase(UPDATE):
-            output = super()._update_critic(batch)
+            output = super()._update_critic(self._in_mini_batches(batch, self.config.critic))
         self._updated("critic", output)
         return output
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         with self._phase(UPDATE):
-            output = super()._update_actor(batch)
+            output = super()._update_actor(self._in_mini_batches(batch, self.config.actor_rollout_ref.actor))
         self._updated("actor", output)
         return output
 

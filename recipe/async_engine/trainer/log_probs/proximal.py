@@ -236,22 +236,29 @@ def _will_do(
 
 
 def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | None]:
-    """Return the scores, fetched if they are object references. Scores that are lost or late become None."""
+    """Return the scores of a `scores_column`. Scores that are lost or late become None."""
     deadline = time.monotonic() + timeout_s
-    rows: list[ResponseScores | None] = []
-    for item in scores:
-        if isinstance(item, ObjectRef):
+    fetched: dict[ObjectRef, Sequence[ResponseScores | None] | None] = {}
+
+    def found(item: Any) -> ResponseScores | None:
+        if not isinstance(item, tuple):
+            return item
+        reference, number = item
+        if reference is not None and reference not in fetched:
             try:
-                item = ray.get(item, timeout=max(0.0, deadline - time.monotonic()))
+                fetched[reference] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
             except (GetTimeoutError, RayError) as error:
                 logger.warning("the scores of a trajectory are lost: %s", error)
-                item = None
-        rows.append(item)
-    return rows
+        of_trajectory = fetched.setdefault(reference, None)
+        return None if of_trajectory is None else of_trajectory[number]
+
+    return [found(item) for item in scores]
 
 
 def scores_column(scores: Sequence[Any]) -> np.ndarray:
-    """Return scores, or object references of scores, as a column of a batch."""
-    column = np.empty(len(scores), dtype=object)
-    column[:] = scores
-    return column
+    """Return the scores of rows as a column of a batch.
+
+    An item is the row's scores, or None, or a pair: an object reference to the scores of all outputs of the row's
+    trajectory, or None, and the number of the row among them.
+    """
+    return np.fromiter(scores, dtype=object, count=len(scores))

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agent loops that return lists, by a flag of stock verl's main: groups of 1 to 9 rows, each as it was sampled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import stock_overrides as stock
+from accounts import check_account
+from main_process import short_run
+from main_runs import FinishedRun, check_metrics
+from published import GRPO_GSM8K, SCALED_DOWN
+from splitting_loop import count_of, token_ages, trajectories_of, with_rollout_n
+
+from recipe.laptop.task import TaskPaths
+from recipe.mains.register import VARIABLE
+
+CHECKOUT = Path(__file__).parents[2]
+STEPS, GROUPS, MINI, N = 4, 8, 4, 2
+
+
+def lists(task: TaskPaths, folder: Path) -> list[str]:
+    """Overrides for `SplittingLoop` on data that say each prompt's number of trajectories."""
+    loops = folder / "agent_loops.yaml"
+    loops.write_text("- name: splitting\n  _target_: splitting_loop.SplittingLoop\n")
+    agent = "actor_rollout_ref.rollout.agent"
+    return [
+        f"data.train_files={with_rollout_n(task.train, folder / 'train.parquet')}",
+        f"{agent}.agent_loop_config_path={loops}",
+        f"{agent}.default_agent_loop=splitting",
+        f"actor_rollout_ref.rollout.n={N}",
+        f"trainer.rollout_data_dir={folder}/samples",
+        f"trainer.total_training_steps={STEPS}",
+    ]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_lists_by_a_flag_are_trained_as_they_were_sampled_and_the_books_close(
+    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = untrained_task
+    asked = tmp_path / "asked.jsonl"
+    monkeypatch.setenv("ASKED", str(asked))
+    overrides = [
+        *GRPO_GSM8K,
+        "+recipe=fully_async",
+        *SCALED_DOWN,
+        *short_run(task, tmp_path, ray_dir),
+        *lists(task, tmp_path),
+        # Micro-batches of rows, which do not divide the rows of a batch either.
+        "actor_rollout_ref.actor.use_dynamic_bsz=false",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+        "async_training.alarms.exit_status=false",
+    ]
+    environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
+    finished = stock.forked_main("verl.trainer.main_ppo", overrides, tmp_path, environment)
+    assert finished.returncode == 0, finished.stdout[-8000:]
+    run = FinishedRun(finished.returncode, finished.stdout, tmp_path)
+    check_account(run)
+    check_metrics(run)
+    assert run.summary["ledger"] | {"live": 0} == dict(
+        issued=run.summary["ledger"]["issued"], trained=STEPS * GROUPS, filtered=0, failed=0, live=0
+    )
+    assert run.summary["staleness"]["max"] <= run.summary["staleness"]["bound"]
+    answers = {line["input"]: line for line in map(json.loads, asked.read_text().splitlines())}
+    seen: set[str] = set()
+    for step, metrics in enumerate(run.metrics, start=1):
+        rows = [json.loads(line) for line in (tmp_path / "samples" / f"{step}.jsonl").read_text().splitlines()]
+        inputs = [row["input"] for row in rows]
+        # Every answer is its engine's, and is trained once.
+        assert [row["output"] for row in rows] == [answers[text]["output"] for text in inputs]
+        assert len({*inputs}) == len(inputs) and not seen & {*inputs}
+        seen |= {*inputs}
+        assert metrics["fully_async/trained_samples"] == len(rows)
+        # The age of every token is that of the version which the engine said.
+        ages = np.concatenate([token_ages(answers[text]["runs"], step - 1) for text in inputs])
+        assert metrics["fully_async/sampled_tokens"] == len(ages) == sum(answers[text]["tokens"] for text in inputs)
+        assert metrics["fully_async/staleness/token_mean"] == pytest.approx(ages.mean())
+        assert metrics["fully_async/staleness/oldest_token_max"] == ages.max()
+        assert metrics["fully_async/partial/inexact_version_ratio"] == 0
+        assert metrics["critic/advantages/max"] > 0 > metrics["critic/advantages/min"]
+        assert metrics["actor/grad_norm"] > 0
+    indices = range(STEPS * GROUPS)
+    sizes = {sum(count_of(index, session) for session in range(trajectories_of(index))) for index in indices}
+    assert sizes == {1, 2, 3, 4, 5, 6, 9}
