@@ -98,10 +98,20 @@ def _read(value: Any) -> None:
 
 def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of a chat request; raise Refused if there is none, or one is wrong."""
-    messages = checked("messages", list[ChatCompletionMessageParam], body.get("messages"))
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        # OpenAI takes null for what is not given, though its types do not say so.
+        messages = [
+            {name: value for name, value in message.items() if value is not None}
+            if isinstance(message, dict)
+            else message
+            for message in messages
+        ]
+    checked("messages", list[ChatCompletionMessageParam], messages)
     if not messages:
         raise Refused(400, "messages: there is none", "invalid_value", "messages")
-    return list(messages)
+    found: list[dict[str, Any]] = messages
+    return found
 
 
 def usage(answers: Sequence[Answer]) -> CompletionUsage:
@@ -168,7 +178,7 @@ def chat_chunks(body: Mapping[str, Any], answers: Sequence[Answer], decode: Deco
             thought: dict[str, Any] = {"reasoning_content": answer.reasoning}
             yield chunk(ChunkChoice(index=choice.index, delta=ChoiceDelta(**thought)))
         if said.content:
-            logprobs = choice.logprobs and ChunkLogprobs(content=choice.logprobs.content)
+            logprobs = None if choice.logprobs is None else ChunkLogprobs(content=choice.logprobs.content)
             yield chunk(ChunkChoice(index=choice.index, delta=ChoiceDelta(content=said.content), logprobs=logprobs))
         for number, call in enumerate(answer.calls):
             delta = ChoiceDelta.model_validate({"tool_calls": [{"index": number, **call}]})

@@ -84,10 +84,14 @@ class Gateway:
         listening = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
         listening.bind((self._host, 0))
         self._port = listening.getsockname()[1]
-        config = uvicorn.Config(self.app(), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
+        config = uvicorn.Config(
+            self.app(), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False
+        )
         self._server = _Server(config)
         # In a context of its own: it outlives the trajectory that starts it.
-        self._task = asyncio.create_task(self._server.serve(sockets=[listening]), context=Context(), name="agents' gateway")
+        self._task = asyncio.create_task(
+            self._server.serve(sockets=[listening]), context=Context(), name="agents' gateway"
+        )
 
     async def stop(self) -> None:
         if self._server is not None and self._task is not None:

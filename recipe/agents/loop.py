@@ -24,6 +24,7 @@ from recipe.agents.gateway import Gateway
 from recipe.agents.runner import reward_of, run_callable, run_command
 from recipe.agents.session import Session
 from recipe.agents.tree import Segment
+from recipe.async_engine.core.columns import REPORTED, UNMATCHED_SHARE
 
 _gateways: dict[tuple[asyncio.AbstractEventLoop, str], Gateway] = {}
 _places: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
@@ -125,8 +126,8 @@ class OpenAIAgentLoop(AgentLoopBase):
             num_turns=2 * segment.turns,
             metrics=AgentLoopMetrics(),
             extra_fields={
-                **({"reward_extra_info": report} if report else {}),
-                "agent_unmatched_share": session.unmatched / sent if sent else 0.0,
+                **({REPORTED: report} if report else {}),
+                UNMATCHED_SHARE: session.unmatched / sent if sent else 0.0,
             },
         )
 

@@ -34,11 +34,10 @@ from openai.types.responses import (
     ResponseUsage,
 )
 from openai.types.responses.response import IncompleteDetails
-from openai.types.responses.response_input_param import ResponseInputParam
 from openai.types.responses.response_reasoning_item import Content
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 
-from recipe.agents.chat import ask_of, checked, within
+from recipe.agents.chat import ask_of, within
 from recipe.agents.errors import Refused
 from recipe.agents.session import Answer, Ask
 
@@ -64,7 +63,9 @@ def asked(body: Mapping[str, Any], earlier: Mapping[str, list[Message]]) -> tupl
     messages: list[Message] = []
     if (before := body.get("previous_response_id")) is not None:
         if before not in earlier:
-            raise Refused(400, f"there is no response {before!r}", "previous_response_not_found", "previous_response_id")
+            raise Refused(
+                400, f"there is no response {before!r}", "previous_response_not_found", "previous_response_id"
+            )
         messages += earlier[before]
     messages += messages_of(body.get("input"))
     if instructions := body.get("instructions"):
@@ -84,7 +85,17 @@ def messages_of(given: Any) -> list[Message]:
     """Return the input of a request as messages of a chat."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    items = checked("input", ResponseInputParam, given)
+    # OpenAI takes items that lack what its types require, such as an answer's status, and libraries send them.
+    try:
+        messages = _from_items(given)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise Refused(400, f"input: {type(error).__name__}: {error}", "invalid_value", "input") from None
+    if not messages:
+        raise Refused(400, "input: it is empty", "invalid_value", "input")
+    return messages
+
+
+def _from_items(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     messages: list[Message] = []
     reasoning: str | None = None
     for item in items:
@@ -114,8 +125,6 @@ def messages_of(given: Any) -> list[Message]:
             messages[-1]["reasoning_content"], reasoning = reasoning, None
     for message in messages:
         message.pop("open", None)
-    if not messages:
-        raise Refused(400, "input: it is empty", "invalid_value", "input")
     return messages
 
 
@@ -195,8 +204,12 @@ def events(whole: Response) -> Iterator[Any]:
 
 
 def _item_events(index: int, item: Any, numbers: Iterator[int]) -> Iterator[Any]:
-    empty = {"message": {"content": []}, "function_call": {"arguments": ""}, "reasoning": {"content": []}}[item.type]
-    begun = item.model_copy(update={**empty, "status": "in_progress"})
+    of_kind: dict[str, Any] = {
+        "message": {"content": []},
+        "function_call": {"arguments": ""},
+        "reasoning": {"content": []},
+    }
+    begun = item.model_copy(update={**of_kind[item.type], "status": "in_progress"})
     yield ResponseOutputItemAddedEvent(
         item=begun, output_index=index, sequence_number=next(numbers), type="response.output_item.added"
     )
@@ -207,7 +220,6 @@ def _item_events(index: int, item: Any, numbers: Iterator[int]) -> Iterator[Any]
         )
         yield ResponseFunctionCallArgumentsDoneEvent(
             arguments=item.arguments,
-            name=item.name,
             sequence_number=next(numbers),
             type="response.function_call_arguments.done",
             **of,

@@ -76,12 +76,12 @@ async def run_command(
         assert process.stdout is not None and process.stderr is not None
         words = [asyncio.create_task(last_words(stream)) for stream in (process.stdout, process.stderr)]
         try:
-            status = await process.wait()
+            # asyncio's wait() would also wait for what the command has started, which may hold its pipes.
+            await exited(process.pid)
         finally:
-            # Whatever it has started in its group ends with it, and then nothing holds its pipes.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.shield(process.wait())
+            status = await asyncio.shield(process.wait())
         printed, complained = await asyncio.gather(*words)
     if status:
         how = f"exit status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
@@ -92,6 +92,21 @@ async def run_command(
 def environment_of(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str]:
     """Return what a command gets of an environment."""
     return {name: environment[name] for name in (*PASSED, *passed) if name in environment}
+
+
+async def exited(pid: int) -> None:
+    """Wait until a process that this one has started has ended."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        loop.add_reader(descriptor, ended.set)
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 async def last_words(stream: asyncio.StreamReader) -> str:

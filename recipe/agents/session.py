@@ -4,8 +4,8 @@
 Contract: what goes on from an earlier answer has its tokens as they were sampled (`History`), and verl's
 Continuous-Token builder makes the tokens of the messages after it. Other histories are rendered anew and are context.
 A request reaches the engines by the client of verl's agent loops, in the context of its trajectory, so interruptions,
-versions, gates and deadlines hold as for every agent loop. An answer is recorded when it is whole; what an agent gave up
-waiting for is not trained. If the engines fail a request, the trajectory fails with their error, whatever the agent
+versions, gates and deadlines hold as for every agent loop. An answer is recorded when it is whole; what an agent gave
+up waiting for is not trained. If the engines fail a request, the trajectory fails with their error, whatever the agent
 makes of it. Temperature, top_p and the like are the run's own: other ones would train another policy than the one that
 samples. Shown by tests/integration/test_agents.py.
 """
@@ -183,16 +183,18 @@ class Session:
             exchange, covered = self.tree.exchanges[found[0]], found[1]
             try:
                 merged = await in_thread(
-                    builder.merge_context_tokens, messages[:covered], messages, list(exchange.tokens), tools=tools or None
+                    builder.merge_context_tokens,
+                    messages[:covered],
+                    messages,
+                    list(exchange.tokens),
+                    tools=tools or None,
                 )
             except ValueError:  # the template has no form for these messages after an answer
                 self.matched, self.unmatched = self.matched - 1, self.unmatched + 1
             else:
                 return list(merged.token_ids)
         try:
-            return await in_thread(
-                builder.build_initial_tokens, messages, tools=tools or None, images=pictures or None
-            )
+            return await in_thread(builder.build_initial_tokens, messages, tools=tools or None, images=pictures or None)
         except Exception as error:  # a chat template raises whatever it likes about messages that it does not take
             raise Refused(400, f"the chat template does not take these messages: {error}", param="messages") from error
 
@@ -305,5 +307,3 @@ def reasoning_splitter(name: str, tokenizer: Any) -> Callable[[str], tuple[str |
         return reasoning, content or ""
 
     return split
-
-

@@ -70,7 +70,9 @@ def test_a_request_whose_answer_is_known_is_not_a_continuation_of_it(history: Hi
 
 
 def test_templates_get_text_mappings_and_images() -> None:
-    assert to_render({"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}) == {
+    assert to_render(
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    ) == {
         "role": "system",
         "content": "ab",
     }

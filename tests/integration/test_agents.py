@@ -76,7 +76,10 @@ async def test_a_conversation_with_a_tool_is_trained_as_it_was_sampled(stream: b
         (call,) = said.tool_calls
         numbers = json.loads(call.function.arguments)
         assert (call.function.name, numbers) == ("add", {"a": 1, "b": 2})
-        messages += [said.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": str(sum(numbers.values()))}]
+        messages += [
+            said.model_dump(),
+            {"role": "tool", "tool_call_id": call.id, "content": str(sum(numbers.values()))},
+        ]
         said, finish, _ = await told(await policy.chat.completions.create(messages=messages, **asked), stream)
         assert (said.content, finish) == ("It is 3.", "stop")
         return 1.0
@@ -249,7 +252,11 @@ async def test_models_are_listed() -> None:
         ({"logit_bias": {"1": 5}}, 400, "unsupported_parameter"),
         ({"response_format": {"type": "json_object"}}, 400, "unsupported_value"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}
+                ]
+            },
             400,
             None,
         ),
@@ -293,7 +300,12 @@ async def test_an_address_answers_to_its_key_alone_and_not_after_its_end() -> No
         assert addresses[-1][0].startswith("http://127.0.0.1:")
         if len(addresses) == 2:
             (first, first_key), (second, second_key) = addresses
-            for address, key in ((first, second_key), (second, first_key), (first, ""), (first[:-5] + "0/v1/", first_key)):
+            for address, key in (
+                (first, second_key),
+                (second, first_key),
+                (first, ""),
+                (first[:-5] + "0/v1/", first_key),
+            ):
                 other = AsyncOpenAI(base_url=address, api_key=key or "none", max_retries=0)
                 with pytest.raises(openai.AuthenticationError):
                     await other.chat.completions.create(model="any", messages=[QUESTION])
@@ -343,7 +355,7 @@ async def test_a_deadline_ends_the_agent_and_its_requests() -> None:
     async def run(policy: AsyncOpenAI, row: dict[str, Any]) -> None:
         await policy.chat.completions.create(model="any", messages=[QUESTION])
 
-    with pytest.raises(AgentFailed, match="deadline_s=0.3"):
+    with pytest.raises(AgentFailed, match=r"deadline_s=0\.3"):
         await played(client, run, deadline_s=0.3)
     assert client.cancelled == 1
 

@@ -23,6 +23,9 @@ REFERENCE = "reference_log_probs"
 REPORTED = "reward_extra_info"
 """verl's extra field of a trajectory: the values that the reward function returned in addition to the score."""
 
+UNMATCHED_SHARE = "agent_unmatched_share"
+"""Extra field of an agent's trajectory: the share of answers that came back and were not found as they were sampled."""
+
 DATASET_INDEX = "dataset_index"
 """Field of a prompt: the index of its row in the data set."""
 
