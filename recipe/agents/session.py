@@ -278,7 +278,7 @@ def schemas(tools: Sequence[Any]) -> list[OpenAIFunctionToolSchema]:
     described = []
     for tool in tools:
         try:
-            described.append(OpenAIFunctionToolSchema.model_validate(tool))
+            described.append(OpenAIFunctionToolSchema(**tool))
         except ValidationError:
             continue
     return described

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An agent that knows only OpenAI's client: it asks, uses a tool as the answer says, and asks again.
 
-The model of the built-in task writes no calls. A parser of verl's registry reads each of its answers as one, so that
-what the engine samples decides what the tool is called with.
+The model of the built-in task writes no calls. In place of Hermes's parser stands one that reads each of its answers as
+a call, so that what the engine samples decides what the tool is called with.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOOL = {
 TOOL_S = (0.1, 0.5)
 
 
-@ToolParser.register("everything is a call")
+@ToolParser.register("hermes")
 class EverythingIsACall(ToolParser):
     async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
         text = self.tokenizer.decode(responses_ids)

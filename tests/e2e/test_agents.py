@@ -50,7 +50,6 @@ def test_an_agent_is_trained_on_what_the_engines_sampled_under_interruptions(
         f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=recorded_samples.RecordedSamples",
         f"{ROLLOUT}.agent.agent_loop_config_path={loops}",
         f"{ROLLOUT}.agent.default_agent_loop=agent",
-        f"{ROLLOUT}.multi_turn.format='everything is a call'",
         f"trainer.total_training_steps={STEPS}",
     ]
     run = run_main("fully_async:recording_trainer.RecordingTrainer", overrides, tmp_path / "run")

@@ -92,4 +92,4 @@ if __name__ == "__main__":
     library, *how = sys.argv[1:]
     answer = globals()[library]("responses" in how, "stream" in how)
     # A library may have printed something without a line break.
-    print("\n" + json.dumps({"reward": float("3" in answer), "answer": answer}))
+    sys.stdout.write("\n" + json.dumps({"reward": float("3" in answer), "answer": answer}) + "\n")
