@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent that knows only OpenAI's client, in a real run: what is trained is what the engines sampled."""
+"""An agent that knows only OpenAI's client, in a real run: what is trained is what the engines sampled.
+
+And the commands of docs/agents.md, word for word.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from main_runs import decode_steps, run_main, small, trained_answers
+from surroundings import CHECKOUT, user_environment
 from test_fully_async import check_books
 
 from recipe.laptop.task import TaskPaths
@@ -66,3 +74,32 @@ def test_an_agent_is_trained_on_what_the_engines_sampled_under_interruptions(
         assert len(sampled) == 24 < len(answer["tokens"])
         trained.update(tuple(sequence[: len(answer["prompt"]) + place + 1]) for place in sampled)
     assert not trained - sampled_sequences(samples)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_commands_of_the_page_show_an_agent_and_train_it(tmp_path: Path) -> None:
+    commands = re.findall(r"```bash\n(.*?)```", (CHECKOUT / "docs" / "agents.md").read_text(), re.DOTALL)
+    environment = user_environment()
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    (tmp_path / "examples").symlink_to(CHECKOUT / "examples")
+    finished = subprocess.run(
+        ["bash", "-ec", "\n".join(commands)],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-8000:]
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "trajectories.jsonl").read_text().splitlines()]
+    assert [line["row"] for line in lines] == [0, 1, 2, 3]
+    for line in lines:
+        sampled = len(line["response_mask"])
+        assert line["response_mask"] == [1] * sampled
+        assert len(line["response_ids"]) == len(line["response_logprobs"]) == sampled
+        assert max(line["response_logprobs"]) < 0 and line["reward_score"] in (0.0, 1.0)
+    summary = json.loads((tmp_path / "runs" / "agent" / "summary.json").read_text())
+    assert (summary["steps"], summary["error"]) == (10, None)
