@@ -102,10 +102,7 @@ class Session:
         task = asyncio.create_task(work, context=self.context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        try:
-            return await task
-        finally:
-            task.cancel()
+        return await task
 
     async def close(self) -> None:
         """Cancel the requests that are still open."""

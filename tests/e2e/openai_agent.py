@@ -25,7 +25,8 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
     },
 }
-TOOL_S = (0.1, 0.5)
+# Spread, so that syncs find some trajectories in a tool and others in an answer.
+TOOL_S, ANSWER = (0.1, 3.0), (6, 12)
 
 
 @ToolParser.register("hermes")
@@ -44,7 +45,7 @@ class AgentLoop(OpenAIAgentLoop):
 
 async def run(client: AsyncOpenAI, row: dict[str, Any]) -> dict[str, Any]:
     messages: list[Any] = list(row["raw_prompt"])
-    asked: dict[str, Any] = {"model": "policy", "max_completion_tokens": 12}
+    asked: dict[str, Any] = {"model": "policy", "max_completion_tokens": random.randint(*ANSWER)}
     stream = random.random() < 0.5
     said = await asking(client, stream, messages=messages, tools=[TOOL], **asked)
     (call,) = said["tool_calls"]

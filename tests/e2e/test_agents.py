@@ -22,7 +22,7 @@ from test_fully_async import check_books
 from recipe.laptop.task import TaskPaths
 
 ROLLOUT = "actor_rollout_ref.rollout"
-STEPS = 5
+STEPS = 8
 
 
 def sampled_sequences(folder: Path) -> Counter[tuple[int, ...]]:
@@ -71,7 +71,7 @@ def test_an_agent_is_trained_on_what_the_engines_sampled_under_interruptions(
     for answer in answers:
         sequence = answer["prompt"] + answer["tokens"]
         sampled = [place for place, version in enumerate(answer["versions"]) if version >= 0]
-        assert len(sampled) == 24 < len(answer["tokens"])
+        assert 12 <= len(sampled) <= 24 and len(sampled) < len(answer["tokens"])
         trained.update(tuple(sequence[: len(answer["prompt"]) + place + 1]) for place in sampled)
     assert not trained - sampled_sequences(samples)
 

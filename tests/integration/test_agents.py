@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 import httpx
@@ -372,6 +373,33 @@ async def test_an_agent_that_asks_nothing_or_returns_nonsense_fails() -> None:
         await played(ScriptedClient([]), silent)
     with pytest.raises(AgentFailed, match="not a number"):
         await played(ScriptedClient(["x"]), odd)
+
+
+async def test_requests_belong_to_their_trajectory_and_do_not_see_each_other() -> None:
+    """The client of a run finds the trajectory's record in its context, and marks each request there."""
+    trajectory: ContextVar[str] = ContextVar("trajectory")
+    request: ContextVar[str] = ContextVar("request", default="none")
+    seen: list[tuple[str, str]] = []
+
+    class Watching(ScriptedClient):
+        async def generate(self, request_id: str, **asked: Any) -> Any:
+            seen.append((trajectory.get(), request.get()))
+            request.set("another")
+            return await super().generate(request_id, **asked)
+
+    async def run(policy: AsyncOpenAI, row: dict[str, Any]) -> float:
+        await asyncio.gather(*[policy.chat.completions.create(model="any", messages=[QUESTION]) for _ in range(2)])
+        await policy.chat.completions.create(model="any", messages=[QUESTION])
+        return 0.0
+
+    async def of(name: str) -> None:
+        trajectory.set(name)
+        await played(Watching(["x"] * 3), run)
+
+    async with asyncio.TaskGroup() as tasks:
+        for name in ("first", "second"):
+            tasks.create_task(of(name))
+    assert sorted(seen) == [("first", "none")] * 3 + [("second", "none")] * 3
 
 
 async def test_so_many_agents_run_at_once() -> None:
