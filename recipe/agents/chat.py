@@ -33,6 +33,10 @@ from recipe.agents.errors import Refused
 from recipe.agents.session import Answer, Ask
 
 MOST_ANSWERS = 128
+UNAVAILABLE = (
+    *("audio", "chat_template_kwargs", "echo", "function_call", "functions", "logit_bias", "prediction", "suffix"),
+    "top_logprobs",
+)
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -42,7 +46,7 @@ def ask_of(body: Mapping[str, Any]) -> Ask:
     Raises:
         Refused: a field has a wrong value, or one that the policy cannot honour.
     """
-    for name in ("logit_bias", "functions", "function_call", "audio", "prediction", "top_logprobs", "suffix", "echo"):
+    for name in UNAVAILABLE:
         if body.get(name):
             raise Refused(400, f"{name} is not available here", code="unsupported_parameter", param=name)
     kind = (body.get("response_format") or {"type": "text"}).get("type")

@@ -38,6 +38,8 @@ class OpenAIAgentLoop(AgentLoopBase):
         command: a command line, or None. One of the two has to be given.
         at_once: how many agents a worker runs at once; None means all.
         deadline_s: seconds that an agent may take; None leaves it to the trajectory's own deadline.
+        overlong_reward: reward of a trajectory whose agent failed after its conversation had no room left for an
+            answer; None lets the trajectory fail.
         passed: names of environment variables for the command, separated by commas.
         reasoning: name of vLLM's parser that splits answers into reasoning and text, or None.
         host: the address that the gateway is bound to.
@@ -50,6 +52,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         command: str | None = None,
         at_once: int | None = None,
         deadline_s: float | None = None,
+        overlong_reward: float | None = None,
         passed: str = "",
         reasoning: str | None = None,
         host: str = "127.0.0.1",
@@ -62,7 +65,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         if self._agent is not None and not inspect.iscoroutinefunction(self._agent):
             raise AgentFailed(f"{agent} is not an `async def`; a program that blocks is for command=")
         self._command, self._passed = command or "", [name.strip() for name in passed.split(",") if name.strip()]
-        self._at_once, self._deadline_s = at_once, deadline_s
+        self._at_once, self._deadline_s, self._overlong_reward = at_once, deadline_s, overlong_reward
         self._reasoning, self._host = reasoning, host
         self.session: Session | None = None
 
@@ -105,6 +108,8 @@ class OpenAIAgentLoop(AgentLoopBase):
                 raise session.failure from error
             if isinstance(error, TimeoutError) and limit.expired():
                 raise AgentFailed(f"the agent was not done within deadline_s={self._deadline_s:g}") from error
+            if session.overlong and self._overlong_reward is not None:
+                return self._overlong_reward
             raise
         if session.failure is not None:
             raise session.failure

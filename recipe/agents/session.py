@@ -72,6 +72,7 @@ class Session:
 
     Attributes:
         failure: what the engines failed a request with, if they did.
+        overlong: whether a request was refused because its conversation left no room for an answer.
         matched: number of the policy's answers in requests that were found again as they were sampled.
         unmatched: number of answers in later requests that were not, and became context.
     """
@@ -84,6 +85,7 @@ class Session:
         self.outputs: dict[int, TokenOutput] = {}
         self.pictures: dict[int, list[Any]] = {}
         self.failure: BaseException | None = None
+        self.overlong = False
         self.matched = self.unmatched = 0
         self.context = context
         self.tokenizer = loop.tokenizer
@@ -198,6 +200,7 @@ class Session:
     async def _answers(self, prompt: list[int], ask: Ask, media: list[str], pictures: list[Any]) -> list[Answer]:
         room = self.tree.room(prompt, media) if prompt else 0
         if room < 1:
+            self.overlong = True
             raise Refused(
                 400,
                 f"the conversation has {len(prompt)} tokens, which leaves no room for an answer "

@@ -23,14 +23,14 @@ REFERENCE = "reference_log_probs"
 REPORTED = "reward_extra_info"
 """verl's extra field of a trajectory: the values that the reward function returned in addition to the score."""
 
-UNMATCHED_SHARE = "agent_unmatched_share"
-"""Extra field of an agent's trajectory: the share of answers that came back and were not found as they were sampled."""
-
 DATASET_INDEX = "dataset_index"
 """Field of a prompt: the index of its row in the data set."""
 
 FAILURE = "recipe_data_failure"
 """The only field of a prompt whose data row could not be read; its value is the text of the error."""
+
+UNMATCHED_SHARE = "agent_unmatched_share"
+"""Extra field of an agent's trajectory: the share of answers that came back and were not found as they were sampled."""
 
 ARGUMENTS = frozenset({"sampling_params", "self"})
 """Names that no field of a data row may have, because verl calls each agent loop's ``run`` with the row's fields and
