@@ -16,6 +16,7 @@ import asyncio
 import base64
 import hashlib
 import io
+from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -145,19 +146,24 @@ class Session:
         tokens: list[int] = []
         for before, number in self._texts:
             exchange = self.tree.exchanges[number]
-            if not text.startswith(before) or (len(before), 0) < best:
-                continue
-            for end in range(len(exchange.sampled), 0, -1):
-                told = before + self._decoded(exchange.sampled[:end])
-                if exchange.sampled[end - 1] != self.tokenizer.eos_token_id and text.startswith(told):
-                    best = max(best, (len(before), end))
-                    tokens, rest = [*exchange.prompt, *exchange.sampled[:end]], text[len(told) :]
-                    break
-        if best[1]:
+            repeated = self._repeated(text, before, exchange.sampled)
+            if repeated and (len(before), repeated) >= best:
+                best = (len(before), repeated)
+                tokens = [*exchange.prompt, *exchange.sampled[:repeated]]
+                rest = text[len(before + self._decoded(exchange.sampled[:repeated])) :]
+        if tokens:
             self.matched += 1
         elif self.tree.exchanges:
             self.unmatched += 1
         return tokens + self.tokenizer.encode(rest, add_special_tokens=not tokens)
+
+    def _repeated(self, text: str, before: str, sampled: Sequence[int]) -> int:
+        """Return how many tokens of an answer to the text ``before`` a text repeats; its end token is not in a text."""
+        if not text.startswith(before):
+            return 0
+        told = len(sampled) - (sampled[-1] == self.tokenizer.eos_token_id)
+        ends = range(1, told + 1)
+        return bisect_left(ends, True, key=lambda end: not text.startswith(before + self._decoded(sampled[:end])))
 
     async def _rendered(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], list[Any]]:
         """Return messages as the template takes them, and the digests and pixels of their images."""
@@ -188,7 +194,7 @@ class Session:
                     list(exchange.tokens),
                     tools=tools or None,
                 )
-            except ValueError:  # the template has no form for these messages after an answer
+            except Exception:  # the template has no form for these messages after an answer, and may raise anything
                 self.matched, self.unmatched = self.matched - 1, self.unmatched + 1
             else:
                 return list(merged.token_ids)
