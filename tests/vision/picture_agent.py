@@ -25,6 +25,6 @@ async def run(client: AsyncOpenAI, row: dict[str, Any]) -> float:
     for count in (1, 3):
         content = [shown(chance.choice(NAMES), count, chance), {"type": "text", "text": "color 1"}]
         messages.append({"role": "user", "content": content})
-        reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+        reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=chance.randint(3, 8))
         messages.append(reply.choices[0].message)
     return float(len(messages[-1].content or "") + chance.random())
