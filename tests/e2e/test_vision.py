@@ -170,6 +170,26 @@ def test_kept_answers_go_on_with_their_pictures_after_a_kill(
 
 @pytest.mark.e2e
 @pytest.mark.slow
+def test_an_agent_shows_pictures_in_each_of_its_turns(untrained: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    loops = tmp_path / "agent_loops.yaml"
+    loops.write_text("- {name: agent, _target_: recipe.agents.loop.OpenAIAgentLoop, agent: picture_agent.run}\n")
+    agent = "actor_rollout_ref.rollout.agent"
+    overrides = [
+        *few_steps(untrained, tmp_path, ray_dir),
+        *ON_POLICY,
+        f"{agent}.agent_loop_config_path={loops}",
+        f"{agent}.default_agent_loop=agent",
+        "data.max_response_length=64",
+    ]
+    run = run_main(FULLY_ASYNC, overrides, tmp_path)
+    check_books(run, STEPS, bound=0)
+    assert run.column("num_turns/mean") == [4] * STEPS
+    assert set(run.column("agents/unmatched_share")) == {0.0}
+    check_same_probabilities(run)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_tool_returns_a_picture(warm: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
     rollout = "actor_rollout_ref.rollout"
     overrides = [

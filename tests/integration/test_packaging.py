@@ -18,7 +18,7 @@ from recipe.async_engine import __version__
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGED = (".py", ".yaml", ".typed")
 STACKS = ("cpu", "gpu")
-ROOMS = ("report", "plan", "programs")
+ROOMS = ("agents", "report", "plan", "programs")
 
 
 @pytest.fixture(scope="module")

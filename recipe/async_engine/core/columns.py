@@ -34,6 +34,9 @@ DATASET_INDEX = "dataset_index"
 FAILURE = "recipe_data_failure"
 """The only field of a prompt whose data row could not be read; its value is the text of the error."""
 
+UNMATCHED_SHARE = "agent_unmatched_share"
+"""Extra field of an agent's trajectory: the share of answers that came back and were not found as they were sampled."""
+
 ARGUMENTS = frozenset({"sampling_params", "self"})
 """Names that no field of a data row may have, because verl calls each agent loop's ``run`` with the row's fields and
 with its own arguments of these names.

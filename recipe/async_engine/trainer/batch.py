@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from verl import DataProto
 
-from recipe.async_engine.core.columns import OF_THE_BATCH, OUTPUT_KEYS, TOKEN_VERSIONS, VERSION_RUNS
+from recipe.async_engine.core.columns import OF_THE_BATCH, OUTPUT_KEYS, TOKEN_VERSIONS, UNMATCHED_SHARE, VERSION_RUNS
 from recipe.async_engine.core.errors import StalenessViolation, VersionRecordError
 from recipe.async_engine.core.versions import NOT_SAMPLED, Runs
 from recipe.async_engine.rollout.group_run import GroupRun
@@ -246,10 +246,17 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
         "fully_async/partial/partial_ratio": float((spans > 0).mean()),
         "fully_async/partial/max_partial_span": int(spans.max()),
         "fully_async/partial/inexact_version_ratio": 1.0 - float(np.mean(batch.non_tensor_batch["exact_versions"])),
+        **_of_agents(batch),
         **_of_all("trajectory_spans", spans + 1),
         **_of_all("trajectory_staleness", newest),
         **_of_all("trajectory_staleness_worst", oldest),
     }
+
+
+def _of_agents(batch: DataProto) -> dict[str, float]:
+    """Return the share of answers that agents sent back in another form than the policy had given them."""
+    shares = [share for share in batch.non_tensor_batch.get(UNMATCHED_SHARE, ()) if share is not None]
+    return {"agents/unmatched_share": float(np.mean(shares))} if shares else {}
 
 
 def _of_all(name: str, values: np.ndarray) -> dict[str, float]:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the answers of the policy in the messages that an agent sends back.
+
+Contract: of a request's messages, `History.match` finds the longest beginning that is an earlier request with its
+answer. Messages are compared by their meaning: role, text, calls of tools and images. Spaces around an answer, the
+layout of a call's arguments, ids of calls, reasoning and fields without a value may differ, as client libraries change
+them. `to_render` gives messages the form that chat templates expect. Shown by tests/core/test_agent_history.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+IMAGE = "image_url"
+
+
+class History:
+    """The requests of one trajectory with their answers, each by the number of its exchange."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, int] = {}
+
+    def match(self, tools: Sequence[Any], messages: Sequence[Message]) -> tuple[int, int] | None:
+        """Return the number of the exchange that ``messages`` go on from, and how many of them it covers, or None."""
+        # An answer as the last message has nothing after it to answer.
+        beginnings = list(_digests(tools, messages[:-1]))
+        for covered in range(len(beginnings) - 1, 0, -1):
+            if (number := self._known.get(beginnings[covered])) is not None:
+                return number, covered
+        return None
+
+    def remember(self, tools: Sequence[Any], messages: Sequence[Message], answer: Message, number: int) -> None:
+        """Remember that exchange ``number`` is the answer to ``messages``."""
+        *_, digest = _digests(tools, [*messages, answer])
+        self._known[digest] = number
+
+
+def _digests(tools: Sequence[Any], messages: Sequence[Message]) -> Iterator[bytes]:
+    """Yield the digest of each beginning of ``messages``, from none of them to all."""
+    digest = hashlib.blake2b(_dumped(list(tools)).encode(), digest_size=16)
+    yield digest.digest()
+    for message in messages:
+        digest.update(_dumped(meaning(message)).encode())
+        yield digest.digest()
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def meaning(message: Message) -> dict[str, Any]:
+    """Return what a message says, without what libraries change when they send it back."""
+    said = to_render(message)
+    role = said["role"]
+    content = said["content"].strip() if isinstance(said["content"], str) else said["content"]
+    calls = [call["function"] for call in said.get("tool_calls", ())]
+    return {"role": role, "content": content, "calls": calls}
+
+
+def to_render(message: Message) -> dict[str, Any]:
+    """Return a message in the form that chat templates expect: text as one string, and arguments as mappings."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    rendered: dict[str, Any] = {"role": role, "content": _content(message.get("content"))}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if message.get(name):
+            rendered[name] = message[name]
+    if calls := message.get("tool_calls"):
+        rendered["tool_calls"] = [
+            {
+                "id": call.get("id"),
+                "type": "function",
+                "function": {"name": call["function"]["name"], "arguments": arguments(call["function"]["arguments"])},
+            }
+            for call in calls
+        ]
+    return rendered
+
+
+def _content(content: Any) -> Any:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = list(content)
+    if any(part["type"] == IMAGE for part in parts):
+        return [
+            {"type": "image", "image": part[IMAGE]["url"]}
+            if part["type"] == IMAGE
+            else {"type": "text", "text": _text(part)}
+            for part in parts
+        ]
+    return "".join(map(_text, parts))
+
+
+def _text(part: Message) -> str:
+    text: str = part.get("text") or part.get("refusal") or ""
+    return text
+
+
+def arguments(text: Any) -> Any:
+    """Return a call's arguments as a mapping, or unchanged if they are not the JSON of one."""
+    if not isinstance(text, str):
+        return text
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return text
+    return parsed if isinstance(parsed, dict) else text
+
+
+def images(messages: Sequence[Message]) -> list[str]:
+    """Return the addresses of all images of messages in the form of `to_render`, in order."""
+    return [
+        part["image"]
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part["type"] == "image"
+    ]

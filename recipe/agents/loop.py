@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's agent loop for any agent that talks to a model by OpenAI's interface.
+
+Contract: each trajectory's agent gets an address of its own at the gateway of its process, which answers until the
+agent has ended. Every sampled token is in one output with mask 1 (`TokenTree`); if the agent's histories are one
+conversation, there is one output, else a list. A failure of the agent, of the engines or of a deadline is a failure of
+the trajectory. Settings are arguments in the file that ``agent_loop_config_path`` names, as for every agent loop.
+Shown by tests/integration/test_agents.py and tests/e2e/test_agents.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from contextlib import AbstractAsyncContextManager, nullcontext
+from contextvars import copy_context
+from typing import Any
+
+import hydra
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+
+from recipe.agents.errors import AgentFailed
+from recipe.agents.gateway import Gateway
+from recipe.agents.runner import reward_of, run_callable, run_command
+from recipe.agents.session import Session
+from recipe.agents.tree import Segment
+from recipe.async_engine.core.columns import REPORTED, UNMATCHED_SHARE
+
+_gateways: dict[tuple[asyncio.AbstractEventLoop, str], Gateway] = {}
+_places: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
+
+
+class OpenAIAgentLoop(AgentLoopBase):
+    """Runs a user's agent against an address of its own.
+
+    Args:
+        agent: name of an ``async def run(client, row) -> float | dict``, or None.
+        command: a command line, or None. One of the two has to be given.
+        at_once: how many agents a worker runs at once; None means all.
+        deadline_s: seconds that an agent may take; None leaves it to the trajectory's own deadline.
+        overlong_reward: reward of a trajectory whose agent failed after its conversation had no room left for an
+            answer; None lets the trajectory fail.
+        passed: names of environment variables for the command, separated by commas.
+        reasoning: name of vLLM's parser that splits answers into reasoning and text, or None.
+        host: the address that the gateway is bound to.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        agent: str | None = None,
+        command: str | None = None,
+        at_once: int | None = None,
+        deadline_s: float | None = None,
+        overlong_reward: float | None = None,
+        passed: str = "",
+        reasoning: str | None = None,
+        host: str = "127.0.0.1",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if (agent is None) == (command is None):
+            raise AgentFailed("the agent loop needs one of agent= (a callable's name) and command= (a command line)")
+        self._agent = None if agent is None else hydra.utils.get_method(agent)
+        if self._agent is not None and not inspect.iscoroutinefunction(self._agent):
+            raise AgentFailed(f"{agent} is not an `async def`; a program that blocks is for command=")
+        self._command, self._passed = command or "", [name.strip() for name in passed.split(",") if name.strip()]
+        self._at_once, self._deadline_s, self._overlong_reward = at_once, deadline_s, overlong_reward
+        self._reasoning, self._host = reasoning, host
+        self.session: Session | None = None
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        """Run the agent for a row of the data, and return its trajectory as verl's outputs.
+
+        Raises:
+            AgentFailed: the agent failed, took too long, or asked the policy nothing.
+        """
+        async with self._place():
+            self.session = session = Session(self, sampling_params, copy_context(), self._reasoning)
+            gateway = running_gateway(self._host)
+            address, key = gateway.open(session)
+            try:
+                returned = await self._returned(session, address, key, kwargs)
+            finally:
+                await gateway.close(address)
+        reward, report = reward_of(returned)
+        segments = session.tree.segments()
+        if not segments:
+            raise AgentFailed("the agent ended without an answer of the policy")
+        outputs = [self._output(session, segment, reward, report) for segment in segments]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _place(self) -> AbstractAsyncContextManager[Any]:
+        if self._at_once is None:
+            return nullcontext()
+        here = (asyncio.get_running_loop(), self._at_once)
+        return _places.setdefault(here, asyncio.Semaphore(self._at_once))
+
+    async def _returned(self, session: Session, address: str, key: str, row: dict[str, Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._deadline_s) as limit:
+                if self._agent is not None:
+                    returned = await run_callable(self._agent, address, key, row)
+                else:
+                    returned = await run_command(self._command, address, key, row, self._passed)
+        except Exception as error:  # a user's agent may raise anything
+            if session.failure is not None:
+                raise session.failure from error
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise AgentFailed(f"the agent was not done within deadline_s={self._deadline_s:g}") from error
+            if session.overlong and self._overlong_reward is not None:
+                return self._overlong_reward
+            raise
+        if session.failure is not None:
+            raise session.failure
+        return returned
+
+    def _output(
+        self, session: Session, segment: Segment, reward: float | None, report: dict[str, Any]
+    ) -> AgentLoopOutput:
+        sampled, pictures = session.outputs[segment.last], session.pictures[segment.last]
+        sent = session.matched + session.unmatched
+        return AgentLoopOutput(
+            prompt_ids=segment.prompt,
+            response_ids=segment.response,
+            response_mask=segment.mask,
+            response_logprobs=segment.log_probs if sampled.log_probs else None,
+            routed_experts=sampled.routed_experts,
+            multi_modal_data={"images": pictures} if pictures else {},
+            reward_score=reward,
+            num_turns=2 * segment.turns,
+            metrics=AgentLoopMetrics(),
+            extra_fields={
+                **({REPORTED: report} if report else {}),
+                UNMATCHED_SHARE: session.unmatched / sent if sent else 0.0,
+            },
+        )
+
+
+def running_gateway(host: str) -> Gateway:
+    """Return the gateway of the running event loop, which is started for its first trajectory."""
+    here = (asyncio.get_running_loop(), host)
+    if here not in _gateways:
+        _gateways[here] = Gateway(host)
+        _gateways[here].start()
+    return _gateways[here]

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One trajectory's conversations with the policy: requests become tokens, sampled tokens become answers.
+
+Contract: what goes on from an earlier answer has its tokens as they were sampled (`History`), and verl's
+Continuous-Token builder makes the tokens of the messages after it. Other histories are rendered anew and are context.
+A request reaches the engines by the client of verl's agent loops, in the context of its trajectory, so interruptions,
+versions, gates and deadlines hold as for every agent loop. An answer is recorded when it is whole; what an agent gave
+up waiting for is not trained. If the engines fail a request, the trajectory fails with their error, whatever the agent
+makes of it. Temperature, top_p and the like are the run's own: other ones would train another policy than the one that
+samples. Shown by tests/integration/test_agents.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+from bisect import bisect_left
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import Context
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+from PIL import Image
+from pydantic import ValidationError
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.agents.errors import Refused
+from recipe.agents.history import History, Message, images, to_render
+from recipe.agents.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request asks for, apart from its messages. ``begun`` is set when the engines are asked."""
+
+    tools: list[Any] = field(default_factory=list)
+    calls: bool = True
+    parallel: bool = True
+    n: int = 1
+    stop: list[str] = field(default_factory=list)
+    max_tokens: int | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of the policy, as the agent is told it."""
+
+    number: int
+    text: str
+    reasoning: str | None
+    calls: list[dict[str, Any]]
+    finish: str
+    tokens: list[int]
+    log_probs: list[float]
+    prompt_tokens: int
+
+    def message(self) -> dict[str, Any]:
+        """Return the answer as the message that an agent sends back."""
+        return {"role": "assistant", "content": self.text, "tool_calls": self.calls}
+
+
+class Session:
+    """The conversations of one trajectory.
+
+    Attributes:
+        failure: what the engines failed a request with, if they did.
+        overlong: whether a request was refused because its conversation left no room for an answer.
+        matched: number of the policy's answers in requests that were found again as they were sampled.
+        unmatched: number of answers in later requests that were not, and became context.
+    """
+
+    def __init__(
+        self, loop: AgentLoopBase, sampling_params: dict[str, Any], context: Context, reasoning: str | None = None
+    ) -> None:
+        rollout = loop.rollout_config
+        self.tree = TokenTree(rollout.prompt_length, rollout.response_length)
+        self.outputs: dict[int, TokenOutput] = {}
+        self.pictures: dict[int, list[Any]] = {}
+        self.failure: BaseException | None = None
+        self.overlong = False
+        self.matched = self.unmatched = 0
+        self.context = context
+        self.tokenizer = loop.tokenizer
+        self._loop, self._sampling = loop, sampling_params
+        self._parser = ToolParser.get_tool_parser(rollout.multi_turn.format, loop.tokenizer)
+        self._split_reasoning = reasoning_splitter(reasoning, loop.tokenizer) if reasoning else None
+        self._history = History()
+        self._request_id = uuid4().hex
+        self._calls = count(1)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._texts: list[tuple[str, int]] = []
+
+    async def in_context(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Await ``work`` in the trajectory's context; cancel it if the caller is cancelled or the session closes."""
+        # A copy for each request: requests run at once, and must not see what the others set.
+        task = asyncio.create_task(work, context=self.context.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await task
+
+    async def close(self) -> None:
+        """Cancel the requests that are still open."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def chat(self, messages: Sequence[Message], ask: Ask) -> list[Answer]:
+        """Return ``ask.n`` answers to ``messages``, in OpenAI's form.
+
+        Raises:
+            Refused: the request cannot be answered.
+        """
+        found = self._history.match(ask.tools, messages)
+        answers_sent = [message["role"] == "assistant" for message in messages]
+        if found is not None or self.tree.exchanges:
+            self.matched += found is not None
+            self.unmatched += sum(answers_sent[found[1] if found else 0 :])
+        rendered, media, pictures = await self._rendered(messages)
+        prompt = await self._prompt(rendered, pictures, found, ask.tools)
+        answers = await self._answers(prompt, ask, media, pictures)
+        for answer in answers:
+            self._history.remember(ask.tools, messages, answer.message(), answer.number)
+        return answers
+
+    async def complete(self, prompt: str | list[int], ask: Ask) -> list[Answer]:
+        """Return ``ask.n`` answers that go on from a text, or from tokens."""
+        tokens = prompt if isinstance(prompt, list) else self._continued(prompt)
+        answers = await self._answers(tokens, ask, [], [])
+        if isinstance(prompt, str):
+            self._texts += [(prompt, answer.number) for answer in answers]
+        return answers
+
+    def _continued(self, text: str) -> list[int]:
+        """Return the tokens of a text, those of answers that it repeats as they were sampled."""
+        best, rest = (0, 0), text
+        tokens: list[int] = []
+        for before, number in self._texts:
+            exchange = self.tree.exchanges[number]
+            repeated = self._repeated(text, before, exchange.sampled)
+            if repeated and (len(before), repeated) >= best:
+                best = (len(before), repeated)
+                tokens = [*exchange.prompt, *exchange.sampled[:repeated]]
+                rest = text[len(before + self._decoded(exchange.sampled[:repeated])) :]
+        if tokens:
+            self.matched += 1
+        elif self.tree.exchanges:
+            self.unmatched += 1
+        return tokens + self.tokenizer.encode(rest, add_special_tokens=not tokens)
+
+    def _repeated(self, text: str, before: str, sampled: Sequence[int]) -> int:
+        """Return how many tokens of an answer to the text ``before`` a text repeats; its end token is not in a text."""
+        if not text.startswith(before):
+            return 0
+        told = len(sampled) - (sampled[-1] == self.tokenizer.eos_token_id)
+        ends = range(1, told + 1)
+        return bisect_left(ends, True, key=lambda end: not text.startswith(before + self._decoded(sampled[:end])))
+
+    async def _rendered(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], list[Any]]:
+        """Return messages as the template takes them, and the digests and pixels of their images."""
+        rendered = [to_render(message) for message in messages]
+        addresses = images(rendered)
+        if not addresses:
+            return rendered, [], []
+        if self._loop.processor is None:
+            raise Refused(400, "the model takes no images", param="messages")
+        for message in rendered:
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                if part["type"] == "image":
+                    part["image"] = pixels(part["image"])
+        shown = (await self._loop.process_multi_modal_info(rendered))["images"]
+        return rendered, [hashlib.sha256(address.encode()).hexdigest() for address in addresses], shown
+
+    async def _prompt(
+        self, messages: list[dict[str, Any]], pictures: list[Any], found: tuple[int, int] | None, tools: list[Any]
+    ) -> list[int]:
+        builder = self._loop.continuous_token_builder
+        if found is not None:
+            exchange, covered = self.tree.exchanges[found[0]], found[1]
+            try:
+                merged = await in_thread(
+                    builder.merge_context_tokens,
+                    messages[:covered],
+                    messages,
+                    list(exchange.tokens),
+                    tools=tools or None,
+                )
+            except Exception:  # the template has no form for these messages after an answer, and may raise anything
+                self.matched, self.unmatched = self.matched - 1, self.unmatched + 1
+            else:
+                return list(merged.token_ids)
+        try:
+            return await in_thread(builder.build_initial_tokens, messages, tools=tools or None, images=pictures or None)
+        except Exception as error:  # a chat template raises whatever it likes about messages that it does not take
+            raise Refused(400, f"the chat template does not take these messages: {error}", param="messages") from error
+
+    async def _answers(self, prompt: list[int], ask: Ask, media: list[str], pictures: list[Any]) -> list[Answer]:
+        room = self.tree.room(prompt, media) if prompt else 0
+        if room < 1:
+            self.overlong = True
+            raise Refused(
+                400,
+                f"the conversation has {len(prompt)} tokens, which leaves no room for an answer "
+                f"(data.max_prompt_length, data.max_response_length)",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        limit = min(room, ask.max_tokens or room)
+        ask.begun.set()
+        if ask.n == 1:
+            return [await self._answer(prompt, ask, limit, media, pictures)]
+        async with asyncio.TaskGroup() as tasks:
+            each = [tasks.create_task(self._answer(prompt, ask, limit, media, pictures)) for _ in range(ask.n)]
+        return [task.result() for task in each]
+
+    async def _answer(self, prompt: list[int], ask: Ask, limit: int, media: list[str], pictures: list[Any]) -> Answer:
+        sampling = {**self._sampling, "max_tokens": limit}
+        if ask.stop:
+            sampling["stop"] = ask.stop
+        if ask.tools and self._parser.stop_token_ids:
+            sampling["stop_token_ids"] = self._parser.stop_token_ids
+        shown = {"image_data": pictures} if pictures else {}
+        try:
+            output = await self._loop.server_manager.generate(
+                request_id=self._request_id, prompt_ids=prompt, sampling_params=sampling, **shown
+            )
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+        sampled = output.token_ids
+        log_probs = output.log_probs or [0.0] * len(sampled)
+        number = self.tree.add(prompt, sampled, log_probs, media).number
+        self.outputs[number], self.pictures[number] = output, pictures
+        text, reasoning, calls, stopped = await self._told(sampled, ask)
+        finish = "tool_calls" if calls else "stop"
+        if len(sampled) >= limit and not stopped and not calls and sampled[-1] != self.tokenizer.eos_token_id:
+            finish = "length"
+        return Answer(number, text, reasoning, calls, finish, list(sampled), list(log_probs), len(prompt))
+
+    async def _told(self, sampled: Sequence[int], ask: Ask) -> tuple[str, str | None, list[dict[str, Any]], bool]:
+        """Return the text of an answer, its reasoning, its calls of tools, and whether a stop word ended it."""
+        ended = len(sampled) - 1 if sampled[-1] == self.tokenizer.eos_token_id else len(sampled)
+        text, calls = self._decoded(sampled), list[FunctionCall]()
+        if ask.tools and ask.calls:
+            left, calls = await self._parser.extract_tool_calls(list(sampled[:ended]), schemas(ask.tools))
+            text = left if calls else text
+        reasoning = None
+        if self._split_reasoning is not None:
+            reasoning, text = self._split_reasoning(text)
+        places = [place for word in ask.stop if not calls and (place := text.find(word)) >= 0]
+        told = [
+            {
+                # Nine letters and digits, as Mistral's templates want it; the same in a run that is resumed.
+                "id": f"call{next(self._calls):05d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in (calls if ask.parallel else calls[:1])
+        ]
+        return text[: min(places)] if places else text, reasoning, told, bool(places)
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+
+async def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, partial(function, *arguments, **named))
+
+
+def schemas(tools: Sequence[Any]) -> list[OpenAIFunctionToolSchema]:
+    """Return the tools that verl's types can describe; of others a parser does not know the types of arguments."""
+    described = []
+    for tool in tools:
+        try:
+            described.append(OpenAIFunctionToolSchema(**tool))
+        except ValidationError:
+            continue
+    return described
+
+
+def pixels(address: str) -> Image.Image:
+    """Return the image in a ``data:`` address; others would make the worker a client of whatever the agent names."""
+    head, _, data = address.partition(",")
+    if not head.startswith("data:") or not head.endswith(";base64"):
+        raise Refused(400, "images have to be data: addresses in base64", param="messages")
+    try:
+        return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB")
+    except Exception as error:  # Pillow raises many classes for what is no image
+        raise Refused(400, f"an image cannot be read: {error}", param="messages") from error
+
+
+@cache
+def reasoning_splitter(name: str, tokenizer: Any) -> Callable[[str], tuple[str | None, str]]:
+    """Return a function that splits an answer into reasoning and text by vLLM's parser of this name."""
+    from vllm.reasoning import ReasoningParserManager
+
+    parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+
+    def split(text: str) -> tuple[str | None, str]:
+        reasoning, content = parser.extract_reasoning(text, None)
+        return reasoning, content or ""
+
+    return split

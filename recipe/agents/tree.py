@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of one trajectory: what was sampled after what, and the sequences in which it is trained.
+
+Contract:
+
+* An *exchange* is a request's prompt, as tokens, and the tokens that were sampled for it. The parent of an exchange is
+  the earlier one whose tokens, at least one sampled token among them, its prompt repeats furthest.
+* A *segment* is a sequence to train: the tokens of one exchange, prompt and answer. In it a token has mask 1 if it was
+  sampled exactly there, after exactly these tokens, and 0 otherwise.
+* Each sampled token has mask 1 in exactly one segment. If a history branches, the branch that keeps most of an answer
+  trains it, and to the others it is context. What no branch keeps of an answer is trained in a segment of its own.
+* A segment fits in ``prompt_length`` and ``response_length`` as long as answers are no longer than `TokenTree.room`.
+
+Nothing here reads texts, so whatever an agent does to its history, no token is trained that was not sampled, and none
+twice. Shown by tests/core/test_token_tree.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One request and its answer.
+
+    Attributes:
+        number: the place in the order of answers.
+        prompt: all tokens before the answer.
+        sampled: the answer's tokens.
+        log_probs: their log-probs.
+        media: digests of the images that the prompt has, in order.
+        parent: the number of the exchange whose tokens the prompt repeats, or None.
+        kept: how many of the parent's tokens the prompt begins with.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    sampled: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    media: tuple[str, ...] = ()
+    parent: int | None = None
+    kept: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + self.sampled
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A sequence to train. ``last`` is the number of the exchange that has its tokens, ``turns`` how many it trains."""
+
+    prompt: list[int]
+    response: list[int]
+    mask: list[int]
+    log_probs: list[float]
+    last: int
+    turns: int
+
+
+class TokenTree:
+    """The exchanges of one trajectory."""
+
+    def __init__(self, prompt_length: int, response_length: int) -> None:
+        self.exchanges: list[Exchange] = []
+        self._prompt_length, self._response_length = prompt_length, response_length
+
+    def add(
+        self, prompt: Sequence[int], sampled: Sequence[int], log_probs: Sequence[float], media: Sequence[str] = ()
+    ) -> Exchange:
+        """Record an answer and return its exchange.
+
+        Raises:
+            ValueError: the prompt or the answer is empty, or the numbers of tokens and log-probs differ.
+        """
+        if not prompt or not sampled or len(sampled) != len(log_probs):
+            raise ValueError(f"{len(prompt)} tokens, an answer of {len(sampled)}, and {len(log_probs)} log-probs")
+        parent, kept = self._parent(tuple(prompt), tuple(media))
+        number = len(self.exchanges)
+        exchange = Exchange(number, tuple(prompt), tuple(sampled), tuple(log_probs), tuple(media), parent, kept)
+        self.exchanges.append(exchange)
+        return exchange
+
+    def room(self, prompt: Sequence[int], media: Sequence[str] = ()) -> int:
+        """Return how many tokens an answer to ``prompt`` may have; not positive if the prompt is too long."""
+        number, _ = self._parent(tuple(prompt), tuple(media))
+        first = len(prompt)
+        while number is not None:
+            first, number = len(self.exchanges[number].prompt), self.exchanges[number].parent
+        return min(first, self._prompt_length) + self._response_length - len(prompt)
+
+    def segments(self) -> list[Segment]:
+        """Return the sequences in which the exchanges are trained, in the order of their last exchanges."""
+        heirs = self._heirs()
+        segments = []
+        for exchange in self.exchanges:
+            heir = heirs.get(exchange.number)
+            begin, end = len(exchange.prompt), len(exchange.tokens)
+            if heir is None:
+                trained = [(begin, end), *self._inherited(exchange, heirs)]
+            elif heir.kept < end:
+                trained = [(heir.kept, end)]
+            else:
+                continue
+            segments.append(self._segment(exchange, trained))
+        return segments
+
+    def _heirs(self) -> dict[int, Exchange]:
+        """Return, by the number of each exchange that is continued, the continuation which keeps most of it."""
+        heirs: dict[int, Exchange] = {}
+        for exchange in self.exchanges:
+            if exchange.parent is not None and (
+                exchange.parent not in heirs or exchange.kept > heirs[exchange.parent].kept
+            ):
+                heirs[exchange.parent] = exchange
+        return heirs
+
+    def _inherited(self, exchange: Exchange, heirs: dict[int, Exchange]) -> list[tuple[int, int]]:
+        """Return the ranges of earlier answers that the segment of ``exchange`` trains."""
+        ranges = []
+        while exchange.parent is not None and heirs[exchange.parent] is exchange:
+            parent = self.exchanges[exchange.parent]
+            ranges.append((len(parent.prompt), exchange.kept))
+            exchange = parent
+        return ranges
+
+    def _segment(self, exchange: Exchange, trained: list[tuple[int, int]]) -> Segment:
+        tokens = list(exchange.tokens)
+        mask, log_probs = [0] * len(tokens), [0.0] * len(tokens)
+        answered = self._log_probs(exchange)
+        for begin, end in trained:
+            mask[begin:end] = [1] * (end - begin)
+            log_probs[begin:end] = answered[begin:end]
+        cut = min(*(begin for begin, _ in trained), self._prompt_length)
+        return Segment(tokens[:cut], tokens[cut:], mask[cut:], log_probs[cut:], exchange.number, len(trained))
+
+    def _log_probs(self, exchange: Exchange) -> list[float]:
+        """Return the log-prob of each token of an exchange, 0 for those that were not sampled."""
+        found = [0.0] * len(exchange.tokens)
+        end = len(found)
+        while True:
+            begin = len(exchange.prompt)
+            found[begin:end] = exchange.log_probs[: end - begin]
+            if exchange.parent is None:
+                return found
+            exchange, end = self.exchanges[exchange.parent], exchange.kept
+
+    def _parent(self, prompt: tuple[int, ...], media: tuple[str, ...]) -> tuple[int | None, int]:
+        """Return the number of the exchange that a prompt goes on from, and how many of its tokens the prompt has.
+
+        Of equal ones it is one that nothing goes on from yet, and then the latest.
+        """
+        continued = {exchange.parent for exchange in self.exchanges}
+        found: tuple[int, bool, int] | None = None
+        for exchange in self.exchanges:
+            if media[: len(exchange.media)] != exchange.media or prompt[: len(exchange.prompt)] != exchange.prompt:
+                continue
+            kept = common(exchange.tokens, prompt)
+            if kept > len(exchange.prompt):
+                found = max(found or (0, False, 0), (kept, exchange.number not in continued, exchange.number))
+        return (None, 0) if found is None else (found[2], found[0])
+
+
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return the length of the common prefix of two sequences."""
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:
+        return shorter
+    return bisect_left(range(shorter), True, key=lambda end: one[: end + 1] != other[: end + 1])
+
+
+def trained_tokens(segments: Sequence[Segment]) -> int:
+    return sum(chain.from_iterable(segment.mask for segment in segments))

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m recipe.agents.try``; the word cannot be imported, so the program is in `recipe.agents.trial`."""
+
+import sys
+
+from recipe.agents.trial import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An agent that knows only OpenAI's client, in a real run: what is trained is what the engines sampled.
+
+And the commands of docs/agents.md, word for word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from main_runs import decode_steps, run_main, small, trained_answers
+from surroundings import CHECKOUT, user_environment
+from test_fully_async import check_books
+
+from recipe.laptop.task import TaskPaths
+
+ROLLOUT = "actor_rollout_ref.rollout"
+STEPS = 8
+
+
+def sampled_sequences(folder: Path) -> Counter[tuple[int, ...]]:
+    """Each token that an engine sampled, with all tokens before it."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for file in folder.iterdir():
+        sequences: dict[str, list[int]] = {}
+        for line in file.read_text().splitlines():
+            what, request, tokens = json.loads(line)
+            if what == "asked":
+                sequences[request] = tokens
+                continue
+            for token in tokens:
+                sequences[request].append(token)
+                found[tuple(sequences[request])] += 1
+    return found
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_an_agent_is_trained_on_what_the_engines_sampled_under_interruptions(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, samples = tmp_path / "answers", tmp_path / "samples"
+    samples.mkdir()
+    monkeypatch.setenv("RECORD_FOLDER", str(record))
+    monkeypatch.setenv("ENGINE_SAMPLES", str(samples))
+    decode_steps(monkeypatch, 0.08)
+    loops = tmp_path / "agent_loops.yaml"
+    loops.write_text("- name: agent\n  _target_: openai_agent.AgentLoop\n  agent: openai_agent.run\n")
+    overrides = [
+        *small(task, tmp_path / "run", ray_dir),
+        f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=recorded_samples.RecordedSamples",
+        f"{ROLLOUT}.agent.agent_loop_config_path={loops}",
+        f"{ROLLOUT}.agent.default_agent_loop=agent",
+        f"trainer.total_training_steps={STEPS}",
+    ]
+    run = run_main("fully_async:recording_trainer.RecordingTrainer", overrides, tmp_path / "run")
+    check_books(run, STEPS, bound=4)
+    assert sum(run.column("fully_async/partial/interrupted_trajectories")) > 0
+    assert set(run.column("agents/unmatched_share")) == {0.0}
+
+    answers = trained_answers(record)
+    assert len(answers) == STEPS * 16
+    trained: Counter[tuple[int, ...]] = Counter()
+    for answer in answers:
+        sequence = answer["prompt"] + answer["tokens"]
+        sampled = [place for place, version in enumerate(answer["versions"]) if version >= 0]
+        assert 12 <= len(sampled) <= 24 and len(sampled) < len(answer["tokens"])
+        trained.update(tuple(sequence[: len(answer["prompt"]) + place + 1]) for place in sampled)
+    assert not trained - sampled_sequences(samples)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_commands_of_the_page_show_an_agent_and_train_it(tmp_path: Path) -> None:
+    commands = re.findall(r"```bash\n(.*?)```", (CHECKOUT / "docs" / "agents.md").read_text(), re.DOTALL)
+    environment = user_environment()
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    (tmp_path / "examples").symlink_to(CHECKOUT / "examples")
+    finished = subprocess.run(
+        ["bash", "-ec", "\n".join(commands)],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-8000:]
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "trajectories.jsonl").read_text().splitlines()]
+    assert [line["row"] for line in lines] == [0, 1, 2, 3]
+    for line in lines:
+        sampled = len(line["response_mask"])
+        assert line["response_mask"] == [1] * sampled
+        assert len(line["response_ids"]) == len(line["response_logprobs"]) == sampled
+        assert max(line["response_logprobs"]) < 0 and line["reward_score"] in (0.0, 1.0)
+    summary = json.loads((tmp_path / "runs" / "agent" / "summary.json").read_text())
+    assert (summary["steps"], summary["error"]) == (10, None)
