@@ -359,7 +359,7 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         ({"rollout.zzz": 1}, "rollout.zzz", "Remove it"),
         ({"rollout": {"": None}}, "rollout.''", "Remove it"),
         ({"builtin_task": {"lengths": "long_tail"}}, "data.max_response_length", "preset=tiny_cpu_long_tail"),
-        ({"builtin_task": {"family": "gpt2"}}, "builtin_task.family", "no setting any more. The model is a qwen3"),
+        ({"builtin_task": {"family": "gpt2"}}, "builtin_task.family", "no setting any more. The task's model is"),
         ({"async_training.pipeline_depth": 4.5}, "async_training.pipeline_depth", "Set async_training.staleness_thr"),
         (
             {"async_training.staleness_threshold": 4.5, "async_training.max_staleness": 4},

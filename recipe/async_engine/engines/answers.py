@@ -65,7 +65,7 @@ class Flight:
     """One open request at a server, with the tokens of its answer that the client has fetched.
 
     ``asked`` is the digest of the request. ``avoided`` is the server that failed this request before, if any. ``told``
-    is whether the server has answered the latest fetch of this request's tokens, or failed to answer.
+    is whether the latest fetch of this request's tokens has ended, with an answer or with an error.
     """
 
     asked: bytes

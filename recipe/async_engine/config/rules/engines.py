@@ -54,7 +54,7 @@ def early_ends(context: RuleContext) -> Iterator[str]:
     if context.get(f"{ROLLOUT}.max_model_len") is None and positions is not None and positions < context.room:
         yield (
             f"the model has {positions} positions, and data.max_prompt_length and max_response_length are "
-            f"{context.longest} tokens together: answers that come to the end of the positions are cut off there; "
+            f"{context.longest} tokens together: answers that reach the last position are cut off there; "
             f"lower data.max_response_length, or set {MODEL}.{OVERRIDE} where the model can have more"
         )
 
@@ -162,9 +162,9 @@ def _sequence_parallel(context: RuleContext, section: str) -> Iterator[Problem]:
         advice = f"It slices packed sequences: set {model}.use_remove_padding=True, or the size to 1."
         yield context.problem(setting, f"1 with {model}.use_remove_padding=false", advice)
     if context.on_cpu:
-        yield context.problem(setting, "1 where trainer.device=cpu", "It is done inside flash attention; set it to 1.")
+        yield context.problem(setting, "1 where trainer.device=cpu", "It needs flash attention; set it to 1.")
     elif not attention(context.config, model).startswith("flash_attention"):
-        advice = "It is done inside flash attention; with another one each rank would attend to its own slice alone."
+        advice = "It is implemented in flash attention alone; otherwise each rank would attend only to its own slice."
         given = f"{model}.override_config.attn_implementation={attention(context.config, model)}"
         yield context.problem(setting, f"1 with {given}", advice)
 
@@ -340,11 +340,11 @@ def _rooms(context: RuleContext, nodes: Sequence[NodeRoom]) -> Iterator[Problem]
     have = "; ".join(f"{count} with {what}" for what, count in there.items())
     advice = (
         f"{part.part.capitalize()} needs {part.on_a_node} accelerators and {part.on_a_node * part.cpus} CPUs on one"
-        f" node, {part.groups} times, beside what needs as many or more; the nodes are: {have}."
+        f" node, {part.groups} times, beside all components that need as many or more; the nodes are: {have}."
     )
     if context.get("ray_kwargs.ray_init.num_cpus"):
         advice += " They are logical: ray_kwargs.ray_init.num_cpus, num_gpus."
-    yield context.problem(part.setting, "what fits on the nodes, with the trainer's process on one CPU more", advice)
+    yield context.problem(part.setting, "what fits on the nodes, with one more CPU for the trainer's process", advice)
 
 
 def builtin_task(context: RuleContext) -> Iterator[Problem]:
@@ -352,5 +352,5 @@ def builtin_task(context: RuleContext) -> Iterator[Problem]:
     task, length = context.settings.builtin_task, context.count("data.max_response_length")
     if task is not None and task.lengths == "long_tail" and length is not None and length < LONG_TAIL_TOKENS:
         allowed = f"at least {LONG_TAIL_TOKENS} with builtin_task.lengths=long_tail"
-        advice = "The long answers could never be right; preset=tiny_cpu_long_tail has lengths that fit."
+        advice = "Long answers would be cut off, and never be right; preset=tiny_cpu_long_tail has lengths that fit."
         yield context.problem("data.max_response_length", allowed, advice)

@@ -40,7 +40,7 @@ class SGLangOutputs(OutputWatch):
                     async with aclosing(generate(obj, request)) as outputs:
                         async for output in outputs:
                             known = self._newest.get(obj.rid)
-                            # SGLang gives a request that it aborts in its queue only the last token.
+                            # If SGLang aborts a request in its queue, the output has only the answer's last token.
                             if known and len(known["output_ids"]) > len(output["output_ids"]):
                                 output = {**output, "output_ids": list(known["output_ids"])}
                             self._newest[obj.rid] = output
