@@ -282,7 +282,7 @@ class _Run:
             "ending the processes of the run": self._end_processes,
         }
         said: dict[str, Callable[[], Any]] = {
-            "making the run's account": self._settle,
+            "computing the run's time account": self._settle,
             "writing summary.json": lambda: self.record.close(self._started.peak_gib),
         }
         if (display := self._display) is not None:
@@ -297,7 +297,7 @@ class _Run:
             self._last_resort.stop()
 
     def _settle(self) -> None:
-        self._last_resort.allow("making the run's account, and writing its summary", ACCOUNT_S + END_S)
+        self._last_resort.allow("computing the run's time account, and writing its summary", ACCOUNT_S + END_S)
         self.record.settle(self.parts.account)
 
     def _leave_ray(self) -> None:

@@ -43,6 +43,7 @@ LOSSES = (losses.BYPASS, losses.LOGLINEAR)
 
 
 PUBLISHED, TRAINED = "published", "trained"
+"""Names of two copies of the weights: the last published ones, and the newest ones while the others are in use."""
 
 BESIDE_TRAINING = "weights"
 """Name of the actor's concurrency group for the methods in `BESIDE_METHODS`."""

@@ -279,7 +279,7 @@ class Recording:
             if isinstance(getattr(error, "cause", None), EngineDied):
                 self._dies(device)
                 return
-            logger.warning("%s does not say what it does: %s", device.name, error)
+            logger.warning("the activity of %s is not recorded at present: %s", device.name, error)
             return
         exchange = Exchange(asked, answer.now, came)
         if device.clock is None or answer.life != device.life:
