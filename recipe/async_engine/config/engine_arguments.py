@@ -73,8 +73,8 @@ class Refused(NamedTuple):
 
 
 ONE: tuple[str, tuple[Any, ...]] = ("1", (None, 1))
-PLACED = "This package itself decides which processes a replica has, and where they run: remove it."
-INSIDE = "This package reads each answer inside the server while it is generated, which this would change: remove it."
+PLACED = "This package itself decides which processes a replica has, and how they share the model: remove it."
+INSIDE = "This package reads answers inside the server while they are generated, which this would change: remove it."
 OUTLASTS = "It would keep KV-cache entries of older weights beyond a weight sync: remove it."
 REPLACED = "A weight sync loads all weights in the format of the model's files, which this would change: remove it."
 OPEN = (

@@ -205,7 +205,7 @@ class ActorWorker(DetachActorWorker):
         if not file.is_file():
             raise CheckpointError(
                 f"{file} is not there. The checkpoint was written between two weight syncs, so each training rank "
-                "needs its file of the weights of the earlier one. Resume with the same number of ranks, or from "
+                "needs its file of the weights that were sent last. Resume with the same number of ranks, or from "
                 "another checkpoint (trainer.resume_mode=resume_path)"
             )
         try:

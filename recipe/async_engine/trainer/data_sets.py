@@ -187,7 +187,7 @@ class _Maker:
         limit = self._config.data.max_prompt_length
         if length <= limit:
             return None
-        advice = f"One of the first prompts has {length}. Raise data.max_prompt_length, or shorten the prompts."
+        advice = f"One of the first prompts has {length} tokens. Raise data.max_prompt_length, or shorten the prompts."
         return self._refused(
             f"prompts of at most data.max_prompt_length={limit} tokens, chat template included", advice
         )

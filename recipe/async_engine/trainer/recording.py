@@ -194,7 +194,9 @@ class Recording:
         locked = self._lock.acquire(timeout=RECORD_WRITE_S)
         if not locked:
             logger.error(
-                "the record lacks its end: a write to %s has not returned for %g s", self._file.path, RECORD_WRITE_S
+                "the event record is incomplete: a write to %s has not returned for %g s",
+                self._file.path,
+                RECORD_WRITE_S,
             )
         try:
             yield locked

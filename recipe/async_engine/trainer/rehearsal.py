@@ -325,7 +325,7 @@ class Rehearsal:
             pairs: Pairs = {}
             for answer, row in zip(answers, computed.batch["old_log_probs"].tolist(), strict=False):
                 pairs.setdefault(answer.replica, []).extend(zip(answer.log_probs, row, strict=True))
-            check.said = self._judge("log-probs of {} are not the trainer's: other weights, or another model", pairs)
+            check.said = self._judge("log-probs of {} are not the trainer's, as if weights or model differed", pairs)
 
     def _judge(self, fault: str, pairs: Pairs) -> str:
         """Return the largest difference between log-probs, as text.

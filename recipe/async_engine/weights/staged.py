@@ -7,7 +7,7 @@ error names the tensor, and the next stream starts from nothing. The process can
 others are staged.
 
 `StagedWeights` has subclasses for a rollout engine's model (`recipe.async_engine.engines.staged_model`), for its LoRA
-adapter (`recipe.async_engine.engines.vllm.staged_adapter`), and for one rank of a training engine
+adapter (`staged_adapter`, in the engine's folder), and for one rank of a training engine
 (`recipe.async_engine.log_prob_servers.adapter`). `Intake` passes a stream to one of them and records its errors.
 """
 

@@ -129,7 +129,7 @@ def engine(context: RuleContext) -> Iterator[Problem]:
     engine = context.get("model_engine", "dp")
     strategies = STRATEGIES.get(str(engine), ())
     if not strategies:
-        advice = "It names the one of verl's configurations that the trainer uses."
+        advice = "It selects the configuration of verl that the trainer uses."
         yield context.problem("model_engine", f"one of {', '.join(STRATEGIES)}", advice)
     for section in context.trained if strategies else ():
         if context.get(f"{section}.strategy") not in strategies:
@@ -186,7 +186,7 @@ def lora(context: RuleContext) -> Iterator[Problem]:
     if megatron:
         mine, other = other, mine
     if context.count(other) is not None:
-        advice = f"Only other training engines read it, but the rollout would use it too: set {mine}."
+        advice = f"This training engine ignores it, but the rollout would use it: set {mine}."
         yield context.problem(other, f"0 with {ACTOR}.strategy={context.get(f'{ACTOR}.strategy')}", advice)
         return
     if context.count(mine) is None:
@@ -294,7 +294,7 @@ def resources(context: RuleContext) -> Iterator[Problem]:
         return
     generation, size = rollout_accelerators(context.config, context.settings), replica_size(context.config)
     if context.settings.async_training.placement == ELASTIC and nodes and per_node:
-        advice = "Hybrid replicas fill the trainer's accelerators; change their number or the parallel sizes."
+        advice = "Hybrid replicas fill the trainer's accelerators; change this number or the parallel sizes."
         within = min(size, per_node)
         if nodes * per_node % size:
             yield context.problem("trainer.n_gpus_per_node", f"such that {nodes * per_node} divides by {size}", advice)
@@ -303,7 +303,7 @@ def resources(context: RuleContext) -> Iterator[Problem]:
             yield context.problem("trainer.n_gpus_per_node", allowed, advice)
     setting = "trainer.n_gpus_per_node" if shared else "rollout.n_gpus_per_node"
     if generation % size:
-        advice = "A replica takes tensor x data x pipeline parallel size; change those or the number of accelerators."
+        advice = "A replica takes tensor x data x pipeline parallel size accelerators; change a size or the number."
         yield context.problem(setting, f"such that {generation} divides by {size}", advice)
     on_a_node = min(size, per_node if shared and per_node else context.settings.rollout.n_gpus_per_node)
     if size % on_a_node:
@@ -324,7 +324,7 @@ def resources(context: RuleContext) -> Iterator[Problem]:
         )
         parts += f" and {reward} for the reward model" if reward else ""
         parts += f" and {scoring} for log-prob servers" if scoring else ""
-        local = " On a CPU they are logical: raise ray_kwargs.ray_init.num_gpus." if context.on_cpu else ""
+        local = " On a CPU accelerators are logical: raise ray_kwargs.ray_init.num_gpus." if context.on_cpu else ""
         advice = f"The run needs {parts}. Ask for fewer, or for a larger cluster.{local}"
         yield context.problem(setting, f"at most what is there, {there} accelerators in all", advice)
     elif context.available.nodes and not generation % size:
@@ -343,7 +343,7 @@ def _rooms(context: RuleContext, nodes: Sequence[NodeRoom]) -> Iterator[Problem]
         f" node, {part.groups} times, beside all components that need as many or more; the nodes are: {have}."
     )
     if context.get("ray_kwargs.ray_init.num_cpus"):
-        advice += " They are logical: ray_kwargs.ray_init.num_cpus, num_gpus."
+        advice += " These numbers are logical: ray_kwargs.ray_init.num_cpus and num_gpus set them."
     yield context.problem(part.setting, "what fits on the nodes, with one more CPU for the trainer's process", advice)
 
 

@@ -76,7 +76,7 @@ def _one_choice(context: RuleContext, mode: str) -> Iterator[Problem]:
     elif chosen == "R2" and source is not Proximal.RECOMPUTE:
         advice = (
             "R2 replays the experts of the trainer's own pass over the batch, which this source of proximal log-probs"
-            " does without: set async_training.proximal_log_probs=recompute, or replay those of the engines with R3."
+            " does not make: set async_training.proximal_log_probs=recompute, or replay those of the engines with R3."
         )
         yield context.problem(mode, f"disabled or R3 with async_training.proximal_log_probs={source}", advice)
 

@@ -52,7 +52,7 @@ def learning(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(f"{ROLLOUT}.top_k", "an integer >= 2, or -1 for all tokens", f"1 is greedy. {GREEDY}")
     for section in context.trained:
         if not is_count(context.get(f"{section}.ppo_epochs", 1)):
-            yield context.problem(f"{section}.ppo_epochs", "an integer >= 1", "With none nothing would be trained.")
+            yield context.problem(f"{section}.ppo_epochs", "an integer >= 1", "With 0 nothing would be trained.")
         clip, norm = context.get(f"{section}.optim.clip_grad"), number(NORM, above=0)
         # For Megatron, 0 is accepted: it means that gradients are not clipped.
         if context.get(f"{section}.strategy") != "megatron" and clip is not None and not norm.fits(clip):

@@ -28,7 +28,7 @@ def proximal_log_probs(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(setting, "server or null with log-prob servers", advice)
     loss = str(context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla"))
     if source is Proximal.LOGLINEAR and loss != "vanilla":
-        advice = "The interpolation is done inside PPO's clipped loss; choose another source of log-probs for this one."
+        advice = "The interpolation is done inside PPO's clipped loss; choose another source of log-probs for it."
         yield context.problem(f"{ACTOR}.policy_loss.loss_mode", f"vanilla with {setting}=loglinear", advice)
 
 
@@ -46,7 +46,7 @@ def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(f"{SERVERS}.backend", "fsdp2 where trainer.device=cpu", advice)
     if servers.anchor == Anchor.LATEST and context.settings.weights.publish == "beside":
         advice = (
-            "A batch is trained before the servers have the version that they would score it by: remove the setting, or"
+            "A batch is trained before the servers have the version that should score it: remove the setting, or"
             f" set {SERVERS}.anchor=generation."
         )
         yield context.problem("async_training.weights.publish", f"inline with {SERVERS}.anchor=latest", advice)
