@@ -42,7 +42,7 @@ def install_requested(environ: Mapping[str, str] = os.environ) -> list[str]:
         except Exception as error:
             message = (
                 f"recipe: {variable}={value} asks for {module}, which failed to load "
-                f"({type(error).__name__}: {error}). Unset {variable} or repair the cause above."
+                f"({type(error).__name__}: {error}). Unset {variable} or fix this error."
             )
             logger.critical(message, exc_info=True)
             raise SystemExit(message) from error

@@ -32,12 +32,12 @@ def check_main(config: DictConfig, main: str) -> None:
     """
     ours = main.startswith("recipe.") and any(main == f"recipe.{mode}.main" for mode in MODES)
     if config.get(CHOSEN) and main != MAIN and (ours or main.split(".")[0] == "verl"):
-        advice = f"{main} would never look at it: give the flag to {MAIN}{' or leave it out' if ours else ''}."
+        advice = f"{main} would ignore it: give the flag to {MAIN}{' or leave it out' if ours else ''}."
         raise refused("+recipe", config[CHOSEN].removeprefix(PREFIX), f"a flag of {MAIN} alone", advice)
 
 
 def settle(config: DictConfig) -> list[str]:
-    """Enter the trainer that the flag selects in ``config``; return a message for each setting that this overrides.
+    """Set the trainer that the flag selects in ``config``; return a message for each setting that this overrides.
 
     Raise ConfigError if the configuration already names another trainer of this package.
     """
@@ -85,7 +85,7 @@ def _take_resources(config: DictConfig) -> None:
         of_v1 = theirs.get(name) if named_by_v1 else None
         if asked[name] is not None and of_v1 is not None and asked[name] != of_v1:
             theirs_too = f"actor_rollout_ref.rollout.{name}={of_v1}"
-            advice = f"{theirs_too} says too where the mode generates; leave one of them out."
+            advice = f"{theirs_too} has the same meaning and another value; leave one of them out."
             raise refused(f"rollout.{name}", asked[name], str(of_v1), advice)
         if asked[name] is None:
             asked[name] = default if of_v1 is None else of_v1

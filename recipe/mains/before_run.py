@@ -60,7 +60,7 @@ class BeforeRun(Callback):
 def _look(config: DictConfig, may_settle: bool) -> None:
     """Print the plan, or check the configuration if there is a flag; end the process after a plan or an error.
 
-    With ``may_settle``, the trainer that the flag selects is entered in ``config``.
+    With ``may_settle``, the trainer that the flag selects is set in ``config``.
     """
     trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
     plans = bool(config.get("plan_only"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main function of every mode: that of `recipe.async_engine` with laptop support, more checks and the report."""
+"""The main function of every mode: that of `recipe.async_engine.run`, with laptop support, more checks and a report."""
 
 from omegaconf import DictConfig
 

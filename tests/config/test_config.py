@@ -329,7 +329,7 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         (
             {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/a/global_step_2"} | START,
             "async_training.start_from",
-            "begins with the weights of one",
+            "starts with the weights of one",
         ),
         ({"trainer.resume_mode": "always"}, "trainer.resume_mode", "auto, disable, resume_path"),
         ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "global_step_N"),
@@ -359,7 +359,7 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         ({"rollout.zzz": 1}, "rollout.zzz", "Remove it"),
         ({"rollout": {"": None}}, "rollout.''", "Remove it"),
         ({"builtin_task": {"lengths": "long_tail"}}, "data.max_response_length", "preset=tiny_cpu_long_tail"),
-        ({"builtin_task": {"family": "gpt2"}}, "builtin_task.family", "no setting any more. The model is a qwen3"),
+        ({"builtin_task": {"family": "gpt2"}}, "builtin_task.family", "no setting any more. The task's model is"),
         ({"async_training.pipeline_depth": 4.5}, "async_training.pipeline_depth", "Set async_training.staleness_thr"),
         (
             {"async_training.staleness_threshold": 4.5, "async_training.max_staleness": 4},
@@ -513,7 +513,7 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         (
             {**REWARD_MODEL, f"{JUDGE}.rollout.tensor_model_parallel_size": 4},
             f"{JUDGE}.rollout.tensor_model_parallel_size",
-            "They are the 2",
+            "The accelerators are the 2",
         ),
         (
             {**REWARD_MODEL, **CPU, f"{JUDGE}.rollout.enable_sleep_mode": False},
@@ -526,14 +526,14 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         *(
             ({f"{OF_VLLM}.{name}": value}, f"{OF_VLLM}.{name}", words)
             for name, value, words in (
-                ("scheduler_cls", "x.Y", "has cut"),
+                ("scheduler_cls", "x.Y", "interrupted answers"),
                 ("seed", 1, f"Set {ROLLOUT}.seed"),
                 ("max_num_seqs", 4, f"Set {ROLLOUT}.max_num_seqs"),
                 ("logprobs_mode", "raw_logprobs", f"Set {ROLLOUT}.logprobs_mode"),
                 ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}, "never tried"),
                 ("data_parallel_backend", "ray", "mp"),
                 ("stream_interval", 8, "1"),
-                ("enable_eplb", True, "replaces all weights"),
+                ("enable_eplb", True, "format of the model's files"),
                 ("cpu_offload_gb", 4, "0"),
                 ("kv_transfer_config.kv_role", "kv_producer", "null or kv_both"),
             )

@@ -463,7 +463,7 @@ class NoneAtAll(Good):
 
 
 class TextForPrompts(Good):
-    ends = "The first one is str, 'sort 1'"
+    ends = "One of the first is str, 'sort 1'"
 
     def __getitem__(self, index: int) -> Any:
         return {**good(index), "raw_prompt": "sort 1"}

@@ -90,7 +90,7 @@ def test_checkpoint_of_another_trainer_is_refused_and_left_as_it_is(tmp_path: Pa
     checkpoints.clear(tmp_path)
     assert (steps_in(tmp_path), (tmp_path / TRACKER).read_text()) == (["global_step_3"], "3")
     checkpoints.require_room(tmp_path, after=3)
-    with pytest.raises(CheckpointError, match=r"other trainers' checkpoints.*global_step_3.*Move them"):
+    with pytest.raises(CheckpointError, match=r"those of another trainer.*global_step_3.*Move them"):
         checkpoints.require_room(tmp_path, after=2)
 
 

@@ -116,7 +116,7 @@ def test_folder_that_verls_workers_cannot_load_is_named_with_what_to_do() -> Non
 def test_change_without_effect_is_said_and_one_of_the_model_is_refused() -> None:
     lr = "actor_rollout_ref.actor.optim.lr"
     (said,) = changes({lr: 1e-6}, {lr: 1e-5}, 0)
-    assert said == f"{lr}: 1e-06 -> 1e-05, without effect: the checkpoint's goes on"
+    assert said == f"{lr}: 1e-06 -> 1e-05, without effect: the checkpoint's value is used"
     for name in ("LoRA", "sizes of actor_rollout_ref.model.path", "actor_rollout_ref.actor.optim.optimizer"):
         with pytest.raises(SnapshotError, match=f"{name} = b, but the checkpoint was made with a"):
             changes({name: "a"}, {name: "b"}, 0)

@@ -163,7 +163,7 @@ def test_ranks_whose_copies_may_drift_go_on_with_the_first_ones_checksum_and_are
         assert turn.publisher.checksum == "the same"
         assert turn.woken
     (told,) = [record.getMessage() for record in caplog.records if "different sets of weights" in record.getMessage()]
-    assert told.startswith("version 2: the trainer's 2 ranks handed over 2 different sets")
+    assert told.startswith("version 2: the trainer's 2 ranks passed on 2 different sets")
 
 
 def test_an_engine_that_does_not_stop_in_time_is_given_up(ended: list[int]) -> None:

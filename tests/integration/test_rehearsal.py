@@ -148,7 +148,7 @@ def test_everything_is_tried_and_nothing_is_left_changed(monkeypatch: pytest.Mon
     assert result.passes == stage.passes >= 1
     assert result.difference < 1e-6
     said = {check.name: check.said for check in result.checks}
-    assert said["requests go on after a swap"] == "2 came back whole, 2 of them in parts"
+    assert said["requests go on after a swap"] == "2 answers were completed, 2 of them after an interruption"
     assert stage.fakes.routed == ["server-0", "server-1"]
     assert (stage.publisher.known.timeout_s, stage.publisher.attempts, stage.publisher.weights) == usual
     # A request without a seed would draw from what the run's own answers are drawn from.

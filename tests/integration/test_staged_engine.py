@@ -60,7 +60,7 @@ def test_an_adapter_is_the_engines_after_its_swap_and_one_with_parts_that_vllm_i
     tmp_path: Path,
 ) -> None:
     found = seen_by("adapter_engine.py", "cpu", "qwen2", str(tmp_path))
-    assert "no place for 1 parts" in found["odd"] and "layers.0.nowhere" in found["odd"]
+    assert "no layer for 1 parts" in found["odd"] and "layers.0.nowhere" in found["odd"]
     problem, difference = found["first"]
     assert problem is None and difference < CLOSE and found["staged"] < CLOSE
     problem, new, old = found["swapped"]

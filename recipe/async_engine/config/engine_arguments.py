@@ -47,9 +47,9 @@ VLLM_SETTINGS = {
         )
     },
 }
-"""Arguments that verl takes from its own settings, by which rules and estimates go.
+"""For each argument that verl passes itself, the setting from which verl takes it; rules and estimates use the setting.
 
-A value in ``engine_kwargs`` would replace the setting's without a word.
+A value in ``engine_kwargs`` would silently replace the value of the setting.
 """
 
 
@@ -73,18 +73,16 @@ class Refused(NamedTuple):
 
 
 ONE: tuple[str, tuple[Any, ...]] = ("1", (None, 1))
-PLACED = (
-    "This package places the processes of a replica, and its calls reach those of tensor parallelism alone: remove it."
-)
-INSIDE = "This package reads answers where the server's own processes pass them on: remove it."
-OUTLASTS = "Keys and values of older weights would be kept there beyond a weight sync: remove it."
-REPLACED = "A weight sync replaces all weights of the model as they are in its files: remove it."
+PLACED = "This package itself decides which processes a replica has, and how they share the model: remove it."
+INSIDE = "This package reads answers inside the server while they are generated, which this would change: remove it."
+OUTLASTS = "It would keep KV-cache entries of older weights beyond a weight sync: remove it."
+REPLACED = "A weight sync loads all weights in the format of the model's files, which this would change: remove it."
 OPEN = (
     "verl starts SGLang's HTTP endpoints without it, so they would be open nevertheless: remove it, and let no one else"
     " reach the port (docs/security.md)."
 )
 
-UNTRIED_DRAFTS = "Speculative decoding was never tried with answers that a weight sync cuts: remove it."
+UNTRIED_DRAFTS = "Speculative decoding was never tried with answers that a weight sync interrupts: remove it."
 
 
 def _of_settings(settings: dict[str, str]) -> list[Refused]:
@@ -104,7 +102,7 @@ SGLANG: tuple[Refused, ...] = (
     Refused("disaggregation_mode", INSIDE, "null", (None, "null")),
     Refused("dllm_algorithm", INSIDE),
     Refused("skip_server_warmup", "A warm-up would wait for the first weights: remove it.", "true", (None, True)),
-    Refused("checkpoint_engine_wait_weights_before_ready", "Weights come by this package's own way alone: remove it."),
+    Refused("checkpoint_engine_wait_weights_before_ready", "This package itself waits for first weights: remove it."),
     Refused("enable_hierarchical_cache hicache_storage_backend enable_lmcache enable_streaming_session", OUTLASTS),
     Refused("cpu_offload_gb torchao_config modelopt_quant quantize_and_serve rl_quant_profile", REPLACED),
     Refused("enable_lora lora_paths enable_eplb ep_num_redundant_experts elastic_ep_backend kt_weight_path", REPLACED),
@@ -112,10 +110,10 @@ SGLANG: tuple[Refused, ...] = (
     Refused("delete_ckpt_after_loading", "The trainer and a replaced replica read the model's files: remove it."),
     Refused(
         "enable_deterministic_inference rl_on_policy_target",
-        "SGLang then gives every request the same seed, so the answers to one prompt come out equal: remove it.",
+        "SGLang then gives every request the same seed, so all answers to a prompt would be the same: remove it.",
     ),
     Refused("allow_auto_truncate", "Answers would be trained under prompts that the engine has cut: remove it."),
-    Refused("max_queued_requests", "SGLang would abort requests that wait, again and again: remove it."),
+    Refused("max_queued_requests", "SGLang would abort waiting requests again and again: remove it."),
     Refused("api_key admin_api_key ssl_keyfile ssl_certfile", OPEN),
 )
 
@@ -130,7 +128,7 @@ VLLM: tuple[Refused, ...] = (
     Refused("stream_interval", INSIDE, *ONE),
     Refused("tokens_only enable_prompt_embeds ec_transfer_config", INSIDE),
     Refused("worker_cls", INSIDE, "auto", (None, "auto")),
-    Refused("scheduler_cls", "It continues answers that a weight sync has cut: remove it.", "null"),
+    Refused("scheduler_cls", "This package's own scheduler continues interrupted answers: remove it.", "null"),
     Refused("enable_lora default_mm_loras enable_eplb weight_transfer_config", REPLACED),
     Refused("cpu_offload_gb offload_group_size", REPLACED, "0", (None, 0)),
 )

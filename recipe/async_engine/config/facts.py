@@ -64,11 +64,11 @@ class RowFault:
 
 @dataclass(frozen=True, slots=True)
 class FileFact:
-    """What `inspection` found out about a path or module that a setting names."""
+    """The findings of `inspection` about a path or module that a setting names."""
 
     setting: str
     path: str  # the path as the configuration gives it
-    # What the path names: a "description" is a YAML file that lists agent loops or tools; a "written" path is a folder
+    # The kind of the path: a "description" is a YAML file that lists agent loops or tools; a "written" path is a folder
     # that the run creates.
     kind: Literal["model", "checkpoint", "data", "code", "description", "folder", "module", "written"]
     fault: str | None = None  # why the path cannot be used, such as "does not exist"

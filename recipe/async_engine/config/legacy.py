@@ -20,12 +20,14 @@ OLDER = {
     "reward_model.model.path": "reward.reward_model.model_path",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
 }
+"""The present name of each old reward setting of verl."""
 # verl renames these settings only if `reward_loop_source` is set, and then even if their values are null.
 OF_LOOPS = {
     "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
     "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
 }
 SECTIONS = ("custom_reward_function", "sandbox_fusion")
+"""Old sections of verl that are now in the section `reward`, with the same name."""
 
 
 def migrated(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,17 +71,17 @@ INTERRUPTS = "async_training.partial_rollout"
 """Stock verl's counterpart of `async_training.weights.at_swap`: true is `interrupt`, false is `drain`."""
 _GONE = {
     "async_training.weights.encoding": "Versions are now always sent whole, as with encoding=full; remove it.",
-    "async_training.pipeline_depth": "Set async_training.staleness_threshold: it is the depth.",
+    "async_training.pipeline_depth": "Set async_training.staleness_threshold, which is the pipeline depth.",
     "async_training.prometheus": "The run's figures always go to Ray's exporter; remove it.",
-    "async_training.timeouts.drain": "Set async_training.timeouts.trajectory: a drain waits as long.",
+    "async_training.timeouts.drain": "Set async_training.timeouts.trajectory, which also limits a drain.",
     "async_training.timeouts.validation": "Set async_training.timeouts.batch_wait.",
     "async_training.timeouts.trackers": "Set async_training.timeouts.stop: trackers get a third of it, 120 s at most.",
-    "builtin_task.family": "The model is a qwen3; remove it.",
+    "builtin_task.family": "The task's model is always a qwen3; remove it.",
     "model_engine_server.drain": "Weights wait 10 s for late requests; remove it.",
     "model_engine_server.while_loading": "Requests wait for the version that is on its way; remove it.",
 }
 REMOVED = {name: ("nothing: it is no setting any more", advice) for name, advice in _GONE.items()} | {
-    INTERRUPTS: ("true or false, or null", "It is stock's name for async_training.weights.at_swap.")
+    INTERRUPTS: ("true or false, or null", "It is stock verl's name for async_training.weights.at_swap.")
 }
 """For each removed setting, the allowed values and what to use instead."""
 

@@ -35,7 +35,7 @@ class Need:
         setting: the setting whose value requires the package.
         allowed: the values of the setting that work without the package, in words.
         instead: what to change if the package is missing; empty if it can only be installed.
-        how: how to install the package; empty if it is a matter of pip alone.
+        how: how to install the package; empty if pip alone installs it.
     """
 
     package: str
@@ -83,7 +83,7 @@ def needs(config: Mapping[str, Any]) -> Iterator[Need]:
             yield Need(str(strategy), (str(strategy),), f"{section}.strategy", f"fsdp2 without {strategy}")
     backend = lookup(config, BACKEND)
     if backend in ("nccl", "nixl"):
-        yield Need("cupy", ("cupy",), BACKEND, "recipe_gloo without cupy", "take recipe_gloo, with its module")
+        yield Need("cupy", ("cupy",), BACKEND, "recipe_gloo without cupy", "set recipe_gloo, with its module")
     if backend == "nixl":
         yield Need("nixl", ("nixl",), BACKEND, "nccl without nixl", "set it to nccl")
 

@@ -70,7 +70,7 @@ def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
     """Check the settings that the log-prob servers and the first-weights gate depend on."""
     servers = context.settings.servers
     if context.get("rehearse_only"):
-        advice = "It is this package's own trainers that rehearse; take +recipe=fully_async or +recipe=partial_rollout."
+        advice = "Only this package's own trainers rehearse; use +recipe=fully_async or +recipe=partial_rollout."
         yield context.problem("rehearse_only", "false with a trainer of verl's", advice)
     if context.get(f"{ROLLOUT}.name") != "vllm":
         yield context.problem(f"{ROLLOUT}.name", "vllm", "With verl's own trainers, only vLLM's servers were tried.")

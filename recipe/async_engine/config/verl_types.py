@@ -206,7 +206,7 @@ def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[st
     """
     repaired, problems = dict(config), []
     for setting in _too_deep(config):
-        problems.append(Problem(setting, "nested", f"at most {DEEPEST} levels, of text as names", "Write it flat."))
+        problems.append(Problem(setting, "nested", f"at most {DEEPEST} levels, with text as names", "Nest it less."))
         repaired[setting.split(".")[0]] = None
     for setting, kind in expected(str(config.get("model_engine", "dp"))).items():
         value = lookup(repaired, setting, ABSENT)

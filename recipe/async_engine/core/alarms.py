@@ -108,13 +108,13 @@ WATCHED: Mapping[str, Watched] = {
         "failed_validation",
         "validations",
         "prompts of a validation have no score, and are left out of its means",
-        "the errors above of the trajectories or rewards of the validation",
+        "the errors of the validation's trajectories or rewards, which are logged above",
     ),
     FAILED_GROUPS: Watched(
         FAILED_GROUPS,
         "groups",
         "prompt groups failed for good",
-        "the errors above of their trajectories or rewards",
+        "the errors of their trajectories or rewards, which are logged above",
     ),
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 SAMPLED = "recipe_sampled"
 """Key in a request's ``extra_args`` for the answer's tokens that were sampled before an interruption."""
 
-_DELTA = 1
+_DELTA = 1  # vLLM's `RequestOutputKind.DELTA`
 
 
 def sampled_before(sampling_params: Any) -> list[int]:
@@ -27,9 +27,9 @@ def sampled_before(sampling_params: Any) -> list[int]:
 def refused(sampling_params: Mapping[str, Any]) -> str | None:
     """Return why an answer with these parameters could not be continued after an interruption; None if it could."""
     if sampling_params.get("n") not in (None, 1):
-        return f"n={sampling_params['n']}: a request has one answer; ask once for each, or set rollout.n"
+        return f"n={sampling_params['n']}: a request has one answer; send one request for each answer, or set rollout.n"
     if getattr(sampling_params.get("output_kind"), "value", sampling_params.get("output_kind")) == _DELTA:
-        return "output_kind=DELTA: verl's server keeps the last piece of an answer only; remove it"
+        return "output_kind=DELTA: verl's server would keep only the last piece of an answer; remove it"
     return None
 
 

@@ -7,7 +7,7 @@ is the run's main process, which starts all others.
 | component | how it is monitored | limit | consequence |
 |---|---|---|---|
 | trainer's process | `run/supervisor.py` pings it every second | ``startup``, then ``heartbeat`` | the run ends |
-| Ray's control process | `run/supervisor.py` pings it every second | `CONTROL_S` or ``heartbeat`` | the run ends |
+| Ray's control process | `run/supervisor.py` pings it every second | min(`CONTROL_S`, ``heartbeat``) | the run ends |
 | main thread of the main | a second thread checks that its loop runs | twice ``heartbeat`` | the main is killed |
 | Ray's local processes | the main checks after an error that they run | none | the run ends |
 | the whole run | `actors/watch.py` checks that operations begin or end | ``stall`` | the run ends |

@@ -280,7 +280,7 @@ class SampleLedger:
             "every issued prompt is recorded": len(self._issued_prompts) == counts.issued,
             "every trained prompt is recorded": len(self._trained_prompts) == counts.trained,
             "every trained group's staleness is recorded": self.staleness.total() == counts.trained,
-            "the lease is what is taken": len(self._leased) == counts.taken,
+            "the leased groups are the taken ones": len(self._leased) == counts.taken,
             "the gate knows the running and ready groups": self._gate.starts() == dict(sorted(open_starts.items())),
         }
         broken = [identity for identity, holds in agree.items() if not holds]

@@ -108,5 +108,5 @@ def table(summary: dict[str, Any]) -> list[str]:
     ]
     head = f"rehearsal, {summary['seconds']:.1f} s"
     if summary["fallbacks"]:
-        head += f"; the run goes on with {', '.join(summary['fallbacks'])}: set it to have it without a try"
+        head += f"; the run goes on with {', '.join(summary['fallbacks'])}: set this to skip the failed attempt"
     return [head, *lines]

@@ -31,7 +31,7 @@ def not_carried(contents: Iterable[str], strategy: str) -> list[str]:
 
 
 class Changed(Enum):
-    """What happens if a run resumes from a checkpoint that was written with another value of a setting."""
+    """The consequence of resuming from a checkpoint that was written with another value of a setting."""
 
     NOTED = auto()
     WITHOUT_EFFECT = auto()
@@ -74,7 +74,7 @@ RULES: dict[str, Changed] = {
     "tokenizer": Changed.REFUSED,
     "chat template": Changed.NOTED,
 }
-"""What happens if a setting or a derived value differs from the one that the checkpoint has saved."""
+"""The consequence if a setting or a derived value differs from the one that the checkpoint has saved."""
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> list[str]:
@@ -97,5 +97,5 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> 
             "; ".join(refused) + ". Resume with the values of the checkpoint, or start a new run from its weights "
             "(actor_rollout_ref.model.path, trainer.resume_mode=disable)."
         )
-    also = {Changed.WITHOUT_EFFECT: ", without effect: the checkpoint's goes on"}
+    also = {Changed.WITHOUT_EFFECT: ", without effect: the checkpoint's value is used"}
     return [f"{name}: {change}{also.get(RULES[name], '')}" for name, change in found.items()]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines: reservation of accelerators, the manager of all replicas, and the vLLM implementation."""
+"""Rollout engines: reservation of accelerators, the manager of all replicas, and an implementation for each engine."""

@@ -16,7 +16,7 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.async_engine.core.versions import joined, last_runs
 
 COMPLETED = "completed"
-"""Stop reason of a complete answer, to which verl's server maps vLLM's finish reasons `stop` and `length`."""
+"""Stop reason of a complete answer, which servers use for an engine's finish reasons `stop` and `length`."""
 ABORTED = ("aborted", "abort")
 """Stop reasons of an incomplete answer."""
 
@@ -65,7 +65,7 @@ class Flight:
     """One open request at a server, with the tokens of its answer that the client has fetched.
 
     ``asked`` is the digest of the request. ``avoided`` is the server that failed this request before, if any. ``told``
-    is whether the server has answered the latest fetch of this request's tokens, or failed to answer.
+    is whether the latest fetch of this request's tokens has ended, with an answer or with an error.
     """
 
     asked: bytes
@@ -80,7 +80,7 @@ class Flight:
     routed_experts: np.ndarray | None = None
 
     def add(self, sampled: Sampled, after: int) -> None:
-        """Add the tokens of ``sampled`` that are not here yet.
+        """Add the tokens of ``sampled`` that were not fetched before.
 
         The first token of ``sampled`` has the index ``after`` in the answer.
         """

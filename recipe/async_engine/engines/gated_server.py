@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the servers of all rollout engines have in common: they answer only with complete weights of a known version.
+"""The base of the servers of all rollout engines, which answer only with complete weights of a known version.
 
 Contract:
 
@@ -46,6 +46,7 @@ else:
     HttpServer = object
 
 STRAGGLER_S = 0.002
+"""Seconds between two attempts to pause an engine, or to drop its KV cache, while requests are still in it."""
 REPETITION = "repetition"
 """vLLM's finish reason of an answer that ``repetition_detection`` ended, and that counts as complete."""
 HELD = ("generate",)
@@ -53,7 +54,7 @@ HELD = ("generate",)
 
 
 class GatedServer(HttpServer):
-    """A mixin for verl's server of an engine, whose requests must pass a :class:`WeightsGate` first.
+    """A mixin for verl's server of an engine. Requests must pass a :class:`WeightsGate` before they reach the engine.
 
     ``rollout.custom["recipe"]`` has the server's settings: ``has_trainer``, ``first_weights_timeout_s`` and
     ``pause_timeout_s`` (seconds), ``staging`` and ``places`` (the largest number of requests in the engine). A subclass

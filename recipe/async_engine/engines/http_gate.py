@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Middleware that makes requests to an engine's HTTP endpoints wait for complete weights, like others to a server.
+"""Middleware that makes HTTP requests to an engine wait for complete weights, as requests through the Ray actor do.
 
 Contract: requests that only read (GET, HEAD, OPTIONS) pass, unless they are for an endpoint in ``CHANGING``. Other
 requests may use only the endpoints in ``SERVED``, which generate, score or count tokens and change nothing. A request
@@ -41,7 +41,7 @@ CHANGING = frozenset(
         *("/open_session", "/close_session", "/get_weights_by_name", "/health_generate"),
     }
 )
-"""Endpoints of SGLang that change the engine or occupy it, and that GET reaches too."""
+"""Endpoints of SGLang that accept GET requests although they change or occupy the engine."""
 WEBSOCKET_REFUSED = 1008
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 

@@ -3,10 +3,10 @@
 
 Contract: as in verl, all requests of a conversation go to one server, and a new conversation goes to the server with
 the fewest requests in progress. In addition, a conversation moves to another server, if there is one, after its server
-has failed one of its requests. When a client asks for a server, it also reports which servers have ended requests since
-its last call, and which server has failed. For this it uses fields that the load balancer declares through verl's
-interface. A report is delayed by at most `SAY_ENDED_S` seconds. A user's own load balancer gets a call for each ended
-request, as in verl. Shown by tests/integration/test_client.py and test_control.py.
+has failed one of its requests. When a client asks for a server, it also reports at which servers requests have
+ended since its last call, and which server has failed. These reports are arguments of `acquire_server` that
+`require_acquire_fields` declares. A report is delayed by at most `SAY_ENDED_S` seconds. A user's own load balancer gets
+a call for each ended request, as in verl. Shown by tests/integration/test_client.py and test_control.py.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ from recipe.async_engine.record.activity import EngineActivity
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine's output says of an answer.
+    """The content of an engine's output, in the same form for every engine.
 
     ``log_probs`` has an entry for each of ``token_ids``, in the engine's own format, or is None if none were requested.
     ``prompt_tokens`` does not count the answer's tokens that a continued request brought with it.
@@ -44,7 +44,7 @@ class OutputWatch:
         self._before: dict[str, int] = {}
 
     def read(self, output: Any) -> Answer | None:
-        """Return what an output says of the answer, or None if it says nothing."""
+        """Return the content of an engine's output, or None if the output has no answer."""
         raise NotImplementedError
 
     def log_prob(self, of_token: Any, token: int) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the replicas of all rollout engines have in common."""
+"""The part of a rollout replica that is the same for all engines."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from recipe.async_engine.engines.weight_worker import RolloutWeightWorker
 class GatedReplica(ReservedReplica):
     """A mixin for verl's replica of an engine, with this package's servers and weight workers.
 
-    A subclass says in ``server`` which class its servers have, a `GatedServer`.
+    A subclass sets ``server`` to the class of its servers, which derives from `GatedServer`.
     """
 
     server: type

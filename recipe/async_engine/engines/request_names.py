@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's client of rollout servers, with a method that learns under which id an engine knows each request."""
+"""verl's client of rollout servers, extended by a method that is called with the engine's id of each request."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 
 class NamingClient(LLMServerClient):
-    """A client whose method `name_request` gets the id of each request that it sends."""
+    """A client that calls its method `name_request` with the id of each request before it sends the request."""
 
     def name_request(self, engine_request_id: str) -> None:
-        """Take the id of the request that is about to be sent. This method does nothing."""
+        """Do nothing. A subclass may store the id of the request that is about to be sent."""
 
     def _vllm_request_id(self, request_id: str) -> str:
         # Despite its name, verl calls this method for requests to any engine.

@@ -9,17 +9,17 @@ parameter that still contains NaN at the end of the stream is incomplete. Theref
 too. (The names that vLLM's loaders return do not suffice, because they include a packed parameter as soon as one of its
 components is loaded.)
 
-The second instance is created once. vLLM's own loaders fill it, and the values that vLLM derives from loaded weights
-(packed layers, for example) are computed in it while the engine generates. A swap overwrites the live tensors, so that
-everything that refers to them has the new values: objects other than modules (for a router's bias or an attention
-backend's sinks), views, captured CUDA graphs, and compiled code. To find the tensors to copy, both instances are
-traversed in parallel (`recipe.async_engine.weights.held`). A swap copies parameters, buffers, all tensors that share
-their storage, and all tensors that vLLM has derived. A derived object other than a tensor (a kernel's own packed
-format) is assigned to the live instance. If a tensor has no counterpart of the same shape and dtype, the version is
-refused before the swap.
+The second instance is created once. The engine's own loaders fill it, and values that the engine derives from loaded
+weights (packed layers, for example) are computed in it while the engine generates. A swap overwrites the live tensors,
+so that everything that refers to them has the new values: objects other than modules (for a router's bias or an
+attention backend's sinks), views, captured CUDA graphs, and compiled code. To find the tensors to copy, both instances
+are traversed in parallel (`recipe.async_engine.weights.held`). A swap copies parameters, buffers, all tensors that
+share their storage, and all derived tensors. A derived object other than a tensor (a kernel's own packed format) is
+assigned to the live instance. If a tensor has no counterpart of the same shape and dtype, the version is refused before
+the swap.
 
-If the device has no memory for a second instance, it is in host memory. In that case the swap copies parameters and
-buffers from host memory, and vLLM then derives the other values from the live weights. Shown by
+With ``staging=host`` the second instance is in host memory. In that case the swap copies parameters and buffers from
+host memory, and the engine then derives the other values from the live weights. Shown by
 tests/integration/test_staged_model.py; in the real engine by test_staged_architectures.py and
 tests/e2e/test_fully_async.py.
 """
@@ -43,7 +43,7 @@ class StagedModel(StagedWeights):
     Args:
         live: the instance with which the engine generates.
         spare: another instance of the same model, without weights.
-        finish: vLLM's function that derives values in an instance from its loaded weights, called for every version.
+        finish: the engine's function that derives values in an instance from its loaded weights, for every version.
         in_host: whether ``spare`` is in host memory, so that values can be derived only in ``live``.
     """
 
@@ -56,7 +56,7 @@ class StagedModel(StagedWeights):
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._hands: list[Callable[[], None]] = []
         self._derived: list[torch.Tensor] = []
-        # Keep the tensors into which loaders write, because vLLM may replace them in the model when it derives values.
+        # Keep the tensors into which loaders write, because the engine may replace them when it derives values.
         found = [pair for pair in pairs(spare, live) if isinstance(pair.mine, torch.Tensor) and not pair.is_shared]
         self._loadable = [(pair, pair.mine.data, pair.mine.untyped_storage().nbytes()) for pair in found]
 
@@ -120,7 +120,7 @@ class StagedModel(StagedWeights):
             if parameter.numel() and _storage(parameter) not in reached:
                 raise StagingRefused(f"the engine's {name} exists in only one instance of its model; {_ADVICE}")
 
-        # Free loaded data that vLLM has replaced by another layout. The next stream allocates this memory again.
+        # Free loaded data that the engine has replaced by another layout. The next stream allocates this memory again.
         for _, data, _ in self._loadable:
             if _storage(data) not in held:
                 data.untyped_storage().resize_(0)
@@ -184,8 +184,8 @@ def fill_with_nan(model: nn.Module) -> None:
 
 
 def find_incomplete(model: nn.Module, loaded: Collection[str]) -> str | None:
-    """Return a text that names a parameter that still has NaN, or that has no floating-point numbers and is not in
-    ``loaded``; None if there is no such parameter.
+    """Return a text that names an incomplete parameter, or None if there is none. A floating-point parameter is
+    incomplete if it contains NaN, any other one if its name is not in ``loaded``.
     """
     parameters = dict(model.named_parameters())
     # A sum is NaN if any element is NaN. Unlike a mask, it needs no memory. Read all results from the device at
@@ -196,7 +196,7 @@ def find_incomplete(model: nn.Module, loaded: Collection[str]) -> str | None:
     missing += parameters.keys() - sums.keys() - set(loaded)
     if not missing:
         return None
-    return f"{len(missing)} parameters of the model did not come as a whole, or are NaN; among them {missing[0]}"
+    return f"{len(missing)} parameters of the model are incomplete or NaN, among them {missing[0]}"
 
 
 # Values of these types are counters and other state of a running engine, which a swap must not change.

@@ -173,7 +173,7 @@ def part_id(node_rank: int) -> str:
 
 
 def socket_address(replica_rank: int, node_rank: int) -> str:
-    """Return the address at which a weight worker meets the engine's process, with ``{rank}`` for its number there."""
+    """Return the address of the socket to an engine's process; ``{rank}`` is the process's number on its node."""
     return f"ipc:///tmp/rl-colocate-zmq-{part_id(node_rank)}-replica-{replica_rank}-rank-{{rank}}.sock"
 
 

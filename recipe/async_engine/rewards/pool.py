@@ -41,7 +41,7 @@ from recipe.async_engine.core.plain import MOST, NotPlain, plain, told, traced
 
 
 class RewardFailed(RecipeError):
-    """The reward function raised an error, returned an invalid value, or timed out. A note on it has any traceback."""
+    """The reward function raised an error, returned an invalid value, or timed out. Its traceback is in a note."""
 
 
 class RewardProcessDied(RewardFailed):
@@ -153,8 +153,8 @@ class ScoringPool:
         # Keep multiprocessing from running the main script, which is Ray's worker script, again in every child process.
         sys.modules["__main__"].__dict__.pop("__file__", None)
         os.environ[PRELOAD] = json.dumps([path, name])
-        # In a local run the default executable forks a process that has imported all of them (`prefork`). Such a fork
-        # is too large for the memory limit, and would not preload the reward function.
+        # In a local run, multiprocessing's executable forks a process that has imported all modules (`laptop/prefork`).
+        # Such a fork is too large for the memory limit, and would not preload the reward function.
         multiprocessing.set_executable(sys.executable)
         # This import is not at the top, because the scoring processes import this module and do not need Ray.
         from recipe.async_engine.actors.sockets import sockets_folder
@@ -340,7 +340,7 @@ def load(path: str, name: str) -> Callable[..., Any]:
 def serve(
     channel: socket.socket, alive: Any, path: str, name: str, settings: dict[str, Any], memory_bytes: int | None
 ) -> None:
-    """Be a scoring process: load the function, send a first answer (None or an error), then answer each call.
+    """Run a scoring process: load the function, send a first answer (None or an error), then answer each call.
 
     Args:
         channel: socket to the reward worker. A call is `HEADER` bytes followed by pickled keyword arguments.
@@ -387,12 +387,12 @@ def checked(result: Any) -> Any:
         raise NotPlain(
             "the reward function returned a coroutine: a function that awaits has to be an `async def` itself"
         )
-    given = plain(result, "what the reward function gave")
+    given = plain(result, "the result of the reward function")
     if not isinstance(given, dict):
         return number_of(result, given)
     if "score" not in given:
         keys = ", ".join(list(given)[:10]) or "none"
-        raise NotPlain(f"the reward function gave a dict without 'score'; its keys: {keys}")
+        raise NotPlain(f"the reward function returned a dict without 'score'; its keys: {keys}")
     return {**given, "score": number_of(result["score"], given["score"])}
 
 

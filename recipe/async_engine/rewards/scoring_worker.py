@@ -191,13 +191,13 @@ def _plain_answer(answer: Any) -> dict[str, Any]:
     """
     if not isinstance(answer, dict) or "reward_score" not in answer:
         raise NotPlain(f"the reward manager returned a {type(answer).__name__} without reward_score")
-    given = plain(answer, "what the reward manager gave")
+    given = plain(answer, "the result of the reward manager")
     # verl's agent loops expect reward_extra_info, which verl's code for reward models does not provide.
     return {"reward_extra_info": {}, **given, "reward_score": number_of(answer["reward_score"], given["reward_score"])}
 
 
 class ScoringManager(RewardLoopManager):
-    """verl's manager of reward workers, which are :class:`ScoringWorker`. Reward models use this package's engines."""
+    """verl's manager of reward workers, with :class:`ScoringWorker`. Reward models use this package's engines."""
 
     def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
         if config.reward.reward_model.enable:

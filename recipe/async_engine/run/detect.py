@@ -45,7 +45,7 @@ class PlatformChoice:
 
 @dataclass(frozen=True)
 class Machine:
-    """What `inspect_machine` found.
+    """The result of `inspect_machine`.
 
     Attributes:
         accelerator: a device file or program that indicates an accelerator, or None without one.

@@ -215,7 +215,7 @@ class _Run:
         if (recorded := self.record.summary["error"]) is not None:
             raise RunFailed(f"{recorded['name']}: {recorded['message']}")
         if unended is not None:
-            raise RunFailed(f"the run did not end in order: {type(unended).__name__}: {unended}") from unended
+            raise RunFailed(f"the shutdown of the run failed: {type(unended).__name__}: {unended}") from unended
         return self.record.summary
 
     def _start(self) -> None:
@@ -260,7 +260,7 @@ class _Run:
 
     def _alive(self, live: Questions, display: Display) -> None:
         self._last_resort.allow(
-            "taking in a step, or writing it to trainer.default_local_dir (async_training.timeouts.heartbeat)",
+            "processing a step, or writing it to trainer.default_local_dir (async_training.timeouts.heartbeat)",
             2 * self._timeouts.heartbeat,
         )
         if time.monotonic() >= self._look_at:
@@ -282,7 +282,7 @@ class _Run:
             "ending the processes of the run": self._end_processes,
         }
         said: dict[str, Callable[[], Any]] = {
-            "making the run's account": self._settle,
+            "computing the run's time account": self._settle,
             "writing summary.json": lambda: self.record.close(self._started.peak_gib),
         }
         if (display := self._display) is not None:
@@ -290,14 +290,14 @@ class _Run:
         try:
             unended = end_in_order(steps)
             if unended is not None and self.record.summary["error"] is None:
-                message = f"the run did not end in order: {unended}"
+                message = f"the shutdown of the run failed: {unended}"
                 self.record.fail({"name": type(unended).__name__, "message": message})
             return unended or end_in_order(said)
         finally:
             self._last_resort.stop()
 
     def _settle(self) -> None:
-        self._last_resort.allow("making the run's account, and writing its summary", ACCOUNT_S + END_S)
+        self._last_resort.allow("computing the run's time account, and writing its summary", ACCOUNT_S + END_S)
         self.record.settle(self.parts.account)
 
     def _leave_ray(self) -> None:

@@ -84,7 +84,7 @@ def leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
     left_out = [name for name in RESOURCES if ray_init.pop(name, None) is not None]
     if left_out:
         names = ", ".join(left_out)
-        logger.warning("%s: joining it, so ray_kwargs.ray_init leaves out %s; the cluster has its own", cluster, names)
+        logger.warning("%s: the run joins this cluster, so ray_kwargs.ray_init leaves out %s", cluster, names)
 
 
 def take_environment(config: DictConfig) -> dict[str, str]:

@@ -43,6 +43,7 @@ LOSSES = (losses.BYPASS, losses.LOGLINEAR)
 
 
 PUBLISHED, TRAINED = "published", "trained"
+"""Names of two copies of the weights: the last published ones, and the newest ones while the others are in use."""
 
 BESIDE_TRAINING = "weights"
 """Name of the actor's concurrency group for the methods in `BESIDE_METHODS`."""
@@ -204,7 +205,7 @@ class ActorWorker(DetachActorWorker):
         if not file.is_file():
             raise CheckpointError(
                 f"{file} is not there. The checkpoint was written between two weight syncs, so each training rank "
-                "needs its file of the weights of the earlier one. Resume with the same number of ranks, or from "
+                "needs its file of the weights that were sent last. Resume with the same number of ranks, or from "
                 "another checkpoint (trainer.resume_mode=resume_path)"
             )
         try:

@@ -83,7 +83,7 @@ def problem(folder: str | Path, sizes_only: bool = False) -> str | None:
     try:
         marker = marker_in(folder, MARKER)
     except FileNotFoundError:
-        return f"it has no {MARKER}, so its writing was cut off"
+        return f"it has no {MARKER}, so it was not written completely"
     except BadFile as error:
         return str(error)
     if (named := FOLDER.fullmatch(folder.name)) and int(named[1]) != marker.step:
@@ -130,7 +130,7 @@ def track(root: str | Path, step: int | None) -> None:
         tracker.unlink(missing_ok=True)
     elif tracked(root) != step:
         durable.write(tracker, str(step))
-    else:  # verl may have written the tracker without fsync, so sync it here
+    else:  # verl may have written the tracker without fsync, so call it here
         durable.sync(tracker)
 
 
@@ -153,7 +153,8 @@ def require_room(root: str | Path, after: int) -> None:
     foreign = [str(folder) for step, folder in _folders(root).items() if step > after and not _is_ours(folder)]
     if foreign:
         raise CheckpointError(
-            f"other trainers' checkpoints (without {ROLLOUT_STATE}) are in this run's way: {', '.join(foreign)}. "
+            f"this run would write its checkpoints among those of another trainer (without {ROLLOUT_STATE}): "
+            f"{', '.join(foreign)}. "
             "Move them, or give the run another trainer.default_local_dir."
         )
 
@@ -382,7 +383,7 @@ class RunState:
             return f"the ledger in {ROLLOUT_STATE} is not valid: {error}"
         self._found, self.resumed["changed"] = found, changed
         if changed:
-            logger.warning("since the checkpoint that is resumed from, these have changed: %s", "; ".join(changed))
+            logger.warning("changes since the checkpoint from which the run resumes: %s", "; ".join(changed))
         return None
 
     def load(self, prompts: PromptSource) -> dict[str, Any] | None:

@@ -133,7 +133,7 @@ class _Maker:
         return name in VERLS_LOOPS and not agent.get("agent_loop_config_path")
 
     def _too_few(self, size: int, needed: int) -> ConfigError:
-        what = f"What is used of them has {size} prompts."
+        what = f"The data set that is used has {size} prompts."
         if self._config.data.get("filter_overlong_prompts", False):
             what = f"{size} prompts are left after data.filter_overlong_prompts. {self._why_left_out()}".rstrip()
         advice = f"{what} Use more data, or lower actor_rollout_ref.actor.ppo_mini_batch_size."
@@ -155,7 +155,7 @@ class _Maker:
             fault = self._cannot_prompt([row["raw_prompt"] for row in first if FAILURE not in row])
         except Exception:  # this explanation is optional
             return ""
-        return "" if fault is None else f"Of all {len(rows)}: {fault.problems[0].advice}"
+        return "" if fault is None else f"Before the filter there were {len(rows)}: {fault.problems[0].advice}"
 
     def _cannot_prompt(self, prompts: Sequence[Any]) -> ConfigError | None:
         """Return why none of the prompts can be used, or None if one of them can."""
@@ -169,7 +169,7 @@ class _Maker:
     def _fault_of(self, prompt: Any) -> ConfigError | None:
         if not isinstance(prompt, list | tuple):
             allowed = 'prompts that are lists of messages ({"role": ..., "content": ...})'
-            return self._refused(allowed, f"The first one is {type(prompt).__name__}, {str(prompt)[:80]!r}.")
+            return self._refused(allowed, f"One of the first is {type(prompt).__name__}, {str(prompt)[:80]!r}.")
         template = dict(
             OmegaConf.to_container(self._config.data.get("apply_chat_template_kwargs") or OmegaConf.create())
         )
@@ -183,11 +183,11 @@ class _Maker:
             text = apply_chat_template(maker, list(prompt), tokenize=False, **template)
             length = self._length(list(prompt), text)
         except Exception as error:  # a template may raise anything
-            return self._refused("prompts that the chat template takes", f"It raises {told(error)}.")
+            return self._refused("prompts that the chat template accepts", f"It raises {told(error)}.")
         limit = self._config.data.max_prompt_length
         if length <= limit:
             return None
-        advice = f"The first one that was looked at has {length}. Raise data.max_prompt_length, or shorten them."
+        advice = f"One of the first prompts has {length} tokens. Raise data.max_prompt_length, or shorten the prompts."
         return self._refused(
             f"prompts of at most data.max_prompt_length={limit} tokens, chat template included", advice
         )

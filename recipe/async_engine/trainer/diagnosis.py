@@ -21,7 +21,7 @@ def describe(trainer: Any, thread: int) -> str:
     said = answers(_asked(trainer))
     notes = [f"{what}, {ago:.0f} s ago" for what, ago in trainer.timeline.notes()[:6]]
     lines = [
-        f"at step {trainer.global_steps}, version {trainer.ledger.version}; {trainer.ledger.announced} generates",
+        f"at step {trainer.global_steps}, version {trainer.ledger.version}; generating: {trainer.ledger.announced}",
         *(f"{name} {answer}" for name, answer in said.items() if isinstance(answer, str)),
         f"newest events: {'; '.join(notes)}",
         f"groups: {trainer.ledger.counts()}",

@@ -76,7 +76,7 @@ class RecordStage:
                 config.trainer.default_local_dir, _devices(config, plan), {"settings": _advised(config, plan)}, parts
             )
         except OSError as error:
-            logger.error("there is no record of events, the run goes on: %s", error)
+            logger.error("the run continues without an event record: %s", error)
             return
         self._recording.follow(TRAINER, timeline.lane)
         self._recording.follow(SCHEDULER, timeline.rollout.lane)
@@ -103,7 +103,7 @@ class RecordStage:
         try:
             self._recording.close(self._timeline.end, tokens)
         except Exception:
-            logger.exception("the record of events has no end, and the run no account")
+            logger.exception("the event record is incomplete, so the run has no time account")
 
     @property
     def recorded(self) -> Recorded | None:

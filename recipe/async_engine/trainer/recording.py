@@ -194,7 +194,9 @@ class Recording:
         locked = self._lock.acquire(timeout=RECORD_WRITE_S)
         if not locked:
             logger.error(
-                "the record lacks its end: a write to %s has not returned for %g s", self._file.path, RECORD_WRITE_S
+                "the event record is incomplete: a write to %s has not returned for %g s",
+                self._file.path,
+                RECORD_WRITE_S,
             )
         try:
             yield locked
@@ -279,7 +281,7 @@ class Recording:
             if isinstance(getattr(error, "cause", None), EngineDied):
                 self._dies(device)
                 return
-            logger.warning("%s does not say what it does: %s", device.name, error)
+            logger.warning("the activity of %s is not recorded at present: %s", device.name, error)
             return
         exchange = Exchange(asked, answer.now, came)
         if device.clock is None or answer.life != device.life:

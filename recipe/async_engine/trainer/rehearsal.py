@@ -186,7 +186,7 @@ class Rehearsal:
             passes = self.work(until=lambda: sync.is_over)
             sync.wait()
         self.result.passes += passes
-        return f"beside {passes} passes of every trainer rank"
+        return f"during {passes} passes of every trainer rank"
 
     def _bring(self) -> None:
         staged, weights = self.publisher.stage(self.version), self.publisher.weights
@@ -201,7 +201,7 @@ class Rehearsal:
 
         name = "requests go on after a swap"
         if weights.at_swap == "drain":
-            self.result.checks.append(Check(name, LEFT_OUT, "a swap waits for them (at_swap=drain)"))
+            self.result.checks.append(Check(name, LEFT_OUT, "a swap waits for running answers (at_swap=drain)"))
             swap()
             return
         with self.checking(name) as check:
@@ -211,9 +211,9 @@ class Rehearsal:
         """Call ``change`` while each replica generates an answer, and record in ``check`` how the answers ended."""
         answers = self.probe.under(self.generating(), change, self._longest_s)
         cut = sum(answer.requests > 1 for answer in answers)
-        check.said = f"{len(answers)} came back whole, {cut} of them in parts"
+        check.said = f"{len(answers)} answers were completed, {cut} of them after an interruption"
         if not cut and self.publisher.weights.at_swap == "interrupt":
-            check.outcome, check.said = LEFT_OUT, "they were over before the swap could interrupt them"
+            check.outcome, check.said = LEFT_OUT, "all answers were completed before the swap could interrupt them"
 
     def _see_all_have(self, staged: StagedVersion) -> None:
         lacking = [record.name for record in self.generating() if record not in staged.holders]
@@ -325,7 +325,7 @@ class Rehearsal:
             pairs: Pairs = {}
             for answer, row in zip(answers, computed.batch["old_log_probs"].tolist(), strict=False):
                 pairs.setdefault(answer.replica, []).extend(zip(answer.log_probs, row, strict=True))
-            check.said = self._judge("log-probs of {} are not the trainer's: other weights, or another model", pairs)
+            check.said = self._judge("log-probs of {} are not the trainer's, as if weights or model differed", pairs)
 
     def _judge(self, fault: str, pairs: Pairs) -> str:
         """Return the largest difference between log-probs, as text.
@@ -346,7 +346,7 @@ class Rehearsal:
 def _same_tokens(before: list[Answer], after: list[Answer]) -> Pairs:
     """Return the log-probs of each token in ``before`` and in ``after``, as pairs by replica.
 
-    Of each answer, only the tokens up to the first one that differs are compared.
+    Only the tokens of an answer before the first one that differs are compared.
     """
     pairs: Pairs = {}
     for one, other in zip(before, after, strict=True):

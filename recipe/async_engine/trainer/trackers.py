@@ -171,8 +171,8 @@ class Trackers:
         for tracker in self._trackers:
             if not tracker.over.wait(max(0.0, deadline - time.monotonic())):
                 logger.error(
-                    "tracker %s has not taken the end of the run within %g s (of async_training.timeouts.stop); it is "
-                    "left behind and may lack rows",
+                    "tracker %s has not finished within %g s (of async_training.timeouts.stop); the run does not wait "
+                    "longer, and the tracker may lack rows",
                     tracker.name,
                     limit_s,
                 )

@@ -14,12 +14,13 @@ import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 ALIGNMENT = 64
+"""Alignment of each tensor in the allocation, in bytes."""
 
 Form = tuple[torch.Size, torch.dtype]
 
 
 def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
-    """Return uninitialized tensors of these shapes and dtypes, one after the other in memory.
+    """Return uninitialized tensors of these shapes and dtypes, which follow one another in one allocation.
 
     With ``pinned`` the memory is registered with the driver, so that an accelerator can copy it asynchronously.
     """

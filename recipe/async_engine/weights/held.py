@@ -23,7 +23,7 @@ Put = Callable[[Any, Any], None] | None
 
 
 class Pair(NamedTuple):
-    """The values of two models at the same path, the second of which may be `ABSENT`."""
+    """The values of two models at the same path. ``theirs`` is `ABSENT` if the second model has no value there."""
 
     path: str
     mine: Any
@@ -73,7 +73,7 @@ def pairs(mine: nn.Module, theirs: nn.Module) -> Iterator[Pair]:
 
 def _held(holder: Any) -> tuple[dict[Any, Any], Put]:
     found = _parts(holder)
-    assert found is not None, "only what has parts is walked into"
+    assert found is not None, "only values with parts are visited"
     return found
 
 
@@ -120,7 +120,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 def _is_filled(cell: Any) -> bool:
     try:
-        cell.cell_contents  # noqa: B018, an empty one raises
+        cell.cell_contents  # noqa: B018, an empty cell raises ValueError
     except ValueError:
         return False
     return True

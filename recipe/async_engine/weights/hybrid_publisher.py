@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight publisher for hybrid replicas, whose engines are on the trainer's accelerators and sleep while it trains.
 
-Contract: engines generate only between :meth:`wake` and :meth:`sleep`. To wake them is to publish a version: `swap`
+Contract: engines generate only between :meth:`wake` and :meth:`sleep`. Waking them publishes a version: `swap`
 allocates their memory again and loads the weights, which each trainer rank passes to the engine on its accelerators,
 and `resume` begins generation. `sleep` interrupts all requests. Requests that reach a server later are returned
 unanswered, so no request waits at a server while the trainer works. Then the engines free their memory. A replica
@@ -41,7 +41,7 @@ class HybridPublisher(WeightPublisher):
     """Wakes replicas with the trainer's weights, and puts them to sleep.
 
     Attributes:
-        restarts: the run's budget for lost replicas.
+        restarts: the run's budget for restarting lost replicas.
     """
 
     restarts: Restarts
@@ -70,7 +70,7 @@ class HybridPublisher(WeightPublisher):
         return self.resume(staged)
 
     def sleep(self, others_serve: bool = False) -> float:
-        """Interrupt the replicas' requests, and free their memory, by force if need be.
+        """Interrupt the replicas' requests and free the engines' memory; kill the servers that do not do so in time.
 
         If ``others_serve``, the load balancer first stops routing requests to the replicas. Otherwise requests have
         nowhere else to go, and those that still reach a replica are returned unanswered.
@@ -91,7 +91,7 @@ class HybridPublisher(WeightPublisher):
         return seconds
 
     def spread(self, servers: Sequence[Any]) -> None:
-        """Have ``servers`` give back the requests that wait there without a token, so that other servers get them."""
+        """Have ``servers`` return the requests that have no sampled token yet, so that other servers get them."""
         asyncio.run(self._spread(servers))
 
     async def _spread(self, servers: Sequence[Any]) -> None:
@@ -155,8 +155,8 @@ class HybridPublisher(WeightPublisher):
         if not self._told_of_difference:
             self._told_of_difference = True
             logger.warning(
-                "version %d: the trainer's %d ranks handed over %d different sets of weights. Copies of what is not "
-                "sharded may drift by a bit; more than that shows in training/rollout_probs_diff_max",
+                "version %d: the trainer's %d ranks passed on %d different sets of weights. Copies of unsharded "
+                "parameters may differ in single bits; larger differences show in training/rollout_probs_diff_max",
                 version,
                 len(checksums),
                 len(set(checksums)),

@@ -101,7 +101,7 @@ class Group:
         rays._dev_streams_map[str(device)] = [cp.cuda.ExternalStream(stream.cuda_stream)]
 
     def end_rendezvous(self) -> None:
-        """Kill the detached Ray actor through which the members have found each other, as it would outlive the run."""
+        """Kill the detached Ray actor through which the members found each other; it would outlive the run."""
         rays = collective.get_group_handle(self.name)
         # Add the key of the devices in use, because the actor exists even if their communicator could not be created.
         for key in {*rays._dev_comm_map, ",".join(map(str, rays._used_gpu_indices))}:

@@ -21,11 +21,11 @@ Contract:
 * A member that fails repeatedly does not block the others: after the second attempt they load without it.
 * Members that a publication finds dead are replaced while the run goes on, within the restart budget; a replacement
   takes part in the next publication. Agent-loop workers get the handles of the present log-prob servers.
-* If no replica is left, :class:`NoReplicaLeft` ends the run with the cause. A publisher that has had none from the
-  beginning, because all replicas are hybrid, sends nothing.
+* If no replica is left, :class:`NoReplicaLeft` ends the run with the cause. A publisher that never had a replica,
+  because all replicas are hybrid, sends nothing.
 
-Shown by tests/integration/test_publisher.py and, with replicas killed in real syncs, by test_nccl_engine.py there and
-tests/e2e/test_faults.py and test_replacement.py.
+Shown by tests/integration/test_publisher.py and, with replicas killed in real syncs, by test_nccl_engine.py in the same
+folder, tests/e2e/test_faults.py and test_replacement.py.
 """
 
 import asyncio

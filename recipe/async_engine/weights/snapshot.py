@@ -112,7 +112,7 @@ class WeightSnapshot:
         """Yield an iterator over the tensors of ``version``, in the order in which they were copied.
 
         Raises:
-            WeightsError: the copy is not a complete one of ``version``, or is in use already.
+            WeightsError: the copy is incomplete or has another version, or it is in use already.
         """
         with self._alone(f"version {version} cannot be sent"):
             if self._version != version:

@@ -7,8 +7,8 @@ error names the tensor, and the next stream starts from nothing. The process can
 others are staged.
 
 `StagedWeights` has subclasses for a rollout engine's model (`recipe.async_engine.engines.staged_model`), for its LoRA
-adapter (`staged_adapter`), and for one rank of a training engine (`recipe.async_engine.log_prob_servers.adapter`).
-`Intake` passes a stream to one of them and records its errors.
+adapter (`staged_adapter`, in the engine's folder), and for one rank of a training engine
+(`recipe.async_engine.log_prob_servers.adapter`). `Intake` passes a stream to one of them and records its errors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StagedWeights(ABC):
 
     @torch.no_grad()
     def complete(self, version: int, problem: str | None = None) -> None:
-        """End the stream, whose first error, if any, is ``problem``, and mark the version as staged.
+        """End the stream and mark the version as staged. ``problem`` is the stream's first error, or None.
 
         Raises:
             StagingRefused: the stream had an error on this rank or another, or parameters are missing.
@@ -60,7 +60,7 @@ class StagedWeights(ABC):
 
     @torch.no_grad()
     def swap(self, version: int) -> None:
-        """Make the staged weights live; raise StagingRefused if they are incomplete. The model must not compute now."""
+        """Make the staged weights live; raise StagingRefused if they are incomplete. The model must be idle."""
         if self.version != version:
             raise StagingRefused(f"version {version} is not staged; {self.version} is")
         self.version = None
@@ -80,7 +80,7 @@ class StagedWeights(ABC):
         """Return the first problem among all ranks that stage together, or None if no rank has one."""
         return problem
 
-    def _derive(self) -> None:  # noqa: B027, most have nothing to derive
+    def _derive(self) -> None:  # noqa: B027, most subclasses have nothing to derive
         """Do nothing. A subclass may compute what its swap needs; the staged weights are complete at this point."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Intake:
         self._unless_failed(self._staged.begin)
 
     def take(self, weights: NamedTensors) -> None:
-        """Load tensors of the stream, which are valid only during this call, unless there was an error."""
+        """Load tensors of the stream, unless it has had an error. They are valid only during this call."""
         self._unless_failed(lambda: self._load(weights))
 
     def _load(self, weights: NamedTensors) -> None:

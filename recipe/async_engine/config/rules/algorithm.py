@@ -115,7 +115,7 @@ def losses(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(setting, "a loss of verl's, or one that you registered", advice)
     if mode == "bypass_mode" and proximal_source(context.config, context.settings) is not Proximal.BYPASS:
         allowed = "another loss where async_training.proximal_log_probs is not bypass"
-        yield context.problem(setting, allowed, "It takes old log-probs for those of the policy that sampled.")
+        yield context.problem(setting, allowed, "This loss takes the old log-probs to be those of the sampling policy.")
     beta = context.get(f"{ACTOR}.policy_loss.dro_beta")
     if mode == "dro" and not (is_number(beta) and beta > 0):
         yield context.problem(f"{ACTOR}.policy_loss.dro_beta", f"a number > 0 with {setting}=dro", "Set it.")
@@ -130,7 +130,7 @@ def correction(context: RuleContext) -> Iterator[Problem]:
         return
     options = [option.strip() for option in str(rejection).split(",")]
     if not set(options) <= set(REJECTIONS):
-        allowed = f"null, or of {', '.join(REJECTIONS)}"
+        allowed = f"null, or one or several of {', '.join(REJECTIONS)}"
         yield context.problem(f"{section}.rollout_rs", allowed, "Separate them by commas.")
     elif context.get(f"{section}.rollout_rs_threshold") is None:
         allowed = f"a threshold, or one for each of {rejection}, separated by commas"
@@ -149,9 +149,9 @@ def _in_loss(context: RuleContext, section: str) -> Iterator[Problem]:
         yield context.problem(f"{section}.loss_type", f"ppo_clip with {ACTOR}.policy_loss.loss_mode={mode}", advice)
     if context.get(f"{section}.rollout_is") and mode not in PPO and has_ratio(mode):
         advice = (
-            f"With log-probs by bypass the ratio of {mode} is to the policy that sampled, which is the importance "
-            f"weight already: set null, or {section}.bypass_mode=false, where weights apply to every loss. Rejection "
-            "(rollout_rs) applies to every loss in both."
+            f"With bypassed log-probs the ratio of {mode} is already the importance weight: set null, or "
+            f"{section}.bypass_mode=false, with which weights apply to every loss. Rejection (rollout_rs) applies to "
+            "every loss in both cases."
         )
         yield context.problem(f"{section}.rollout_is", f"null with {ACTOR}.policy_loss.loss_mode={mode}", advice)
 
@@ -164,8 +164,8 @@ def without_effect(context: RuleContext) -> Iterator[str]:
         return
     if _loss(context) in PPO and context.get(f"{section}.loss_type", "ppo_clip") == "ppo_clip":
         yield (
-            f"{section}.rollout_is={level} is reported and not applied: with log-probs by bypass PPO's ratio is the "
-            f"importance weight. Set {section}.bypass_mode=false for weights beside it"
+            f"{section}.rollout_is={level} is reported and not applied: with bypassed log-probs PPO's ratio is already "
+            f"the importance weight. Set {section}.bypass_mode=false to apply weights in addition to the ratio"
         )
 
 

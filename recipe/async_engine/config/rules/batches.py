@@ -32,9 +32,9 @@ def tight_bound(context: RuleContext) -> Iterator[str]:
         return
     versions = "1 version" if bound == 1 else f"{bound} versions"
     yield (
-        f"async_training.max_staleness={bound} is as tight as the pipeline is deep ({depth:g} versions): training waits"
-        f" for each answer that takes longer than {versions}. {bound + 2} lets long answers finish, and samples are"
-        f" usually no older for it, since {DEPTH} decides their age"
+        f"async_training.max_staleness={bound} leaves no room above the pipeline depth ({depth:g} versions): training"
+        f" waits for each answer that takes longer than {versions}. {bound + 2} lets long answers finish, and samples"
+        f" are usually no older for it, since {DEPTH} decides their age"
     )
 
 
@@ -90,7 +90,7 @@ def admission_policy(context: RuleContext) -> Iterator[Problem]:
         found = False
     if not found:
         missing = f"There is no module {module!r}: put it on PYTHONPATH."
-        advice = missing if module else "A class is named with its module; null takes the default of the placement."
+        advice = missing if module else "Name the class with its module; null selects the default of the placement."
         yield context.problem("async_training.admission_policy", allowed, advice)
 
 

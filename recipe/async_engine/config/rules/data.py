@@ -17,10 +17,10 @@ WANTED = {
     "data": "existing files",
     "code": "an existing Python file",
     "checkpoint": "a folder global_step_N of verl's, with the weights that this run trains",
-    "description": "a YAML file of what there is",
+    "description": "a YAML file that lists agent loops or tools",
     "folder": "an existing folder, or a name on the hub",
     "module": "a module that can be imported here",
-    "written": "a folder that can be written to, or made",
+    "written": "a folder that can be written to, or created",
 }
 
 
@@ -47,10 +47,10 @@ def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[P
         advice = f"It has no {' and no '.join(missing)}; its columns are {', '.join(columns)}."
         yield Problem(fact.setting, fact.path, f"data with the columns {', '.join(needed)}", advice)
     for name in sorted(ARGUMENTS & set(columns)):
-        advice = f"Rename its column {name}: agent loops get a row's columns by name, beside {name} of verl's."
+        advice = f"Rename its column {name}: agent loops get a row's columns by name, and an argument {name} from verl."
         yield Problem(fact.setting, fact.path, f"data without the columns {', '.join(sorted(ARGUMENTS))}", advice)
     if fact.rows == 0:
-        yield Problem(fact.setting, fact.path, "data with rows", "It has none.")
+        yield Problem(fact.setting, fact.path, "data with rows", "The file has none.")
     for fault in fact.row_faults:
         yield _row(context, fact, fault)
 
@@ -72,7 +72,7 @@ def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
         "missing": ("data with this column in each row", "no value. Remove the rows, or fill them."),
         "no mapping": (
             "data in which this column is a mapping",
-            "text or another value. Verl takes it apart by its keys.",
+            "text or another value. verl reads its keys.",
         ),
     }[fault.what]
     others = "" if fault.count == 1 else f" and {fault.count - 1} more"
@@ -98,7 +98,7 @@ def saving(context: RuleContext) -> Iterator[Problem]:
     mode = context.get("trainer.resume_mode", "auto")
     start = context.settings.async_training.start_from
     if start is not None and mode == "resume_path":
-        advice = "A run goes on from a checkpoint, or begins with the weights of one; set the other to null."
+        advice = "A run either resumes from a checkpoint or starts with the weights of one; set one of the two to null."
         yield context.problem("async_training.start_from", "null with trainer.resume_mode=resume_path", advice)
     path = context.get("trainer.resume_from_path")
     if mode == "resume_path" and not re.search(r"global_step_\d+$", str(path)):

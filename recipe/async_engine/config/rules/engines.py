@@ -54,7 +54,7 @@ def early_ends(context: RuleContext) -> Iterator[str]:
     if context.get(f"{ROLLOUT}.max_model_len") is None and positions is not None and positions < context.room:
         yield (
             f"the model has {positions} positions, and data.max_prompt_length and max_response_length are "
-            f"{context.longest} tokens together: answers that come to the end of the positions are cut off there; "
+            f"{context.longest} tokens together: answers that reach the last position are cut off there; "
             f"lower data.max_response_length, or set {MODEL}.{OVERRIDE} where the model can have more"
         )
 
@@ -129,7 +129,7 @@ def engine(context: RuleContext) -> Iterator[Problem]:
     engine = context.get("model_engine", "dp")
     strategies = STRATEGIES.get(str(engine), ())
     if not strategies:
-        advice = "It names the one of verl's configurations that the trainer uses."
+        advice = "It selects the configuration of verl that the trainer uses."
         yield context.problem("model_engine", f"one of {', '.join(STRATEGIES)}", advice)
     for section in context.trained if strategies else ():
         if context.get(f"{section}.strategy") not in strategies:
@@ -162,9 +162,9 @@ def _sequence_parallel(context: RuleContext, section: str) -> Iterator[Problem]:
         advice = f"It slices packed sequences: set {model}.use_remove_padding=True, or the size to 1."
         yield context.problem(setting, f"1 with {model}.use_remove_padding=false", advice)
     if context.on_cpu:
-        yield context.problem(setting, "1 where trainer.device=cpu", "It is done inside flash attention; set it to 1.")
+        yield context.problem(setting, "1 where trainer.device=cpu", "It needs flash attention; set it to 1.")
     elif not attention(context.config, model).startswith("flash_attention"):
-        advice = "It is done inside flash attention; with another one each rank would attend to its own slice alone."
+        advice = "It is implemented in flash attention alone; otherwise each rank would attend only to its own slice."
         given = f"{model}.override_config.attn_implementation={attention(context.config, model)}"
         yield context.problem(setting, f"1 with {given}", advice)
 
@@ -186,7 +186,7 @@ def lora(context: RuleContext) -> Iterator[Problem]:
     if megatron:
         mine, other = other, mine
     if context.count(other) is not None:
-        advice = f"Only other training engines read it, but the rollout would use it too: set {mine}."
+        advice = f"This training engine ignores it, but the rollout would use it: set {mine}."
         yield context.problem(other, f"0 with {ACTOR}.strategy={context.get(f'{ACTOR}.strategy')}", advice)
         return
     if context.count(mine) is None:
@@ -294,7 +294,7 @@ def resources(context: RuleContext) -> Iterator[Problem]:
         return
     generation, size = rollout_accelerators(context.config, context.settings), replica_size(context.config)
     if context.settings.async_training.placement == ELASTIC and nodes and per_node:
-        advice = "Hybrid replicas fill the trainer's accelerators; change their number or the parallel sizes."
+        advice = "Hybrid replicas fill the trainer's accelerators; change this number or the parallel sizes."
         within = min(size, per_node)
         if nodes * per_node % size:
             yield context.problem("trainer.n_gpus_per_node", f"such that {nodes * per_node} divides by {size}", advice)
@@ -303,7 +303,7 @@ def resources(context: RuleContext) -> Iterator[Problem]:
             yield context.problem("trainer.n_gpus_per_node", allowed, advice)
     setting = "trainer.n_gpus_per_node" if shared else "rollout.n_gpus_per_node"
     if generation % size:
-        advice = "A replica takes tensor x data x pipeline parallel size; change those or the number of accelerators."
+        advice = "A replica takes tensor x data x pipeline parallel size accelerators; change a size or the number."
         yield context.problem(setting, f"such that {generation} divides by {size}", advice)
     on_a_node = min(size, per_node if shared and per_node else context.settings.rollout.n_gpus_per_node)
     if size % on_a_node:
@@ -324,7 +324,7 @@ def resources(context: RuleContext) -> Iterator[Problem]:
         )
         parts += f" and {reward} for the reward model" if reward else ""
         parts += f" and {scoring} for log-prob servers" if scoring else ""
-        local = " On a CPU they are logical: raise ray_kwargs.ray_init.num_gpus." if context.on_cpu else ""
+        local = " On a CPU accelerators are logical: raise ray_kwargs.ray_init.num_gpus." if context.on_cpu else ""
         advice = f"The run needs {parts}. Ask for fewer, or for a larger cluster.{local}"
         yield context.problem(setting, f"at most what is there, {there} accelerators in all", advice)
     elif context.available.nodes and not generation % size:
@@ -340,11 +340,11 @@ def _rooms(context: RuleContext, nodes: Sequence[NodeRoom]) -> Iterator[Problem]
     have = "; ".join(f"{count} with {what}" for what, count in there.items())
     advice = (
         f"{part.part.capitalize()} needs {part.on_a_node} accelerators and {part.on_a_node * part.cpus} CPUs on one"
-        f" node, {part.groups} times, beside what needs as many or more; the nodes are: {have}."
+        f" node, {part.groups} times, beside all components that need as many or more; the nodes are: {have}."
     )
     if context.get("ray_kwargs.ray_init.num_cpus"):
-        advice += " They are logical: ray_kwargs.ray_init.num_cpus, num_gpus."
-    yield context.problem(part.setting, "what fits on the nodes, with the trainer's process on one CPU more", advice)
+        advice += " These numbers are logical: ray_kwargs.ray_init.num_cpus and num_gpus set them."
+    yield context.problem(part.setting, "what fits on the nodes, with one more CPU for the trainer's process", advice)
 
 
 def builtin_task(context: RuleContext) -> Iterator[Problem]:
@@ -352,5 +352,5 @@ def builtin_task(context: RuleContext) -> Iterator[Problem]:
     task, length = context.settings.builtin_task, context.count("data.max_response_length")
     if task is not None and task.lengths == "long_tail" and length is not None and length < LONG_TAIL_TOKENS:
         allowed = f"at least {LONG_TAIL_TOKENS} with builtin_task.lengths=long_tail"
-        advice = "The long answers could never be right; preset=tiny_cpu_long_tail has lengths that fit."
+        advice = "Long answers would be cut off, and never be right; preset=tiny_cpu_long_tail has lengths that fit."
         yield context.problem("data.max_response_length", allowed, advice)

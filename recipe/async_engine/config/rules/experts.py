@@ -65,7 +65,7 @@ def router_replay(context: RuleContext) -> Iterator[Problem]:
 
 
 def _one_choice(context: RuleContext, mode: str) -> Iterator[Problem]:
-    """Check that the proximal log-probs and the update use the same choice."""
+    """Check that the proximal log-probs and the update use the same choice of experts."""
     source, chosen = proximal_source(context.config, context.settings), context.get(mode)
     if chosen == "R3" and not context.get(RETURNED):
         advice = "The trainer replays the experts that the rollout engines return."
@@ -76,7 +76,7 @@ def _one_choice(context: RuleContext, mode: str) -> Iterator[Problem]:
     elif chosen == "R2" and source is not Proximal.RECOMPUTE:
         advice = (
             "R2 replays the experts of the trainer's own pass over the batch, which this source of proximal log-probs"
-            " does without: set async_training.proximal_log_probs=recompute, or replay those of the engines with R3."
+            " does not make: set async_training.proximal_log_probs=recompute, or replay those of the engines with R3."
         )
         yield context.problem(mode, f"disabled or R3 with async_training.proximal_log_probs={source}", advice)
 
@@ -86,9 +86,9 @@ def _of_trainer(context: RuleContext, mode: str) -> Iterator[Problem]:
     with_replay = f"with {mode}={context.get(mode)}"
     packed, padded = f"{MODEL}.use_remove_padding", f"{ACTOR}.megatron.pad_to_length"
     if not context.get(packed):
-        yield context.problem(packed, f"true {with_replay}", "The rows of experts are those of packed sequences.")
+        yield context.problem(packed, f"true {with_replay}", "verl replays experts only with packed sequences; set it.")
     if context.get(f"{ACTOR}.strategy") == "megatron" and context.get(padded):
-        yield context.problem(padded, f"false {with_replay}", "There are no experts for the padding; remove it.")
+        yield context.problem(padded, f"false {with_replay}", "Padding would have no experts to replay; remove it.")
 
 
 def _of_engine(context: RuleContext) -> Iterator[Problem]:

@@ -16,24 +16,24 @@ CORRECTION = "algorithm.rollout_correction"
 
 
 GREEDY = "All answers to a prompt would be the same, and their gradients 0."
-ROOM, NORM = "0 leaves no room for a change.", "Each gradient is scaled down to it; a large number limits nothing."
+ROOM, NORM = "0 leaves no room for a change.", "Larger gradients are scaled down to it; a large number limits none."
 LIMITS: Mapping[str, Expected] = {
     f"{ROLLOUT}.temperature": number(f"{GREEDY} 1 samples from the policy itself.", above=0),
-    f"{ROLLOUT}.top_p": number("It is the share of probability that is sampled from; 1 is all.", above=0, most=1),
-    f"{ROLLOUT}.repetition_penalty": number("1 is none.", above=0),
-    f"{ROLLOUT}.val_kwargs.temperature": number("0 is greedy.", least=0),
-    f"{ROLLOUT}.val_kwargs.top_p": number("1 is all.", above=0, most=1),
+    f"{ROLLOUT}.top_p": number("It is the probability mass to sample from; 1 takes all tokens.", above=0, most=1),
+    f"{ROLLOUT}.repetition_penalty": number("1 means no penalty.", above=0),
+    f"{ROLLOUT}.val_kwargs.temperature": number("0 samples greedily.", least=0),
+    f"{ROLLOUT}.val_kwargs.top_p": number("1 takes all tokens.", above=0, most=1),
     f"{ACTOR}.optim.lr": number("0 trains nothing.", least=0),
     f"{ACTOR}.clip_ratio": number(ROOM, least=0),
     f"{ACTOR}.clip_ratio_low": number(ROOM, least=0),
     f"{ACTOR}.clip_ratio_high": number(ROOM, least=0),
-    f"{ACTOR}.clip_ratio_c": number("verl's loss asserts that.", above=1),
-    f"{ACTOR}.optim.weight_decay": number("0 is none.", least=0),
+    f"{ACTOR}.clip_ratio_c": number("verl's loss requires this.", above=1),
+    f"{ACTOR}.optim.weight_decay": number("0 means no decay.", least=0),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": number("It is a share of all steps.", least=0, most=1),
     f"{ROLLOUT}.gpu_memory_utilization": number("It is a share of an accelerator's memory.", above=0, most=1),
-    f"{ACTOR}.kl_loss_coef": number("0 is none.", least=0),
+    f"{ACTOR}.kl_loss_coef": number("0 means no penalty.", least=0),
     "algorithm.gamma": number("1 discounts nothing.", least=0, most=1),
-    "algorithm.lam": number("1 takes whole returns.", least=0, most=1),
+    "algorithm.lam": number("1 uses full returns.", least=0, most=1),
     "critic.optim.lr": number("0 trains nothing.", least=0),
     "critic.cliprange_value": number(ROOM, above=0),
 }
@@ -52,7 +52,7 @@ def learning(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(f"{ROLLOUT}.top_k", "an integer >= 2, or -1 for all tokens", f"1 is greedy. {GREEDY}")
     for section in context.trained:
         if not is_count(context.get(f"{section}.ppo_epochs", 1)):
-            yield context.problem(f"{section}.ppo_epochs", "an integer >= 1", "With none nothing would be trained.")
+            yield context.problem(f"{section}.ppo_epochs", "an integer >= 1", "With 0 nothing would be trained.")
         clip, norm = context.get(f"{section}.optim.clip_grad"), number(NORM, above=0)
         # For Megatron, 0 is accepted: it means that gradients are not clipped.
         if context.get(f"{section}.strategy") != "megatron" and clip is not None and not norm.fits(clip):
@@ -62,7 +62,7 @@ def learning(context: RuleContext) -> Iterator[Problem]:
 
 def _thresholds(context: RuleContext) -> Iterator[Problem]:
     """Check the thresholds of importance weights and rejection, each a number or text with several numbers."""
-    for kind, what in (("is", "Weights are cut there"), ("rs", "What lies above is rejected")):
+    for kind, what in (("is", "Larger weights are truncated"), ("rs", "Larger values are rejected")):
         setting = f"{CORRECTION}.rollout_{kind}_threshold"
         value = context.get(setting)
         if context.get(f"{CORRECTION}.rollout_{kind}") is None or value is None:

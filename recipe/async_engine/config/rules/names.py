@@ -195,12 +195,12 @@ def _checkpoint_engine(context: RuleContext) -> Iterator[Problem]:
         advice = f"It changes live weights in place, while this package swaps whole versions; set {BACKEND}={usual}."
         yield context.problem(BACKEND, "nccl, or another one that sends whole weights", advice)
     elif backend == "kimi_ckpt_engine" and publish == "beside":
-        advice = "With it every rank sends its own part, but beside training only rank 0 sends."
+        advice = "With this engine every rank sends its own part, but beside training only rank 0 sends."
         yield context.problem("async_training.weights.publish", f"inline with {BACKEND}=kimi_ckpt_engine", advice)
     elif backend in OWN_ENGINES.values() and backend != "nccl" and OWN_ENGINES.get(context.get(MODULE)) != backend:
         module = next(module for module, engine in OWN_ENGINES.items() if engine == backend)
         if context.get(MODULE) is None or context.get(MODULE) in OWN_ENGINES:
-            yield context.problem(MODULE, f"{module} with {BACKEND}={backend}", "It has that engine.")
+            yield context.problem(MODULE, f"{module} with {BACKEND}={backend}", "This module has the engine.")
 
 
 def untried(context: RuleContext) -> Iterator[str]:

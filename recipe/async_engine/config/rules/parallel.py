@@ -54,7 +54,7 @@ def _copies(context: RuleContext, section: str, engine: str, count: int) -> Iter
     if context.get(f"{section}.strategy") in SHARING or not isinstance(size, int):
         return
     if size == 0 or (0 < size < count and count % size):
-        advice = "Each copy of the model is on as many ranks; -1 is one copy on all of them."
+        advice = "Each copy of the model is sharded over so many ranks; -1 shards one copy over all ranks."
         yield context.problem(setting, f"-1, or a divisor of the engine's {count} ranks", advice)
 
 
@@ -136,7 +136,7 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
     actor, scoring = context.get(f"{ACTOR}.use_dynamic_bsz"), context.get(f"{ROLLOUT}.log_prob_use_dynamic_bsz")
     if scoring is not None and bool(actor) != bool(scoring):
         setting = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
-        yield context.problem(setting, f"the value of {ACTOR}.use_dynamic_bsz", "Remove it: it follows that one.")
+        yield context.problem(setting, f"the value of {ACTOR}.use_dynamic_bsz", "Remove it: that is its default.")
 
 
 def _used(context: RuleContext) -> dict[str, Sizing]:

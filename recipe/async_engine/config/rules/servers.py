@@ -28,7 +28,7 @@ def proximal_log_probs(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(setting, "server or null with log-prob servers", advice)
     loss = str(context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla"))
     if source is Proximal.LOGLINEAR and loss != "vanilla":
-        advice = "The interpolation is done inside PPO's clipped loss; choose another source of log-probs for this one."
+        advice = "The interpolation is done inside PPO's clipped loss; choose another source of log-probs for it."
         yield context.problem(f"{ACTOR}.policy_loss.loss_mode", f"vanilla with {setting}=loglinear", advice)
 
 
@@ -46,7 +46,7 @@ def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(f"{SERVERS}.backend", "fsdp2 where trainer.device=cpu", advice)
     if servers.anchor == Anchor.LATEST and context.settings.weights.publish == "beside":
         advice = (
-            "A batch is trained before the servers have the version that they would score it by: remove the setting, or"
+            "A batch is trained before the servers have the version that should score it: remove the setting, or"
             f" set {SERVERS}.anchor=generation."
         )
         yield context.problem("async_training.weights.publish", f"inline with {SERVERS}.anchor=latest", advice)
@@ -59,7 +59,7 @@ def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(f"{SERVERS}.anchor", "latest with async_training.weights.at_swap=keep", advice)
     total = servers.shared_accelerators
     if total % servers.replicas:
-        advice = f"They share {total} accelerators; change that number or this one."
+        advice = f"The servers share {total} accelerators; change that number or this one."
         yield context.problem(f"{SERVERS}.replicas", f"a divisor of {total}", advice)
         return
     ranks = servers.ranks
@@ -69,7 +69,7 @@ def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
     if servers.backend == "megatron":
         sizes = [context.count(f"{SERVERS}.engine.{size}") or 1 for size in PARALLEL_SIZES]
         if ranks % math.prod(sizes):
-            advice = f"They are {' x '.join(map(str, sizes))}; change them, or the accelerators or replicas."
+            advice = f"The parallel sizes are {' x '.join(map(str, sizes))}; change them, accelerators or replicas."
             allowed = f"parallel sizes whose product divides a server's {ranks} ranks"
             yield context.problem(f"{SERVERS}.engine.{PARALLEL_SIZES[0]}", allowed, advice)
 
@@ -83,7 +83,7 @@ def _reference(context: RuleContext) -> Iterator[Problem]:
         advice = "Add model_engine_server=fsdp2 or model_engine_server=megatron, or remove it."
         yield context.problem(setting, "0 without log-prob servers", advice)
     if not uses_kl(context.config):
-        advice = f"Nobody would ask them: set {ACTOR}.use_kl_loss or algorithm.use_kl_in_reward, or remove it."
+        advice = f"Nothing would use them: set {ACTOR}.use_kl_loss or algorithm.use_kl_in_reward, or remove it."
         yield context.problem(setting, "0 where no reference policy is used", advice)
     if has_adapter(context.config):
         advice = "With LoRA the reference policy is the actor without its adapter, and needs no weights of its own."
@@ -103,7 +103,7 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
     total = reward_accelerators(context)
     # The loop above has reported a total of 0.
     if total and total % size:
-        advice = f"They are the {total} of {REWARD_MODEL}.nnodes * n_gpus_per_node."
+        advice = f"The accelerators are the {total} of {REWARD_MODEL}.nnodes * n_gpus_per_node."
         allowed = "a divisor of the reward model's accelerators"
         yield context.problem(f"{rollout}.tensor_model_parallel_size", allowed, advice)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang as a rollout engine.
 
-verl is imported before SGLang, because it loads this package's plugin, which makes a CPU ready for SGLang.
+This module imports verl before SGLang is imported, because verl loads this package's plugin, without which SGLang does
+not run on a CPU.
 """
 
 import verl  # noqa: F401

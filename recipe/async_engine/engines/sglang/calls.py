@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls from a rollout server to the methods of `StagingScheduler` in the processes of its SGLang engine.
 
-A call travels as one of SGLang's own requests to update weights from tensors, which reaches every process of the engine
-between two steps. SGLang returns the message of its first process only, so that process collects the results of all.
+A call is sent as SGLang's own request to update weights from tensors, because such a request reaches every process of
+the engine between two steps. SGLang returns only the message of the first process, which therefore collects the results
+of all.
 """
 
 import json
@@ -17,7 +18,7 @@ CALL = "recipe_call"
 
 
 class SchedulerCallFailed(RecipeError):
-    """A process of an SGLang engine could not do what its server asked for."""
+    """A call failed in a process of an SGLang engine."""
 
 
 def request(method: str, *args: Any) -> UpdateWeightsFromTensorReqInput:

@@ -20,9 +20,9 @@ class SGLangOutputs(OutputWatch):
     def watching(self, manager: Any, is_ours: Callable[[str], bool]) -> Callable[..., AsyncGenerator[Any, None]]:
         """Wrap ``manager.generate_request`` to record each output.
 
-        verl asks for one output, the whole answer. The wrapper has SGLang send every token at once, and yields only the
-        last output of a request for which ``is_ours`` is true. Outputs of other requests, which came over HTTP, are
-        passed on as they are.
+        verl asks for one output, the whole answer. The wrapper makes SGLang send each token when it is sampled, and
+        yields only the last output of a request for which ``is_ours`` is true. Outputs of other requests, which came
+        over HTTP, are passed on as they are.
         """
         generate = manager.generate_request
 
@@ -40,7 +40,7 @@ class SGLangOutputs(OutputWatch):
                     async with aclosing(generate(obj, request)) as outputs:
                         async for output in outputs:
                             known = self._newest.get(obj.rid)
-                            # SGLang gives a request that it aborts in its queue only the last token.
+                            # If SGLang aborts a request in its queue, the output has only the answer's last token.
                             if known and len(known["output_ids"]) > len(output["output_ids"]):
                                 output = {**output, "output_ids": list(known["output_ids"])}
                             self._newest[obj.rid] = output
@@ -50,7 +50,7 @@ class SGLangOutputs(OutputWatch):
                     if not finished:
                         manager.abort_request(obj.rid)
                 last = self._newest[obj.rid]
-            # verl takes this output and does not close the generator, so the request must have left before.
+            # verl takes this output and does not close the generator, so `_request` must have ended before.
             yield last
 
         return watched

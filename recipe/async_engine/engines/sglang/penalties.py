@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes SGLang's penalties count all tokens of an answer that enters a batch with tokens.
+"""Makes SGLang's penalties count the tokens that an answer already has when it enters a batch.
 
 SGLang forgets the tokens of a request that it retracts (sampling/penaltylib): when the request enters a batch again,
-penalties, and the count that ``min_new_tokens`` compares, begin at zero. Here they include the tokens that the request
-has, so that an interrupted or held answer has the tokens that it would have had without the interruption. Shown by
+penalties begin at zero, and so does the count for ``min_new_tokens``. Here they include the tokens that the request
+has, so that an interruption does not change the sampling of an answer. Shown by
 tests/integration/test_sglang_server.py.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of an SGLang engine run: SGLang's own scheduler, extended by a staging area for weights.
+"""The code of an SGLang engine's processes: SGLang's own scheduler, extended by a staging area for weights.
 
 Contract: weights arrive on a thread while the engine generates, and are staged as
 `recipe.async_engine.engines.staged_model` describes. A call from the server (`calls`) is executed between two steps of
@@ -60,7 +60,7 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
         if before and not req.output_ids:
             continue_answer(req, before)
         if req.output_ids and req.logprob_start_len == len(req.origin_input_ids):
-            # Otherwise SGLang would compute the log-probs of the answer's earlier tokens again, for nobody.
+            # Otherwise SGLang would compute the log-probs of the answer's earlier tokens again, which nothing uses.
             req.logprob_start_len = -1
         super()._add_request_to_queue(req, is_retracted)
 
@@ -85,7 +85,7 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
             use_shm: whether the sender uses shared memory instead of CUDA IPC.
             timeout_s: seconds without a message after which the stream fails.
             in_host: whether the weights are staged in host memory instead of on the device.
-            handle: the sender's address, with a place for the number of this process on its node.
+            handle: the sender's address, with the placeholder ``{rank}`` for the number of this process on its node.
 
         Raises:
             StagingRefused: weights of this engine cannot be staged, or an earlier stream does not end.
@@ -124,7 +124,7 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
 
     @staticmethod
     def _finish(model: nn.Module) -> None:
-        """Derive what SGLang derives from loaded weights (model_loader/loader.py:735)."""
+        """Compute the values that SGLang's loader derives from loaded weights (model_loader/loader.py:735)."""
         for module in model.modules():
             method = getattr(module, "quant_method", None)
             if method is not None:
@@ -149,9 +149,9 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
         """Drop the KV cache if no batch is being computed, and return whether it was dropped.
 
         With ``pause`` nothing is computed after that until generation resumes, not even for an HTTP request that the
-        server admitted before its pause and that comes only now.
+        server admitted before its pause and that arrives only now.
 
-        SGLang's own method refuses while requests wait, but requests that it has retracted hold no part of the cache.
+        SGLang's own method would refuse while requests wait, although retracted requests hold no part of the cache.
         """
         batches = (self.running_batch, self.last_batch, self.cur_batch)
         if self.chunked_req is not None or any(batch is not None and not batch.is_empty() for batch in batches):
@@ -194,5 +194,5 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's detokenizer process, on a machine that this package's plugin has prepared."""
+    """Run SGLang's detokenizer process. Importing this function has loaded this package's plugin in the process."""
     detokenizer_manager.run_detokenizer_process(*args, **kwargs)

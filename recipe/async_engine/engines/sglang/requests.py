@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks requests to SGLang's engine, whether they come through the Ray actor or over HTTP, and ranks them."""
+"""Checks requests to SGLang's engine, whether they come through the Ray actor or over HTTP, and sets priorities."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -17,16 +17,16 @@ BY_PRIORITY = {
     "default_priority_value": 0,
     "schedule_policy": "fcfs",
 }
-"""SGLang's arguments for ``rollout.scheduling_policy=priority``, which has the meaning that it has in vLLM."""
+"""SGLang's arguments for ``rollout.scheduling_policy=priority``, with which it means the same as in vLLM."""
 
 priority: ContextVar[int | None] = ContextVar("priority", default=None)
-"""The priority of requests that the current task makes; None if the engine takes requests as they come."""
+"""The priority of requests that the current task makes; None if the engine serves requests in the order of arrival."""
 
 
 def checking(manager: Any) -> Any:
-    """Wrap ``manager.generate_request``, so that a request has its priority.
+    """Wrap ``manager.generate_request`` to set the priority of each request.
 
-    The wrapper raises RequestFailed for parameters that the engine cannot obey, and of which it would die.
+    The wrapper raises RequestFailed for sampling parameters that would end the engine, because it has no tokenizer.
     """
     generate = manager.generate_request
 

@@ -54,7 +54,7 @@ class SubmittingServer(SGLangHttpServer):
     ) -> TokenOutput:
         """Answer like verl's ``generate``, but wait while generation is paused.
 
-        Beside ``max_tokens``, which verl translates, ``min_tokens`` may have vLLM's name.
+        verl translates vLLM's ``max_tokens`` for SGLang. This method also translates ``min_tokens``.
         """
         rejected = await self._park_until_admitted(request_id)
         if rejected is not None:
@@ -83,7 +83,7 @@ class SubmittingServer(SGLangHttpServer):
         return None
 
     async def resume_generation(self) -> None:
-        """Let the engine go on, and admit the requests that wait."""
+        """Resume generation in the engine, and admit the requests that wait."""
         await super().resume_generation()
         self._submission_paused = self._rejecting = False
         self._resume_event.set()
@@ -125,7 +125,7 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
         if keep:
             await self.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="retract"))
         else:
-            # SGLang's own pause looks only once a second whether the requests have ended.
+            # SGLang's own pause checks only once a second whether the requests have ended.
             self.tokenizer_manager.send_to_scheduler.send_pyobj(AbortReq(abort_all=True))
 
     async def _drop_computed(self) -> None:

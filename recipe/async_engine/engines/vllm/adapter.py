@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes weights from a trainer rank or a weight worker to the vLLM server on its node.
 
-See `recipe.async_engine.engines.weight_worker` for the contract.
+`recipe.async_engine.engines.weight_worker` has the contract.
 """
 
 import asyncio

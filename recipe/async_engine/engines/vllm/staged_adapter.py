@@ -62,8 +62,8 @@ class StagedAdapter(StagedWeights):
         if strange or missing or not parts:
             some = next(iter(sorted(strange or missing)), "nothing at all")
             return (
-                f"it is not a LoRA adapter as a whole: {len(self._tensors)} tensors came, {len(strange)} of no adapter,"
-                f" {len(missing)} are missing; among them {some}"
+                f"it is not a complete LoRA adapter: {len(self._tensors)} tensors came, {len(strange)} belong to no "
+                f"adapter, {len(missing)} are missing; among them {some}"
             )
         infinite = [name for name, tensor in self._tensors.items() if not bool(tensor.isfinite().all())]
         if infinite:
@@ -75,9 +75,9 @@ class StagedAdapter(StagedWeights):
         return None
 
     def _swap(self) -> None:
-        """Replace the live adapter by the staged one. StagingRefused is raised, and no adapter is live, if the model
-        lacks a layer for some of the adapter's weights. vLLM itself would ignore these weights, and sample from another
-        policy than the trainer's.
+        """Replace the live adapter by the staged one. If the model lacks a layer for some of the adapter's weights,
+        raise StagingRefused and leave no adapter live: vLLM would ignore these weights, and sample from another policy
+        than the trainer's.
         """
         from verl.utils.vllm import TensorLoRARequest
 
@@ -91,7 +91,7 @@ class StagedAdapter(StagedWeights):
         if ignored:
             self._worker.remove_lora(self.name.number)
             raise StagingRefused(
-                f"the engine has no place for {len(ignored)} parts of the adapter, among them {ignored[0]}: leave them "
+                f"the model has no layer for {len(ignored)} parts of the adapter, among them {ignored[0]}: leave them "
                 "out with actor_rollout_ref.model.exclude_modules, or set actor_rollout_ref.model.lora.merge=true"
             )
         self._live = self.name
