@@ -9,7 +9,7 @@ left, its calls fail. Shown by tests/integration/test_teachers.py and tests/e2e/
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -62,9 +62,8 @@ def teacher_clients(config: Any) -> dict[str, LLMServerClient] | None:
     return {key: TeacherClient(config) for key in omega_conf_to_dataclass(config.distillation).teacher_models}
 
 
-def start_teachers(config: Any, reservations: Reservations) -> Mapping[str, Sequence[Any]]:
-    """Start the servers of all teachers, and return their actor handles, by verl's keys of the teachers."""
+def start_teachers(config: Any, reservations: Reservations) -> MultiTeacherModelManager:
+    """Start the servers of all teachers and return verl's manager of them, whose end would be theirs."""
     replica = partial(engine_class(ENGINE), reservations=reservations)
     RolloutReplicaRegistry.register(ENGINE, lambda: replica)
-    handles: dict[str, list[Any]] = MultiTeacherModelManager(config, reservations.pool(TEACHER_POOL)).server_handles
-    return handles
+    return MultiTeacherModelManager(config, reservations.pool(TEACHER_POOL))

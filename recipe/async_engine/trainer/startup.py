@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
+from verl.experimental.teacher_loop import MultiTeacherModelManager
 from verl.trainer.ppo.utils import need_teacher_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.utils import update_prometheus_config
@@ -170,6 +171,7 @@ class Startup:
     """verl's name for the role of the workers that train the policy."""
     references: Sequence[ModelEngineReplica] = ()
     """The servers of the reference policy."""
+    teachers: MultiTeacherModelManager | None = None
     server_class: type[ModelEngineReplica] = ModelEngineReplica
     """The class of the log-prob servers."""
     reservations: Reservations
@@ -210,8 +212,9 @@ class Startup:
             agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
             agents.tell("use_reference", handles, servers.timeout, timeout_s=timeout_s)
         if "the teachers" in started:
-            handles, timeout_s = started["the teachers"], self.timeouts.startup
-            self.async_rollout_manager.tell("use_teachers", handles, timeout_s=timeout_s)
+            self.teachers = started["the teachers"]
+            agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
+            agents.tell("use_teachers", self.teachers.server_handles, timeout_s=timeout_s)
 
     def _server_launcher(self) -> Callable[..., list[ModelEngineReplica]]:
         return partial(
