@@ -13,6 +13,8 @@ from recipe.async_engine.config.verl_types import ACTOR
 from recipe.async_engine.core.scoring import Anchor
 
 SERVERS, DISTILLATION = "model_engine_server", "distillation"
+DEFAULT_TENSOR_SIZE = 2
+"""The tensor-parallel size of verl's `RolloutConfig`, which a teacher has that was added without one."""
 PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -120,6 +122,8 @@ def teachers_servers(context: RuleContext) -> Iterator[Problem]:
     total, needed = teachers_accelerators(context), 0
     for section in sections:
         size = replica_size(context.config, f"{section}.inference")
+        if context.get(f"{section}.inference.tensor_model_parallel_size") is None:
+            size *= DEFAULT_TENSOR_SIZE
         needed += size * (context.count(f"{section}.num_replicas") or 0)
         yield from _teacher(context, section, several=len(sections) > 1)
         if len(sections) == 1 and total % size:
