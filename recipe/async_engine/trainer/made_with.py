@@ -57,7 +57,8 @@ def made_with(config: Any, plan: RunPlan, dataset: Any, tokenizer: Any) -> dict[
 
 def _distillation(config: Any) -> str:
     """Return what decides the teachers' columns of an answer, as text."""
-    sections = teachers(OmegaConf.to_container(config, resolve=True))
+    section = OmegaConf.to_container(config.get("distillation") or OmegaConf.create())
+    sections = teachers({"distillation": section})
     if not sections:
         return "none"
     loss = config.distillation.distillation_loss
