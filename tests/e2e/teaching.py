@@ -6,16 +6,16 @@ from __future__ import annotations
 from pathlib import Path
 from unittest.mock import patch
 
-from recipe.laptop.task import TaskSettings, ensure_task, warm_start
+from recipe.laptop.task import TaskPaths, TaskSettings, ensure_task, warm_start
 
 
-def make_teacher(folder: Path, settings: TaskSettings) -> Path:
-    """Return a model that knows the task with these settings, as its demonstrations always followed the instruction.
+def make_teacher(folder: Path) -> TaskPaths:
+    """Return a task whose model knows it, because its demonstrations always followed the instruction.
 
     None of them used a digit string of the task's validation set.
     """
     with patch.object(warm_start, "TEACHER_FOLLOWS", 1.0):
-        return ensure_task(folder, settings).model
+        return ensure_task(folder, TaskSettings(train_size=1024, val_size=128))
 
 
 def taught_by(teacher: Path, **loss: object) -> list[str]:

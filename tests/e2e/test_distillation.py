@@ -12,16 +12,21 @@ from main_runs import FULLY_ASYNC, ONE_STEP_OFF, FinishedRun, run_main, small
 from teaching import make_teacher, taught_by
 from test_fully_async import check_books
 
-from recipe.laptop.task import TaskPaths, TaskSettings
+from recipe.laptop.task import TaskPaths
 
 PARTIAL_ROLLOUT = "recipe.partial_rollout.main"
-SHORT, STEPS, LONG_S = 4, 40, 1500
+SHORT, STEPS, GROUPS, LONG_S = 4, 80, 16, 1500
 TOPK = {"loss_mode": "forward_kl_topk", "topk": 8}
 
 
 @pytest.fixture(scope="session")
-def teacher(shared_folder: Path) -> Path:
-    return make_teacher(shared_folder / "teacher" / "task", TaskSettings(train_size=256, val_size=32))
+def knowing(shared_folder: Path) -> TaskPaths:
+    return make_teacher(shared_folder / "knowing" / "task")
+
+
+@pytest.fixture
+def teacher(knowing: TaskPaths) -> Path:
+    return knowing.model
 
 
 def gain(run: FinishedRun) -> float:
@@ -32,7 +37,7 @@ def gain(run: FinishedRun) -> float:
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_run_learns_from_its_teacher_alone_and_nothing_without_one(
-    teacher: Path, task: TaskPaths, tmp_path: Path, ray_dir: Path
+    knowing: TaskPaths, task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:
     """The rewards are the same constant on both sides, so that only the teacher knows what is right."""
     constant = tmp_path / "constant.py"
@@ -42,18 +47,23 @@ def test_run_learns_from_its_teacher_alone_and_nothing_without_one(
         "    score = right(*given, extra_info=extra_info, **named)\n"
         "    return score if extra_info['split'] == 'val' else 0.5\n"
     )
+    given = [
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.test_freq={STEPS}",
+        "trainer.val_before_train=true",
+        f"reward.custom_reward_function.path={constant}",
+        f"data.train_files={knowing.train}",
+        f"data.val_files={knowing.val}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={GROUPS}",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+    ]
     runs = {}
-    for name, overrides in (("taught", taught_by(teacher, use_task_rewards=False, **TOPK)), ("alone", [])):
+    for name, more in (("taught", taught_by(knowing.model, use_task_rewards=False, **TOPK)), ("alone", [])):
         folder = tmp_path / name
-        steps = f"trainer.total_training_steps={STEPS}"
-        validated = ["trainer.val_before_train=true", f"trainer.test_freq={STEPS}"]
-        reward = f"reward.custom_reward_function.path={constant}"
-        given = [*small(task, folder, ray_dir), steps, *validated, reward, *overrides]
-        runs[name] = run_main(FULLY_ASYNC, given, folder, LONG_S)
-        assert runs[name].returncode == 0, runs[name].output[-8000:]
+        runs[name] = run_main(FULLY_ASYNC, [*small(task, folder, ray_dir), *given, *more], folder, LONG_S)
+        check_books(runs[name], STEPS, bound=4, groups=GROUPS)
     taught = runs["taught"]
-    check_books(taught, STEPS, bound=4)
-    assert gain(taught) >= 0.4 and taught.summary["validation"]["last"] >= 0.85, taught.summary["validation"]
+    assert gain(taught) >= 0.2 and taught.summary["validation"]["last"] >= 0.65, taught.summary["validation"]
     assert abs(gain(runs["alone"])) <= 0.15, runs["alone"].summary["validation"]
     losses = taught.column("actor/distillation/loss")
     assert sum(losses[-5:]) < sum(losses[:5]) / 4, losses

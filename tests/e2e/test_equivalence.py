@@ -19,6 +19,7 @@ from main_runs import ONE_STEP_OFF, run_main, small
 from safetensors.torch import load_file
 from stock_overrides import forked_main, stock_environment
 from surroundings import ray_folder
+from teaching import taught_by
 
 from recipe.laptop.task import TaskPaths
 
@@ -26,6 +27,7 @@ CHECKOUT = Path(__file__).parents[2]
 SYNC_MAIN = "verl.trainer.main_ppo"
 ROWS, BATCH, STEPS = 14, 4, 6
 ANSWERS = 4
+INFERENCE = "distillation.teacher_models.teacher_model.inference"
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,11 @@ def short_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def baseline(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory, short_dir: Path) -> Record:
-    """Stock verl's synchronous trainer: one process generates and trains in turns."""
-    folder = tmp_path_factory.mktemp("sync")
+    return run_stock(task, tmp_path_factory.mktemp("sync"), short_dir)
+
+
+def run_stock(task: TaskPaths, folder: Path, short_dir: Path, *more: str) -> Record:
+    """Run stock verl's synchronous trainer: one process generates and trains in turns."""
     overrides = [
         "+preset=tiny_cpu",
         *(override for override in setting(task, folder, short_dir) if not override.startswith("async_training.")),
@@ -91,6 +96,7 @@ def baseline(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory, short_di
         "trainer.logger=[console,file]",
         "actor_rollout_ref.hybrid_engine=true",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=naive",
+        *more,
     ]
     metrics = folder / "stock_metrics.jsonl"
     environment = stock_environment(CHECKOUT) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
@@ -100,7 +106,7 @@ def baseline(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory, short_di
     return read(folder, [step for step in steps if "actor/grad_norm" in step])
 
 
-def run_ours(main: str, task: TaskPaths, folder: Path, ray_dir: Path) -> Record:
+def run_ours(main: str, task: TaskPaths, folder: Path, ray_dir: Path, *more: str) -> Record:
     run = run_main(
         main,
         [
@@ -109,6 +115,7 @@ def run_ours(main: str, task: TaskPaths, folder: Path, ray_dir: Path) -> Record:
             "async_training.staleness_threshold=0",
             "async_training.rehearsal=true",
             "async_training.alarms.exit_status=false",
+            *more,
         ],
         folder,
     )
@@ -158,6 +165,33 @@ def test_bound_zero_equals_synchronous_training_bit_for_bit(
     # The version of every token is the number of updates before it, as in the baseline by construction.
     assert [metrics["fully_async/staleness/oldest_token_max"] for metrics in ours.metrics] == [0] * STEPS
     assert [metrics["fully_async/staleness/token_mean"] for metrics in ours.metrics] == [0] * STEPS
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"loss_mode": "forward_kl_topk", "topk": 8},
+        {"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": False},
+    ],
+)
+def test_bound_zero_equals_synchronous_distillation_bit_for_bit(
+    loss: dict[str, object],
+    baseline: Record,
+    untrained_task: TaskPaths,
+    task: TaskPaths,
+    tmp_path: Path,
+    short_dir: Path,
+) -> None:
+    """The teacher is a model with random weights."""
+    alone = [f"{INFERENCE}.max_num_seqs=1", f"{INFERENCE}.enable_prefix_caching=false"]
+    more = [*taught_by(untrained_task.model, **loss), *alone]
+    stock = run_stock(task, tmp_path / "stock", short_dir, *more)
+    compare(run_ours(ONE_STEP_OFF, task, tmp_path / "ours", short_dir, *more), stock)
+    assert all("actor/distillation/loss" in metrics for metrics in stock.metrics)
+    with pytest.raises(AssertionError, match=r"the weights differ|trained other samples"):
+        compare(baseline, stock)
 
 
 @dataclass(frozen=True)
