@@ -8,12 +8,14 @@ does not answer a ping after a call timed out, gets no more calls. A lost server
 left, its calls fail. Shown by tests/integration/test_teachers.py and tests/e2e/test_distillation.py.
 """
 
+import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from verl.experimental.teacher_loop import MultiTeacherModelManager
+from verl.experimental.teacher_loop.teacher_manager import AsyncTeacherLLMServerManager
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
@@ -63,7 +65,20 @@ def teacher_clients(config: Any) -> dict[str, LLMServerClient] | None:
 
 
 def start_teachers(config: Any, reservations: Reservations) -> MultiTeacherModelManager:
-    """Start the servers of all teachers and return verl's manager of them, whose end would be theirs."""
+    """Start the servers of all teachers, ask each teacher once, and return verl's manager.
+
+    The manager has to be kept: its end is that of the servers.
+    """
     replica = partial(engine_class(ENGINE), reservations=reservations)
     RolloutReplicaRegistry.register(ENGINE, lambda: replica)
-    return MultiTeacherModelManager(config, reservations.pool(TEACHER_POOL))
+    manager = MultiTeacherModelManager(config, reservations.pool(TEACHER_POOL))
+    asyncio.run(_ask_each(config, manager.server_handles))
+    return manager
+
+
+async def _ask_each(config: Any, servers: Mapping[str, Sequence[Any]]) -> None:
+    clients = {key: TeacherClient(config) for key in servers}
+    for key, client in clients.items():
+        client.use(servers[key])
+    verls = AsyncTeacherLLMServerManager(config, clients)
+    await asyncio.gather(*[verls.compute_teacher_logprobs_single([0, 1], routing_key=key) for key in servers])
