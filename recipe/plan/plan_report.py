@@ -19,13 +19,14 @@ from recipe.async_engine.config.plan import (
 )
 from recipe.async_engine.config.problems import ConfigError
 from recipe.async_engine.config.rules.context import RuleContext
-from recipe.async_engine.config.rules.servers import reward_accelerators
+from recipe.async_engine.config.rules.servers import reward_accelerators, teachers_accelerators
 from recipe.async_engine.config.sections import ELASTIC, SHARED
 from recipe.async_engine.config.validation import Findings
 from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.items import Item, Part, gib
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TEACHING = "distillation.n_gpus_per_node"
 WIDTH = 34
 
 
@@ -98,6 +99,9 @@ def _accelerators(context: RuleContext) -> Iterator[str]:
     if reward:
         total += reward
         yield _row("reward model", reward)
+    if teaching := teachers_accelerators(context):
+        total += teaching
+        yield _row("teachers", teaching, _nodes(context.get("distillation.nnodes"), context.get(TEACHING)))
     there = context.available.accelerators if context.available else None
     yield _row("in all", total, "" if there is None else f"{there} are available")
 

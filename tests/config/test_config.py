@@ -126,6 +126,10 @@ def test_a_runnable_configuration_has_no_problems() -> None:
     assert judge(configured({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "inline"}))[0] == []
     assert judge(configured({"data": {"max_prompt_length": 64, "max_response_length": 64}}))[0] == []
     assert judge(configured(REWARD_MODEL), available=Resources(accelerators=10))[0] == []
+    for taught in (TAUGHT, TAUGHT | OTHERS):
+        assert judge(configured(taught), available=Resources(accelerators=10))[0] == []
+        (problem,) = judge(configured(taught), available=Resources(accelerators=9))[0]
+        assert "2 for teachers" in str(problem)
 
 
 ACTOR = "actor_rollout_ref.actor"
@@ -142,6 +146,24 @@ REWARD_MODEL = {
     f"{JUDGE}.rollout.name": "vllm",
     f"{JUDGE}.rollout.tensor_model_parallel_size": 2,
     f"{JUDGE}.rollout.free_cache_engine": True,
+}
+OPD, OPD_LOSS = "distillation", "distillation.distillation_loss"
+TEACHER = f"{OPD}.teacher_models.teacher_model"
+TAUGHT = {
+    f"{OPD}.enabled": True,
+    f"{OPD}.nnodes": 1,
+    f"{OPD}.n_gpus_per_node": 2,
+    f"{TEACHER}.model_path": "a/teacher",
+    f"{TEACHER}.inference": {"name": "vllm", "tensor_model_parallel_size": 2, "free_cache_engine": True},
+}
+OTHERS = {
+    f"{OPD}.teacher_models.{name}": {
+        "key": name,
+        "model_path": f"a/{name}",
+        "num_replicas": 1,
+        "inference": {"name": "vllm", "tensor_model_parallel_size": 1},
+    }
+    for name in ("math", "code")
 }
 REFERENCE, KL = "model_engine_server.reference_replicas", "actor_rollout_ref.actor.use_kl_loss"
 MEGATRON_SERVERS = {"model_engine_server.backend": "megatron"}
@@ -510,6 +532,35 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         ({**REWARD_MODEL, f"{JUDGE}.nnodes": 0, f"{JUDGE}.n_gpus_per_node": 3}, f"{JUDGE}.nnodes", ">= 1"),
         ({**REWARD_MODEL, f"{JUDGE}.nnodes": 3, f"{JUDGE}.n_gpus_per_node": 0}, f"{JUDGE}.n_gpus_per_node", ">= 1"),
         ({**REWARD_MODEL, f"{JUDGE}.rollout.name": "sglang"}, f"{JUDGE}.rollout.name", "vllm"),
+        ({**TAUGHT, f"{OPD}.nnodes": 0}, f"{OPD}.nnodes", ">= 1"),
+        ({**TAUGHT, f"{OPD}.n_gpus_per_node": 3}, f"{OPD}.n_gpus_per_node", "such that 3 divides by 2"),
+        ({**TAUGHT, f"{TEACHER}.model_path": None}, f"{TEACHER}.model_path", "a value"),
+        (
+            {**TAUGHT, f"{TEACHER}.inference": {"name": "sglang", "tensor_model_parallel_size": 2}},
+            f"{TEACHER}.inference.name",
+            "vllm",
+        ),
+        (
+            {**TAUGHT, f"{TEACHER}.inference": {"name": "vllm", "router_config_path": "r.yaml"}},
+            f"{TEACHER}.inference.router_config_path",
+            "null",
+        ),
+        ({**TAUGHT, **OTHERS, f"{OPD}.n_gpus_per_node": 4}, f"{OPD}.n_gpus_per_node", "take 2"),
+        (
+            {**TAUGHT, **OTHERS, f"{OPD}.teacher_models.code": OTHERS[f"{OPD}.teacher_models.code"] | {"key": None}},
+            f"{OPD}.teacher_models.code.key",
+            "a value",
+        ),
+        (
+            {**TAUGHT, PROXIMAL: "loglinear", f"{OPD_LOSS}.use_policy_gradient": True},
+            f"{OPD_LOSS}.use_policy_gradient",
+            "false with",
+        ),
+        (
+            {**TAUGHT, **CPU, f"{TEACHER}.inference": {"name": "vllm", "enable_sleep_mode": False}},
+            f"{TEACHER}.inference.free_cache_engine",
+            "cpu",
+        ),
         (
             {**REWARD_MODEL, f"{JUDGE}.rollout.tensor_model_parallel_size": 4},
             f"{JUDGE}.rollout.tensor_model_parallel_size",

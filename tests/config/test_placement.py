@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from test_config import JUDGE, REWARD_MODEL, SERVERS, configured
+from test_config import JUDGE, OPD, REWARD_MODEL, SERVERS, TAUGHT, configured
 
 from recipe.async_engine.config.facts import NodeRoom, Resources
 from recipe.async_engine.config.placement import Wanted, unplaceable, wanted
@@ -43,6 +43,8 @@ def test_parts_are_what_verl_reserves_larger_groups_first_and_the_trainer_before
         {
             **SERVERS,
             **REWARD_MODEL,
+            **TAUGHT,
+            f"{OPD}.nnodes": 3,
             "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
             "model_engine_server.n_gpus_per_node": 8,
             "model_engine_server.replicas": 2,
@@ -57,6 +59,7 @@ def test_parts_are_what_verl_reserves_larger_groups_first_and_the_trainer_before
         ("rollout_pool_0", 2, 1, 2),
         ("rollout_pool_1", 2, 1, 2),
         ("rollout_pool_reward_0", 2, 1, 2),
+        ("teacher_pool", 2, 3, 2),
     ]
 
 

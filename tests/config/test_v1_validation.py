@@ -66,6 +66,11 @@ def test_rehearsal_without_a_run_is_refused_where_the_trainer_is_verls() -> None
     assert "+recipe=fully_async" in found["rehearse_only"]
 
 
+def test_teachers_are_for_our_own_trainers() -> None:
+    found = refused({**config(), "distillation": {"enabled": True}})
+    assert "verl's trainer without +recipe" in found["distillation.enabled"]
+
+
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "recipe_gloo"), ("cuda", "nccl")])
 def test_backend_that_does_not_reach_the_servers_is_refused_with_one_that_does(device: str, backend: str) -> None:
     problems = refused(config(device=device, checkpoint_engine={"backend": "naive"}))

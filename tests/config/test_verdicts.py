@@ -23,7 +23,7 @@ from recipe.async_engine.config.verdicts import TABLE, Kind
 from recipe.async_engine.config.verl_types import well_formed
 from recipe.async_engine.inspection.check import look
 
-OPD, QUEUE = "distillation.enabled", "transfer_queue.backend"
+QUEUE = "transfer_queue.backend"
 SHARED_PLACES = {"async_training.placement": "shared", "actor_rollout_ref.hybrid_engine": True}
 BY_FLAG = {"trainer.v1": {"trainer_mode": "recipe_fully_async"}}
 REWARD_MODEL = {
@@ -57,7 +57,6 @@ def test_what_has_no_effect_or_is_refused_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("changes", "setting", "words"),
     [
-        ({OPD: True}, OPD, "no teacher"),
         ({f"{ACTOR}.qat": {"enable": True}}, f"{ACTOR}.qat.enable", "quantization"),
         ({f"{ACTOR}.fsdp_config": {"qat": {"enable": True}}}, f"{ACTOR}.fsdp_config.qat.enable", "quantization"),
         ({f"{ROLLOUT}.disaggregation": {"enabled": True}}, f"{ROLLOUT}.disaggregation.enabled", "remove it"),

@@ -20,6 +20,7 @@ from main_runs import ONE_STEP_OFF, run_main, small
 from safetensors.torch import load_file
 from stock_overrides import forked_main, stock_environment
 from surroundings import ray_folder
+from teaching import taught_by
 
 from recipe.laptop.task import TaskPaths
 
@@ -27,6 +28,10 @@ CHECKOUT = Path(__file__).parents[2]
 SYNC_MAIN = "verl.trainer.main_ppo"
 ROWS, BATCH, STEPS = 14, 4, 6
 ANSWERS = 4
+INFERENCE = "distillation.teacher_models.teacher_model.inference"
+
+
+V0 = "trainer.use_v1=false"
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def short_dir() -> Iterator[Path]:
 def baseline(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory, short_dir: Path) -> Record:
     """Stock verl's synchronous trainer: one process generates and trains in turns."""
     folder = tmp_path_factory.mktemp("sync")
-    return run_stock([*setting(task, folder, short_dir), "trainer.use_v1=false"], folder)
+    return run_stock([*setting(task, folder, short_dir), V0], folder)
 
 
 def run_stock(overrides: list[str], folder: Path) -> Record:
@@ -110,7 +115,7 @@ def run_stock(overrides: list[str], folder: Path) -> Record:
     return read(folder, [step for step in steps if "actor/grad_norm" in step])
 
 
-def run_ours(main: str, task: TaskPaths, folder: Path, ray_dir: Path, lists: bool = False) -> Record:
+def run_ours(main: str, task: TaskPaths, folder: Path, ray_dir: Path, *more: str, lists: bool = False) -> Record:
     overrides = setting(task, folder, ray_dir)
     run = run_main(
         main,
@@ -120,6 +125,7 @@ def run_ours(main: str, task: TaskPaths, folder: Path, ray_dir: Path, lists: boo
             "async_training.staleness_threshold=0",
             "async_training.rehearsal=true",
             "async_training.alarms.exit_status=false",
+            *more,
         ],
         folder,
     )
@@ -194,6 +200,32 @@ def test_lists_with_bound_zero_are_those_of_verls_synchronous_v1_trainer_bit_for
             step.sort(key=str)
     compare(mine, theirs)
     assert all(step["critic/advantages/max"] > 0 and step["actor/grad_norm"] > 0 for step in mine.metrics)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"loss_mode": "forward_kl_topk", "topk": 8},
+        {"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": False},
+    ],
+)
+def test_bound_zero_equals_synchronous_distillation_bit_for_bit(
+    loss: dict[str, object],
+    baseline: Record,
+    untrained_task: TaskPaths,
+    task: TaskPaths,
+    tmp_path: Path,
+    short_dir: Path,
+) -> None:
+    """The teacher is a model with random weights."""
+    alone = [f"{INFERENCE}.max_num_seqs=1", f"{INFERENCE}.enable_prefix_caching=false"]
+    more = [*taught_by(untrained_task.model, **loss), *alone]
+    folder = tmp_path / "stock"
+    stock = run_stock([*setting(task, folder, short_dir), V0, *more], folder)
+    compare(run_ours(ONE_STEP_OFF, task, tmp_path / "ours", short_dir, *more), stock)
+    assert all("actor/distillation/loss" in metrics for metrics in stock.metrics)
+    with pytest.raises(AssertionError, match=r"the weights differ|trained other samples"):
+        compare(baseline, stock)
 
 
 @dataclass(frozen=True)

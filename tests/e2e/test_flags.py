@@ -12,6 +12,7 @@ import stock_overrides as stock
 from main_process import short_run
 from main_runs import ENGINE
 from published import DAPO, GRPO_GSM8K, PPO_CRITIC, SCALED_DOWN
+from teaching import taught_by
 
 from recipe.laptop.task import TaskPaths
 from recipe.mains.register import VARIABLE
@@ -85,6 +86,17 @@ def test_the_published_dapo_script_filters_groups_by_a_flag(
     assert metrics[-1]["fully_async/ledger/filtered_uniform"] > 0
     # What is trained has answers of both kinds, so every batch has advantages.
     assert all(step["critic/advantages/max"] > 0 > step["critic/advantages/min"] for step in metrics)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_teacher_by_a_flag(
+    mode: str, untrained_task: TaskPaths, task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    teacher = taught_by(untrained_task.model, loss_mode="k3", loss_max_clamp=10)
+    metrics = train(mode, [*GRPO_GSM8K, *teacher], task, tmp_path, ray_dir)
+    assert all(step["actor/distillation/loss"] > 0 for step in metrics)
 
 
 @pytest.mark.e2e

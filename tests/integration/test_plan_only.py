@@ -20,6 +20,8 @@ from recipe.mains.plan_only import show
 
 CHECKOUT = Path(__file__).parents[2]
 RUN_S = 300
+TEACHER = "distillation.teacher_models.teacher_model"
+TAUGHT = ["distillation.enabled=true", f"{TEACHER}.model_path='${{actor_rollout_ref.model.path}}'"]
 DEVICE = "async_training.device_memory_gib=80"
 CONFIG = '{"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, '
 CONFIG += '"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": true}'
@@ -104,6 +106,11 @@ def test_a_flag_that_cannot_run_is_refused_before_stock_verl_starts_ray(paths: l
         ("partial_rollout", ["data.train_batch_size=128"], "handing weights over"),
         ("fully_async", ["preset=tiny_cpu"], "not estimated where trainer.device=cpu"),
         (f"{PREFIX}partial_rollout", ["data.train_batch_size=128"], "accelerator in turns (4)"),
+        (
+            f"{PREFIX}fully_async",
+            ["data.train_batch_size=128", "distillation.nnodes=2", "distillation.n_gpus_per_node=2", *TAUGHT],
+            f"{'teachers':<34} {4:>12}  2 x 2 (nodes x accelerators of a node)",
+        ),
         (f"{PREFIX}colocate_async", ["data.train_batch_size=128"], "max_off_policy_threshold - 1"),
     ],
 )

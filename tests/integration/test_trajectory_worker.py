@@ -28,8 +28,10 @@ from verl.experimental.agent_loop.agent_loop import (
     AgentLoopWorker,
     _agent_loop_registry,
 )
+from verl.experimental.teacher_loop.teacher_manager import AsyncTeacherLLMServerManager
 from verl.trainer.ppo.reward import extract_reward
 from verl.utils.rollout_trace import RolloutTraceConfig
+from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.actors.worker_set import WorkerDied, WorkerRestarted
 from recipe.async_engine.core.columns import VERSION_RUNS
@@ -44,6 +46,7 @@ from recipe.async_engine.rollout.group_run import (
 )
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.loop_output import NonFinite, NonFiniteReward, RewardError, UnusableAnswer
+from recipe.async_engine.rollout.teachers import TeacherClient, TeacherError
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
 from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
@@ -787,3 +790,101 @@ async def test_a_row_without_sampling_is_answered_greedily(make_worker: Any) -> 
         await run(worker, "SeveralLoop", f"0-{number}-0", __do_sample__=wants)
     greedy = [(asked["temperature"], asked["top_p"], asked["top_k"]) == (0, 1.0, -1) for asked in SeveralLoop.asked]
     assert greedy == [False, False, True]
+
+
+INFERENCE = {"name": "vllm", "tensor_model_parallel_size": 1}
+
+
+class TeacherServer:
+    """A teacher's server; ``script`` has errors, futures to wait for, or None for an answer of ``topk`` each token."""
+
+    def __init__(self, name: float, *script: Any) -> None:
+        self.name, self.script = name, list(script)
+        self.asked: list[list[int]] = []
+
+    def __ray_ready__(self) -> None:
+        """It answers, although one of its answers is late."""
+
+    async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+        self.asked.append(prompt_ids)
+        step = self.script.pop(0)
+        if isinstance(step, asyncio.Future):
+            await step
+        if step is not None:
+            raise step
+        columns = range(sampling_params["prompt_logprobs"])
+        found = {
+            "prompt_ids": [[token + k for k in columns] for token in prompt_ids],
+            "prompt_logprobs": [[self.name - k for k in columns] for _ in prompt_ids],
+        }
+        return TokenOutput(token_ids=[0], extra_fields=found)
+
+
+def teach(worker: TrajectoryWorker, **teachers: TeacherServer) -> TrajectoryWorker:
+    """Have ``worker`` ask these teachers, by their keys, for the two likeliest tokens."""
+    models = {name: {"key": name, "model_path": "none", "num_replicas": 1, "inference": INFERENCE} for name in teachers}
+    config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {"rollout": {"name": "vllm"}},
+            "distillation": {
+                "_target_": "verl.workers.config.DistillationConfig",
+                "enabled": True,
+                "n_gpus_per_node": len(teachers),
+                "nnodes": 1,
+                "teacher_models": {"teacher_model": {"num_replicas": 0}, **models},
+                "distillation_loss": {
+                    "_target_": "verl.workers.config.DistillationLossConfig",
+                    "loss_mode": "forward_kl_topk",
+                    "topk": 2,
+                },
+            },
+        }
+    )
+    worker.distillation_enabled, worker.teacher_key = True, "data_source"
+    worker.teacher_client = {name: TeacherClient(config) for name in teachers}
+    worker.teacher_server_manager = AsyncTeacherLLMServerManager(config, worker.teacher_client)
+    for name, server in teachers.items():
+        worker.teacher_client[name].use([Handle(server)])
+    return worker
+
+
+async def test_teachers_columns_come_with_the_trajectory_from_the_teacher_of_its_row(make_worker: Any) -> None:
+    math, code = TeacherServer(-1.0, None), TeacherServer(-2.0, None)
+    worker = teach(make_worker(ScriptedServer(part([10, 11], 7)), Reward(1.0)), math=math, code=code)
+    _, payload = await run(worker, data_source="code")
+    assert (math.asked, code.asked) == ([], [[1, 2, 10, 11]])
+    # The prompt has four places, the response eight.
+    ids, log_probs = payload.teacher_ids[0], payload.teacher_logprobs[0]
+    assert (ids.dtype, log_probs.dtype) == (torch.int32, torch.float32)
+    assert ids[2:6].tolist() == [[1, 2], [2, 3], [10, 11], [11, 12]]
+    assert log_probs.tolist() == [[0.0, 0.0]] * 2 + [[-2.0, -3.0]] * 4 + [[0.0, 0.0]] * 6
+    assert not {"teacher_ids", "teacher_logprobs"} & payload.extra_fields.keys()
+
+
+async def test_failed_or_late_teacher_is_asked_again_for_the_same_answer(make_worker: Any) -> None:
+    never = asyncio.get_running_loop().create_future()
+    teacher, server = TeacherServer(-1.0, ValueError("busy"), never, None), ScriptedServer(part([10, 11], 7))
+    worker = teach(make_worker(server, Reward(1.0), retries=2, reward_s=0.3), one=teacher, other=TeacherServer(0.0))
+    *_, payload = await run(worker, data_source="one")
+    assert teacher.asked == [[1, 2, 10, 11]] * 3 and len(server.calls) == 1
+    assert payload.teacher_logprobs[0, 3].tolist() == [-1.0, -2.0]
+
+
+async def test_teacher_that_fails_every_time_fails_the_answer_by_name(make_worker: Any) -> None:
+    teacher = TeacherServer(-1.0, ValueError("no room"), asyncio.get_running_loop().create_future())
+    reward = Reward(1.0)
+    worker = make_worker(ScriptedServer(part([10], 7)), reward, reward_s=0.3)
+    with pytest.raises(TeacherError, match=r"failed 2 times, last with TimeoutError: .*async_training.timeouts.reward"):
+        await run(teach(worker, one=teacher, other=TeacherServer(0.0)), data_source="one")
+    # A scheduler starts no other attempt after such an error, as after that of a reward.
+    assert issubclass(TeacherError, RewardError) and reward.calls == 1
+    assert worker._running == {}
+
+
+async def test_validation_asks_no_teacher(make_worker: Any) -> None:
+    teacher = TeacherServer(-1.0)
+    worker = teach(make_worker(ScriptedServer(part([10], 7)), Reward(1.0)), one=teacher, other=TeacherServer(0.0))
+    sample = {"raw_prompt": [], "agent_name": "PlainLoop", "data_source": "one"}
+    scored, payload = await asyncio.wait_for(worker.run_trajectory("0-0-0", sample, 4, 0, 7, validate=True), SOON)
+    assert teacher.asked == [] and scored.score == 1.0
+    assert unpack(payload).teacher_logprobs is None

@@ -37,6 +37,10 @@ class WorkerDied(RecipeError):
     """A worker died before or during a call."""
 
 
+class WorkersLost(RecipeError):
+    """All workers have died, and none is restarted."""
+
+
 class WorkerRestarted(RecipeError):
     """Raised by a worker that was restarted and has not been prepared."""
 
@@ -78,6 +82,7 @@ class WorkerSet:
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._questions: dict[str, asyncio.Task[None]] = {}
         self._watched = False
+        self._last: WorkerDied | None = None
         self._kind, self._answer_s, self._startup_s = kind, answer_s, startup_s
 
     @property
@@ -127,6 +132,38 @@ class WorkerSet:
             raise WorkerDied(f"{self._kind} {name} died: {error}") from error
         finally:
             self.load[name] -= 1
+
+    async def ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Return the result of ``call`` with the least busy worker.
+
+        A worker whose calls fail is avoided if there are others. If the caller gives up a call, usually because of its
+        deadline, the worker's health is checked. If no worker is available, the call waits for one.
+
+        Raises:
+            WorkerDied: the worker died, and others are left.
+            WorkersLost: all workers have died.
+        """
+        while (name := self.choose()) in self.silent:
+            await self.any_answer()
+        try:
+            if name is not None:
+                async with self.one(name) as worker:
+                    answer = await call(worker)
+                self.note(name, failed=False)
+                return answer
+        except WorkerDied as error:
+            self._last = error
+            # If this was the last worker, the error at the end of this function is raised instead.
+            if not self.lost:
+                raise
+        except Exception:
+            if name is not None:
+                self.note(name, failed=True)
+            raise
+        except asyncio.CancelledError:
+            self.doubt(name)
+            raise
+        raise WorkersLost(f"every {self._kind} worker has died; the last error of a call: {self._last or 'none'}")
 
     def died(self, name: str, life: int, error: BaseException) -> None:
         """Take a dead worker out of service until it is up again; only the first report of a death counts.

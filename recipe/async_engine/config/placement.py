@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe.async_engine.config.facts import NodeRoom
-from recipe.async_engine.config.plan import hybrid_replicas, replica_size, rollout_accelerators
+from recipe.async_engine.config.plan import hybrid_replicas, replica_size, rollout_accelerators, teachers
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.config.sections import SHARED, Settings
 
 # Number of CPUs that verl reserves with each accelerator (single_controller/ray/base.py:214,
 # workers/rollout/replica.py:185).
 TRAINER_CPUS, REPLICA_CPUS = 3, 2
-TRAINER_POOL = "trainer_pool"
+TRAINER_POOL, TEACHER_POOL = "trainer_pool", "teacher_pool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,10 @@ def wanted(config: Mapping[str, Any], settings: Settings) -> list[Wanted]:
         per_node = int(lookup(config, setting) or 0)
         count = per_node * int(lookup(config, f"{section}.nnodes") or 0) // size
         parts += _replicas("reward model's server", setting, "reward_", count, size, per_node)
+    if teachers(config):
+        setting, nodes = "distillation.n_gpus_per_node", int(lookup(config, "distillation.nnodes") or 0)
+        per_node = int(lookup(config, setting) or 0)
+        parts.append(Wanted(TEACHER_POOL, "the teachers' servers", setting, per_node, nodes, REPLICA_CPUS))
     return sorted(parts, key=lambda part: -part.on_a_node)
 
 

@@ -151,6 +151,16 @@ def rehearses(config: Mapping[str, Any], training: AsyncTraining) -> bool:
     return training.rehearsal is True or (training.rehearsal == "auto" and lookup(config, "trainer.device") != "cpu")
 
 
+def teachers(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the sections of the teachers; () without distillation. verl leaves out the default one if there are others
+    (workers/config/distillation.py:278).
+    """
+    if not lookup(config, "distillation.enabled"):
+        return ()
+    names = tuple(lookup(config, "distillation.teacher_models") or ())
+    return tuple(f"distillation.teacher_models.{n}" for n in names if n != "teacher_model" or len(names) == 1)
+
+
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
     """Return the number of prompts per epoch; with whole batches, an incomplete last batch is left out, as in verl."""
     return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows

@@ -52,7 +52,9 @@ class Timeouts:
         "How long an agent-loop worker may not answer, because its process is suspended or a tool blocks its event"
         " loop, before it is killed and started again.",
     )
-    reward: float = seconds(300.0, "The reward of one trajectory; one that takes longer is computed again.")
+    reward: float = seconds(
+        300.0, "The reward of one trajectory, or its teacher's answer; one that takes longer is asked for again."
+    )
     batch_wait: float = seconds(
         3600.0,
         "How long the trainer waits for the next batch, or for a validation pass over all prompts, before the run ends"

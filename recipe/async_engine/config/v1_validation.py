@@ -72,6 +72,9 @@ def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
     if context.get("rehearse_only"):
         advice = "Only this package's own trainers rehearse; use +recipe=fully_async or +recipe=partial_rollout."
         yield context.problem("rehearse_only", "false with a trainer of verl's", advice)
+    if context.get("distillation.enabled"):
+        advice = "Take one of this package's own modes, +recipe=fully_async, or verl's trainer without +recipe."
+        yield context.problem("distillation.enabled", "false with a trainer of verl's and +recipe", advice)
     if context.get(f"{ROLLOUT}.name") != "vllm":
         yield context.problem(f"{ROLLOUT}.name", "vllm", "With verl's own trainers, only vLLM's servers were tried.")
     if trainer == SEPARATE:

@@ -61,6 +61,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     servers.proximal_log_probs,
     servers.log_prob_servers,
     servers.reward_model,
+    servers.teachers_servers,
     engines.resources,
     engines.builtin_task,
     data.files,

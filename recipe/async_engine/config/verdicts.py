@@ -145,15 +145,14 @@ def _refused(advice: str, names: str, **more: Any) -> tuple[Verdict, ...]:
 
 
 COMMITTED = "A checkpoint is committed when all of it is written; remove the setting."
-OWN = """actor_rollout_ref algorithm critic custom_reward_function data global_profiler model_engine ray_kwargs reward
-    reward_model sandbox_fusion trainer
+OWN = """actor_rollout_ref algorithm critic custom_reward_function data distillation global_profiler model_engine
+    ray_kwargs reward reward_model sandbox_fusion trainer
     async_training chosen_by_flag builtin_task model_engine_server plan_only rehearse_only rollout"""
 """The top-level sections of verl's configuration and of this package that take effect."""
 
 TABLE: tuple[Verdict, ...] = (
     *map(Verdict, OWN.split()),
     # Features of verl that this package does not support.
-    *_refused("On-policy distillation has no teacher here; use verl's own trainers.", "distillation", switch="enabled"),
     *_refused(
         "Weights that are trained for quantization do not reach the engines here; use verl's own trainers.",
         "ACTOR.{qat,fsdp_config.qat,megatron.qat} ROLLOUT.qat",

@@ -15,6 +15,7 @@ is the run's main process, which starts all others.
 | training workers | `actors/watch.py` pings each; a busy one may answer late | none | if one dies, the run ends |
 | agent-loop workers | `actors/worker_set.py` pings each all the time | ``agent_worker`` | restarted |
 | reward workers | `actors/worker_set.py` pings one whose call timed out | `REWARD_WORKER_S` | restarted |
+| teachers' servers | `actors/worker_set.py` pings one whose call timed out | `TEACHER_S` | left out |
 | rollout replicas | `weights/publisher.py` pings each at a weight sync | ``weight_sync`` | removed from the run |
 | log-prob servers | `weights/publisher.py` pings each at a weight sync | `PING_S` | left out of this sync |
 
@@ -74,6 +75,8 @@ BLAME_S = 5.0
 
 # Deadlines for agent-loop and reward workers.
 
+TEACHER_S = 30.0
+"""Time for a teacher's server to answer a ping after a call timed out, made longer like `REWARD_WORKER_S`."""
 REWARD_WORKER_S = 30.0
 """Time for a reward worker to answer a ping after a call timed out. Each caller makes it longer by a random share, at
 most by half, so that usually only one caller kills the worker.

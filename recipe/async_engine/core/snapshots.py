@@ -45,6 +45,7 @@ RULES: dict[str, Changed] = {
     "actor_rollout_ref.rollout.n": Changed.REFUSED_WITH_ANSWERS,
     "data.max_prompt_length": Changed.REFUSED_WITH_ANSWERS,
     "data.max_response_length": Changed.REFUSED_WITH_ANSWERS,
+    "distillation": Changed.REFUSED_WITH_ANSWERS,
     # The state of the staleness gate in the checkpoint depends on these settings.
     BATCH: Changed.REFUSED,
     PER_VERSION: Changed.REFUSED,

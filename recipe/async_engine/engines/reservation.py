@@ -85,12 +85,21 @@ class ReservedReplica(RolloutReplica):
         kind = "reward_" if self.is_reward_model else ""
         name = f"rollout_pool_{kind}{self.replica_rank}{self.name_suffix}"
         per_node, nodes = self.gpus_per_replica_node, self.nnodes
-        self.resource_pool = await asyncio.to_thread(self.reservations.pool, name, per_node, nodes)
+        pool = await asyncio.to_thread(self.reservations.pool, name, per_node, nodes)
+        await self._launch_on(pool, f"rollout_{kind}standalone")
+
+    async def init_colocated(self, resource_pool: RayResourcePool) -> None:
+        """Start a teacher's replica on its part of the teachers' pool, like verl's method (replica.py:156)."""
+        self.rollout_mode = RolloutMode.COLOCATED
+        await self._launch_on(resource_pool, "rollout_teacher_colocate")
+
+    async def _launch_on(self, pool: RayResourcePool, prefix: str) -> None:
+        self.resource_pool = pool
         group = RayWorkerGroup(
-            resource_pool=self.resource_pool,
+            resource_pool=pool,
             ray_cls_with_init=self.get_ray_class_with_init_args(),
             bin_pack=False,
-            name_prefix=f"rollout_{kind}standalone_{self.replica_rank}{self.name_suffix}",
+            name_prefix=f"{prefix}_{self.replica_rank}{self.name_suffix}",
             use_gpu=True,
             device_name=get_device_name(),
             master_port_range=rendezvous_ports(),

@@ -30,7 +30,7 @@ from recipe.async_engine.config.fields import is_count
 from recipe.async_engine.config.legacy import migrated
 from recipe.async_engine.config.notices import left_behind
 from recipe.async_engine.config.packages import MODULES
-from recipe.async_engine.config.plan import RunPlan, has_critic
+from recipe.async_engine.config.plan import RunPlan, has_critic, teachers
 from recipe.async_engine.config.problems import ConfigError, Problem, lookup
 from recipe.async_engine.config.rules.names import unusual
 from recipe.async_engine.config.validation import Findings, Judge, judge, warnings_of
@@ -197,13 +197,14 @@ def _is_remote(path: str) -> bool:
 
 
 def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield facts about the models of the policy, the critic and the reward model."""
+    """Yield facts about the models of the policy, the critic, the reward model and the teachers."""
     policy = "actor_rollout_ref.model.path"
     settings = [policy]
     if has_critic(config):
         settings.append("critic.model.path")
     if lookup(config, "reward.reward_model.enable"):
         settings.append("reward.reward_model.model_path")
+    settings += [f"{teacher}.model_path" for teacher in teachers(config)]
     for setting in settings:
         path = lookup(config, setting)
         if not path:

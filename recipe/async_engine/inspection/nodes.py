@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from recipe.async_engine import __version__
 from recipe.async_engine.config.facts import NodeFact, NodeRoom, Resources
 from recipe.async_engine.config.packages import Need, needs
+from recipe.async_engine.config.plan import teachers
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection import node_probe
@@ -149,9 +150,12 @@ def memory_by_type(resources: Iterable[str]) -> int | None:
 
 
 def local_paths(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (setting, path) for each path in `PATHS` that exists on this machine; names on the hub are left out."""
+    """Return (setting, path) for each path in `PATHS`, and of each teacher, that exists on this machine.
+
+    Names on the hub are left out.
+    """
     found = []
-    for setting in PATHS:
+    for setting in (*PATHS, *(f"{teacher}.model_path" for teacher in teachers(config))):
         value = lookup(config, setting)
         for path in [value] if isinstance(value, str) else list(value or []):
             if os.path.exists(os.path.expanduser(path)):

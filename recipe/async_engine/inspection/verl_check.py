@@ -112,6 +112,8 @@ def _types(config: DictConfig, context: RuleContext) -> dict[str, Callable[[], A
         sections[f"{ROLES}.ref"] = lambda: build(_reference(config))
     if context.has_critic:
         sections["critic"] = lambda: build(_without_model(config.critic))
+    if context.get("distillation.enabled"):
+        sections["distillation"] = of("distillation")
     if context.settings.servers.enabled:
         sections["model_engine_server.engine"] = of("model_engine_server.engine")
     return sections

@@ -29,7 +29,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from recipe.async_engine.actors.control import Restartable
 from recipe.async_engine.actors.stacks import waits
-from recipe.async_engine.actors.worker_set import WorkerDied, WorkerSet, as_handle
+from recipe.async_engine.actors.worker_set import WorkerSet, WorkersLost, as_handle
 from recipe.async_engine.core.deadlines import REWARD_WORKER_S
 from recipe.async_engine.core.plain import NotPlain, plain, told, traced
 from recipe.async_engine.engines.protocol import engine_class
@@ -248,31 +248,12 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
     waits for one until the caller gives up. Only one event loop may use the object.
     """
     workers = WorkerSet("reward", actors, REWARD_WORKER_S * random.uniform(1.0, 1.5))
-    last: list[WorkerDied] = []
 
     async def score(data: Any) -> dict[str, Any]:
         """Call verl's ``compute_score``; raise WorkerDied if the worker died, RewardFailed if all workers have died."""
-        while (name := workers.choose()) in workers.silent:
-            await workers.any_answer()
         try:
-            if name is not None:
-                async with workers.one(name) as worker:
-                    answer = await worker.compute_score.remote(InTransit(data))
-                workers.note(name, failed=False)
-                return answer
-        except WorkerDied as error:
-            last[:] = [error]
-            # If this was the last worker, the error at the end of this function is raised instead.
-            if not workers.lost:
-                raise
-        except Exception:
-            if name is not None:
-                workers.note(name, failed=True)
-            raise
-        except asyncio.CancelledError:
-            # The usual reason for a cancellation is the caller's deadline, so check whether the worker still responds.
-            workers.doubt(name)
-            raise
-        raise RewardFailed(f"every reward worker has died; the last error of a call: {last[0] if last else 'none'}")
+            return await workers.ask(lambda worker: worker.compute_score.remote(InTransit(data)))
+        except WorkersLost as error:
+            raise RewardFailed(str(error)) from error
 
     return as_handle("compute_score", score)

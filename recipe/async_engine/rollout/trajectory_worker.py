@@ -21,7 +21,7 @@ tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from typing import Any
@@ -68,6 +68,7 @@ from recipe.async_engine.rollout.loop_output import (
     plain_outputs,
 )
 from recipe.async_engine.rollout.rehearsal import MADE_UP, MadeUpAnswers, Rehearsal
+from recipe.async_engine.rollout.teachers import TeacherError
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.users_loop import (
     DO_SAMPLE,
@@ -155,6 +156,11 @@ class TrajectoryWorker(AgentLoopWorker):
     async def use_reference(self, servers: dict[str, Any], timeout_s: float) -> None:
         """Use servers of the reference policy, given as actor handles by name, to score each finished trajectory."""
         self._reference = ScoringClient(servers, timeout_s)
+
+    async def use_teachers(self, servers: Mapping[str, Sequence[Any]]) -> None:
+        """Use these servers of the teachers, given as actor handles by verl's keys of the teachers."""
+        for key, handles in servers.items():
+            self.teacher_client[key].use(handles)
 
     async def rescore(self, payload: np.ndarray, version: int, start: int) -> list[ResponseScores | None] | None:
         """Have log-prob servers score a finished trajectory by ``version`` or a later version.
@@ -523,6 +529,39 @@ class TrajectoryWorker(AgentLoopWorker):
                     deaths, attempts = deaths + 1, attempts - 1
             logger.warning("reward attempt %d of %d failed: %s", attempts, self._reward_attempts, told(cause))
         raise explained(RewardError, f"the reward failed {self._reward_attempts} times, last with ", cause)
+
+    async def _compute_teacher_logprobs(
+        self,
+        output: AgentLoopOutput,
+        prompt_ids: list[int],
+        response_ids: list[int],
+        validate: bool,
+        sample_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Ask the row's teacher like verl, but with a deadline and retries.
+
+        Raises:
+            TeacherError: every attempt failed. The message has the error of the last attempt.
+        """
+        if validate or not self.distillation_enabled:
+            return
+        assert sample_kwargs is not None
+        for attempt in range(1, self._reward_attempts + 1):
+            try:
+                with self._away.at(Away.LOG_PROBS):
+                    async with asyncio.timeout(self._reward_timeout_s):
+                        await super()._compute_teacher_logprobs(
+                            output, prompt_ids, response_ids, validate, sample_kwargs["row"]
+                        )
+                return
+            except TimeoutError:
+                cause: Exception = TimeoutError(
+                    f"no log-probs within {self._reward_timeout_s:g} s (async_training.timeouts.reward)"
+                )
+            except Exception as error:  # an engine may raise anything
+                cause = error
+            logger.warning("attempt %d of %d at the teacher failed: %s", attempt, self._reward_attempts, told(cause))
+        raise explained(TeacherError, f"the teacher failed {self._reward_attempts} times, last with ", cause)
 
     def _check_reward(self, output: AgentLoopOutput, trained: Sequence[str]) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:

@@ -52,6 +52,9 @@ def _asked(trainer: Any) -> dict[str, Any]:
             asked[f"{kind} {replica.replica_rank}"] = server.describe.remote()
         for rank, worker in enumerate(replica.workers):
             asked[f"weight receiver {rank} of {kind} {replica.replica_rank}"] = worker.__ray_call__.remote(alive)
+    for key, servers in trainer.teachers.server_handles.items() if trainer.teachers is not None else ():
+        for number, server in enumerate(servers):
+            asked[f"server {number} of teacher {key}"] = server.describe.remote()
     for number, worker in enumerate(trainer.reward_loop_manager.reward_loop_workers):
         asked[f"reward worker {number}"] = worker.describe.remote()
     for name, actor in trainer.irreplaceable_actors().items():

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from pydantic_core import from_json
 
-from recipe.async_engine.config.plan import RunPlan, has_critic
+from recipe.async_engine.config.plan import RunPlan, has_critic, teachers
 from recipe.async_engine.core.snapshots import BATCH, PER_VERSION
 from recipe.async_engine.core.snapshots import WHOLE as WHOLE_BATCHES
 
@@ -50,8 +50,20 @@ def made_with(config: Any, plan: RunPlan, dataset: Any, tokenizer: Any) -> dict[
         "trainer.total_epochs": config.trainer.total_epochs,
         "tokenizer": _digest(json.dumps(sorted(tokenizer.get_vocab().items())).encode()),
         "chat template": _digest(str(getattr(tokenizer, "chat_template", None)).encode()),
+        "distillation": _distillation(config),
         **_of_models(config),
     }
+
+
+def _distillation(config: Any) -> str:
+    """Return what decides the teachers' columns of an answer, as text."""
+    section = OmegaConf.to_container(config.get("distillation") or OmegaConf.create())
+    sections = teachers({"distillation": section})
+    if not sections:
+        return "none"
+    loss = config.distillation.distillation_loss
+    models = [OmegaConf.select(config, f"{section}.model_path") for section in sections]
+    return f"{loss.loss_mode}, top {loss.topk}, of {', '.join(models)}"
 
 
 SIZES = (

@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
+from verl.experimental.teacher_loop import MultiTeacherModelManager
+from verl.trainer.ppo.utils import need_teacher_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.utils import update_prometheus_config
 
@@ -42,6 +44,7 @@ from recipe.async_engine.log_prob_servers.replica import ModelEngineReplica, lau
 from recipe.async_engine.rewards.scoring_worker import ScoringManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.group_run import SchedulerSettings
+from recipe.async_engine.rollout.teachers import start_teachers, teacher_clients
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager, manager_class
 from recipe.async_engine.rollout.trajectory_worker import filter_metric
 from recipe.async_engine.trainer.actor_worker import ActorWorker, PublishedWeights
@@ -94,6 +97,7 @@ def start_agents(config: Any, reservations: Reservations, replicas: ReplicaManag
     agents = manager.create(
         config=config,
         llm_client=replicas.get_client(ResumingClient),
+        teacher_client=teacher_clients(config),
         reward_loop_worker_handles=rewards.reward_loop_worker_handles,
     )
     return RolloutSide(replicas, agents, rewards)
@@ -167,6 +171,7 @@ class Startup:
     """verl's name for the role of the workers that train the policy."""
     references: Sequence[ModelEngineReplica] = ()
     """The servers of the reference policy."""
+    teachers: MultiTeacherModelManager | None = None
     server_class: type[ModelEngineReplica] = ModelEngineReplica
     """The class of the log-prob servers."""
     reservations: Reservations
@@ -194,6 +199,8 @@ class Startup:
         if servers.reference_replicas:
             numbers = range(servers.replicas, servers.replicas + servers.reference_replicas)
             parts["the servers of the reference policy"] = partial(launch_servers, numbers=numbers, static=True)
+        if need_teacher_policy(self.config):
+            parts["the teachers"] = partial(start_teachers, self.config, self.reservations)
         started = side_by_side(parts, self.timeouts.startup)
         self.use_rollout(started["the rollout side"], hybrid)
         if servers.enabled:
@@ -204,6 +211,10 @@ class Startup:
             handles = {replica.server_address: replica.server_handle for replica in self.references}
             agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
             agents.tell("use_reference", handles, servers.timeout, timeout_s=timeout_s)
+        if "the teachers" in started:
+            self.teachers = started["the teachers"]
+            agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
+            agents.tell("use_teachers", self.teachers.server_handles, timeout_s=timeout_s)
 
     def _server_launcher(self) -> Callable[..., list[ModelEngineReplica]]:
         return partial(

@@ -18,7 +18,7 @@ from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.ray_trainer import compute_advantage
-from verl.trainer.ppo.utils import Role, create_rl_sampler, need_critic, need_reference_policy
+from verl.trainer.ppo.utils import Role, create_rl_sampler, need_critic, need_reference_policy, need_teacher_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 from verl.workers.engine_workers import TrainingWorkerConfig
@@ -114,6 +114,9 @@ class VerlTrainer(SeparateRayPPOTrainer):
         # verl would put a reward model on the trainer's accelerators. Switch this off, because here the reward workers
         # have their own accelerators for the reward model.
         self.use_rm = False
+        # The update reads it (ray_trainer.py:1340), and verl sets it where it starts teachers.
+        teaches = need_teacher_policy(config)
+        self.distillation_config = omega_conf_to_dataclass(config.distillation) if teaches else None
         self.prompts = self.train_dataloader
         self.train_dataloader = LoaderInUse(len(self.train_dataloader))
         self.val_dataloader: Any = UsableBatches(self.val_dataloader)
@@ -145,7 +148,10 @@ class VerlTrainer(SeparateRayPPOTrainer):
     def _create_actor_rollout_classes(self) -> None:
         pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
         self.resource_pool_to_cls[pool][str(Role.ActorRollout)] = RayClassWithInitArgs(
-            cls=self.role_worker_mapping[Role.ActorRollout], config=self.config.actor_rollout_ref, role=self._actor_role
+            cls=self.role_worker_mapping[Role.ActorRollout],
+            config=self.config.actor_rollout_ref,
+            distillation_config=self.config.get("distillation"),
+            role=self._actor_role,
         )
 
     def _create_critic_class(self) -> None:

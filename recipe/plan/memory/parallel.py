@@ -2,12 +2,13 @@
 """Checks that tensor-, pipeline-, expert- and sequence-parallel sizes divide the dimensions of a run's models.
 
 Contract: sizes with which an engine could not build its model are refused before anything starts. The checks cover the
-policy in rollout, trainer and log-prob servers, the critic, and the reward model. Shown by
+policy in rollout, trainer and log-prob servers, the critic, the reward model and the teachers. Shown by
 tests/config/test_parallel_sizes.py, which compares the checks with Megatron's own assertions.
 """
 
 from collections.abc import Iterator, Mapping
 
+from recipe.async_engine.config.plan import teachers
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
 from recipe.async_engine.config.rules.experts import RETURNED, replay_mode
@@ -38,6 +39,9 @@ def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
     judge = model_of(context, f"{REWARD_MODEL}.model_path")
     if judge is not None:
         yield from _rollout(context, f"{REWARD_MODEL}.rollout", judge)
+    for teacher in teachers(context.config):
+        if (shape := model_of(context, f"{teacher}.model_path")) is not None:
+            yield from _rollout(context, f"{teacher}.inference", shape)
 
 
 def _rollout(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from typing import Any
 from recipe.async_engine.config.facts import FileFact, Resources
 from recipe.async_engine.config.fields import is_count
 from recipe.async_engine.config.log_prob_servers import Proximal
-from recipe.async_engine.config.plan import batch_size, has_critic, has_reference, proximal_source
+from recipe.async_engine.config.plan import batch_size, has_critic, has_reference, proximal_source, teachers
 from recipe.async_engine.config.problems import Problem, lookup, render
 from recipe.async_engine.config.sections import Settings
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
@@ -54,12 +54,13 @@ class RuleContext:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The configuration sections of the inference engines: the policy's, and the reward model's if enabled."""
-        return (ROLLOUT, f"{REWARD_MODEL}.rollout") if self.get(f"{REWARD_MODEL}.enable") else (ROLLOUT,)
+        """The configuration sections of the inference engines: the policy's, the reward model's, and the teachers'."""
+        judge = (f"{REWARD_MODEL}.rollout",) if self.get(f"{REWARD_MODEL}.enable") else ()
+        return (ROLLOUT, *judge, *(f"{teacher}.inference" for teacher in teachers(self.config)))
 
     @property
     def vllm_engines(self) -> tuple[str, ...]:
-        """The sections of vLLM's engines: the policy's, unless SGLang generates, and the reward model's."""
+        """The sections of vLLM's engines: the policy's, unless SGLang generates, and those of other models."""
         return self.engines[1:] if self.on_sglang else self.engines
 
     @property

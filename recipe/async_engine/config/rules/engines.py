@@ -12,7 +12,7 @@ from recipe.async_engine.config.plan import replica_size, rollout_accelerators
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.rules.names import UNTRIED_ENGINES
-from recipe.async_engine.config.rules.servers import reward_accelerators
+from recipe.async_engine.config.rules.servers import reward_accelerators, teachers_accelerators
 from recipe.async_engine.config.sections import ELASTIC, SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
@@ -318,12 +318,14 @@ def resources(context: RuleContext) -> Iterator[Problem]:
     training = nodes * per_node
     generation = 0 if shared else generation
     reward, scoring = reward_accelerators(context), context.settings.servers.accelerators
-    if training + generation + reward + scoring > there:
+    teaching = teachers_accelerators(context)
+    if training + generation + reward + scoring + teaching > there:
         parts = (
             f"{training} trainer ranks" if shared else f"{training} trainer ranks and {generation} for rollout replicas"
         )
         parts += f" and {reward} for the reward model" if reward else ""
         parts += f" and {scoring} for log-prob servers" if scoring else ""
+        parts += f" and {teaching} for teachers" if teaching else ""
         local = " On a CPU accelerators are logical: raise ray_kwargs.ray_init.num_gpus." if context.on_cpu else ""
         advice = f"The run needs {parts}. Ask for fewer, or for a larger cluster.{local}"
         yield context.problem(setting, f"at most what is there, {there} accelerators in all", advice)

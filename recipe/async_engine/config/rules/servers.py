@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the settings of the log-prob servers and of the reward model's servers."""
+"""Rules for the settings of the log-prob servers, and of the servers of reward model and teachers."""
 
 import math
 from collections.abc import Iterator
 
 from recipe.async_engine.config.log_prob_servers import Proximal
-from recipe.async_engine.config.plan import has_adapter, proximal_source, uses_kl
+from recipe.async_engine.config.plan import has_adapter, proximal_source, replica_size, teachers, uses_kl
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verl_types import ACTOR
 from recipe.async_engine.core.scoring import Anchor
 
-SERVERS = "model_engine_server"
+SERVERS, DISTILLATION = "model_engine_server", "distillation"
+DEFAULT_TENSOR_SIZE = 2
+"""The tensor-parallel size of verl's `RolloutConfig`, which a teacher has that was added without one."""
 PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -106,6 +108,54 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
         advice = f"The accelerators are the {total} of {REWARD_MODEL}.nnodes * n_gpus_per_node."
         allowed = "a divisor of the reward model's accelerators"
         yield context.problem(f"{rollout}.tensor_model_parallel_size", allowed, advice)
+
+
+def teachers_servers(context: RuleContext) -> Iterator[Problem]:
+    """Check that teachers have accelerators, divided among them as verl does (workers/config/distillation.py:234)."""
+    sections = teachers(context.config)
+    if not sections:
+        return
+    for setting in ("nnodes", "n_gpus_per_node"):
+        if context.count(f"{DISTILLATION}.{setting}") is None:
+            advice = "Set the accelerators that the teachers' servers are started on."
+            yield context.problem(f"{DISTILLATION}.{setting}", "an integer >= 1", advice)
+    total, needed = teachers_accelerators(context), 0
+    for section in sections:
+        size = replica_size(context.config, f"{section}.inference")
+        if context.get(f"{section}.inference.tensor_model_parallel_size") is None:
+            size *= DEFAULT_TENSOR_SIZE
+        needed += size * (context.count(f"{section}.num_replicas") or 0)
+        yield from _teacher(context, section, several=len(sections) > 1)
+        if len(sections) == 1 and total % size:
+            advice = f"A server takes {size}: tensor x data x pipeline parallel size."
+            yield context.problem(f"{DISTILLATION}.n_gpus_per_node", f"such that {total} divides by {size}", advice)
+    if len(sections) > 1 and total and needed != total:
+        advice = f"The servers of all teachers (num_replicas) take {needed}, and nnodes * n_gpus_per_node is {total}."
+        yield context.problem(f"{DISTILLATION}.n_gpus_per_node", "as many as the servers take", advice)
+    loglinear = proximal_source(context.config, context.settings) is Proximal.LOGLINEAR
+    if loglinear and context.get(f"{DISTILLATION}.distillation_loss.use_policy_gradient"):
+        advice = "verl's distillation loss would take the shares of the interpolation for importance weights."
+        setting = f"{DISTILLATION}.distillation_loss.use_policy_gradient"
+        yield context.problem(setting, "false with async_training.proximal_log_probs=loglinear", advice)
+
+
+def _teacher(context: RuleContext, section: str, several: bool) -> Iterator[Problem]:
+    needed = ["model_path", *(["key", "num_replicas"] if several else [])]
+    for name in needed:
+        if not context.get(f"{section}.{name}"):
+            yield context.problem(f"{section}.{name}", "a value", "verl needs it for each teacher; set it.")
+    if context.get(f"{section}.inference.name") != "vllm":
+        advice = f"Other engines were not tried for teachers; set {section}.inference.name=vllm."
+        yield context.problem(f"{section}.inference.name", "vllm", advice)
+    if context.get(f"{section}.inference.router_config_path"):
+        advice = "Calls go to the teacher's server with the fewest; remove it."
+        yield context.problem(f"{section}.inference.router_config_path", "null", advice)
+
+
+def teachers_accelerators(context: RuleContext) -> int:
+    if not teachers(context.config):
+        return 0
+    return (context.count(f"{DISTILLATION}.nnodes") or 0) * (context.count(f"{DISTILLATION}.n_gpus_per_node") or 0)
 
 
 def reward_accelerators(context: RuleContext) -> int:

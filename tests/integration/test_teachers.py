@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of teachers: which server gets them, and what a server costs that dies or hangs. Servers are actors of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+import ray
+from omegaconf import OmegaConf
+from surroundings import has_ended
+
+from recipe.async_engine.actors.worker_set import WorkerDied, WorkersLost
+from recipe.async_engine.rollout import teachers
+from recipe.async_engine.rollout.teachers import TeacherClient
+
+CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}})
+IN_TIME_S = 60.0
+
+
+def servers(count: int) -> list[Any]:
+    class Server:  # made here, so that Ray sends it by value: its processes cannot import test modules
+        async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> Any:
+            from verl.workers.rollout.replica import TokenOutput
+
+            if not prompt_ids:
+                os._exit(1)
+            found = {"prompt_ids": prompt_ids, "prompt_logprobs": sampling_params["prompt_logprobs"]}
+            return TokenOutput(token_ids=[0], extra_fields=found | {"pid": os.getpid()})
+
+    return [ray.remote(Server).remote() for _ in range(count)]
+
+
+async def pid_of_answer(client: TeacherClient, prompt: list[int], limit_s: float = IN_TIME_S) -> int:
+    asked = client.generate("a request", prompt_ids=prompt, sampling_params={"prompt_logprobs": 4})
+    output = await asyncio.wait_for(asked, limit_s)
+    assert (output.extra_fields["prompt_ids"], output.extra_fields["prompt_logprobs"]) == (prompt, 4)
+    return int(output.extra_fields["pid"])
+
+
+async def test_calls_are_divided_among_servers_and_a_dead_one_gets_no_more(cluster: None) -> None:
+    client = TeacherClient(CONFIG)
+    client.use(servers(2))
+    assert len({await pid_of_answer(client, [1, 2]) for _ in range(4)}) == 2
+    with pytest.raises(WorkerDied):
+        await pid_of_answer(client, [])
+    assert len({await pid_of_answer(client, [3]) for _ in range(4)}) == 1
+    with pytest.raises(WorkerDied):
+        await pid_of_answer(client, [])
+    # Nothing is awaited for a server that Ray does not start again.
+    for _ in range(2):
+        with pytest.raises((WorkerDied, WorkersLost), match="died"):
+            await pid_of_answer(client, [4])
+    with pytest.raises(WorkersLost, match="every teacher worker has died; the last error of a call"):
+        await pid_of_answer(client, [4])
+
+
+async def test_stopped_server_is_set_aside_and_killed(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teachers, "TEACHER_S", 2.0)
+    client = TeacherClient(CONFIG)
+    client.use(servers(2))
+    pids = {await pid_of_answer(client, [1]) for _ in range(4)}
+    stopped = min(pids)
+    os.kill(stopped, signal.SIGSTOP)
+    given_up = 0
+    for _ in range(6):
+        try:
+            assert await pid_of_answer(client, [2], limit_s=3.0) != stopped
+        except TimeoutError:
+            given_up += 1
+    # One call found it out, all others went elsewhere.
+    assert given_up <= 1
+    async with asyncio.timeout(IN_TIME_S):
+        while not has_ended(stopped):
+            await asyncio.sleep(0.1)
+
+
+async def test_client_reaches_workers_before_its_servers_do(cluster: None) -> None:
+    @ray.remote
+    class Worker:
+        def __init__(self, client: TeacherClient) -> None:
+            self.client = client
+
+        async def use(self, servers: list[Any]) -> None:
+            self.client.use(servers)
+
+        async def ask(self) -> list[int]:
+            asked = self.client.generate("a request", prompt_ids=[5], sampling_params={"prompt_logprobs": 0})
+            return (await asked).extra_fields["prompt_ids"]
+
+    worker = Worker.remote(TeacherClient(CONFIG))
+    await worker.use.remote(servers(1))
+    assert await asyncio.wait_for(worker.ask.remote(), IN_TIME_S) == [5]
