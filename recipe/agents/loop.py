@@ -41,7 +41,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         overlong_reward: reward of a trajectory whose agent failed after its conversation had no room left for an
             answer; None lets the trajectory fail.
         passed: names of environment variables for the command, separated by commas.
-        reasoning: name of vLLM's parser that splits answers into reasoning and text, or None.
+        reasoning: name of the engine's parser that splits answers into reasoning and text, or None.
         host: the address that the gateway is bound to.
     """
 

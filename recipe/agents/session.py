@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import Any
 from uuid import uuid4
@@ -32,6 +32,7 @@ from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.agents.engines import reasoning_splitter
 from recipe.agents.errors import Refused
 from recipe.agents.history import History, Message, images, to_render
 from recipe.agents.tree import TokenTree
@@ -299,17 +300,3 @@ def pixels(address: str) -> Image.Image:
         return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB")
     except Exception as error:  # Pillow raises many classes for what is no image
         raise Refused(400, f"an image cannot be read: {error}", param="messages") from error
-
-
-@cache
-def reasoning_splitter(name: str, tokenizer: Any) -> Callable[[str], tuple[str | None, str]]:
-    """Return a function that splits an answer into reasoning and text by vLLM's parser of this name."""
-    from vllm.reasoning import ReasoningParserManager
-
-    parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
-
-    def split(text: str) -> tuple[str | None, str]:
-        reasoning, content = parser.extract_reasoning(text, None)
-        return reasoning, content or ""
-
-    return split

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m recipe.agents.try`` runs an agent over rows without a trainer, and shows what would be trained.
 
-It starts vLLM's server with the model on loopback, or takes the address of one that runs. The agent gets what it gets
-in a run: an address of its own for each row, with a key. Tokens that the policy sampled are printed in bold, context
-dim. Each line of the file that ``--out`` names is a sequence as training would see it. Shown by
+It starts an engine's server with the model on loopback, or takes the address of one that runs. The agent gets what it
+gets in a run: an address of its own for each row, with a key. Tokens that the policy sampled are printed in bold, and
+context is dim. Each line of the file that ``--out`` names is a sequence as training would see it. Shown by
 tests/e2e/test_agents.py.
 """
 
@@ -12,89 +12,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import secrets
-import socket
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pyarrow.dataset
 from omegaconf import OmegaConf
-from openai import AsyncOpenAI, OpenAIError
 from rich.console import Console
 from rich.text import Text
 from transformers import AutoConfig
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.workers.rollout.replica import TokenOutput
 
-from recipe.agents.errors import AgentFailed
+from recipe.agents.engines import ServerClient, server
 from recipe.agents.loop import OpenAIAgentLoop
 
-STARTED_S = 600.0
 SHOWN = {True: "bold", False: "dim"}
-
-
-class ServerClient:
-    """The client of verl's agent loops, for a server with vLLM's ``/v1/completions``: tokens in, tokens out."""
-
-    def __init__(self, server: AsyncOpenAI, model: str) -> None:
-        self._server, self._model = server, model
-
-    async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **media: Any
-    ) -> TokenOutput:
-        """Return the answer to a prompt."""
-        if media:
-            raise AgentFailed("images need a run: a server takes no images with tokens")
-        parameters = {name: value for name, value in sampling_params.items() if name != "logprobs"}
-        reply = await self._server.completions.create(
-            model=self._model, prompt=prompt_ids, logprobs=0, extra_body={**parameters, "return_token_ids": True}
-        )
-        choice: Any = reply.choices[0]
-        return TokenOutput(token_ids=choice.token_ids, log_probs=choice.logprobs.token_logprobs)
-
-
-@asynccontextmanager
-async def server(options: argparse.Namespace) -> AsyncIterator[ServerClient]:
-    """Provide a client of the server at ``--address``, or of one that is started and ended here."""
-    if options.address is not None:
-        async with AsyncOpenAI(base_url=options.address, api_key=os.environ.get("OPENAI_API_KEY", "none")) as found:
-            yield ServerClient(found, (await found.models.list()).data[0].id)
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port, key = free.getsockname()[1], secrets.token_urlsafe(32)
-    arguments = ["--model", options.model, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *options.server),
-        env={**os.environ, "VLLM_API_KEY": key},
-        stdout=sys.stderr,
-    )
-    try:
-        async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0) as started:
-            await _answers(started, process)
-            yield ServerClient(started, "policy")
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
-
-async def _answers(started: AsyncOpenAI, process: asyncio.subprocess.Process) -> None:
-    async with asyncio.timeout(STARTED_S):
-        while process.returncode is None:
-            try:
-                await started.models.list()
-                return
-            except OpenAIError:
-                await asyncio.sleep(0.5)
-    raise AgentFailed(f"vLLM's server ended with exit status {process.returncode}; its output says why")
 
 
 class Trial:
@@ -162,7 +97,7 @@ def rows_of(path: Path, most: int | None) -> list[dict[str, Any]]:
 async def tried(options: argparse.Namespace) -> int:
     """Run the agent over all rows; return how many of them failed."""
     rows = rows_of(options.rows, options.most)
-    async with server(options) as client:
+    async with server(options.model, options.server, options.address) as client:
         trial = Trial(options, client)
         results = await asyncio.gather(*[trial.run(number, row) for number, row in enumerate(rows)])
     if options.out is not None:
@@ -178,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--agent", help="name of an `async def run(client, row)`")
     what.add_argument("--command", help="a command line")
-    parser.add_argument("--address", help="of a server of vLLM that runs, with /v1; its key is OPENAI_API_KEY")
+    parser.add_argument("--address", help="of an engine's server that runs, with /v1; its key is OPENAI_API_KEY")
     parser.add_argument("--most", type=int, help="number of rows")
     parser.add_argument("--out", type=Path, help="file for the sequences, one JSON a line")
     parser.add_argument("--at-once", type=int, default=8)
@@ -187,6 +122,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--response-length", type=int, default=3072, help="data.max_response_length")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tools", default="hermes", help="actor_rollout_ref.rollout.multi_turn.format")
-    parser.add_argument("--reasoning", help="name of vLLM's parser of reasoning")
-    parser.add_argument("server", nargs="*", help="arguments of vLLM's server, after --")
+    parser.add_argument("--reasoning", help="name of the engine's parser of reasoning")
+    parser.add_argument("server", nargs="*", help="arguments of the engine's server, after --")
     return int(asyncio.run(tried(parser.parse_args(arguments))) > 0)

@@ -887,4 +887,4 @@ async def test_validation_asks_no_teacher(make_worker: Any) -> None:
     sample = {"raw_prompt": [], "agent_name": "PlainLoop", "data_source": "one"}
     scored, payload = await asyncio.wait_for(worker.run_trajectory("0-0-0", sample, 4, 0, 7, validate=True), SOON)
     assert teacher.asked == [] and scored.score == 1.0
-    assert unpack(payload).teacher_logprobs is None
+    assert [output.teacher_logprobs for output in unpack(payload)] == [None]

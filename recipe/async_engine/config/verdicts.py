@@ -31,6 +31,8 @@ ADAPTERS = {
     "sglang": "recipe.async_engine.engines.sglang.adapter.SGLangServerAdapter",
 }
 """For each rollout engine, the class that passes weights from a trainer rank or a weight worker to its servers."""
+TEACHERS_ENGINE = "vllm"
+"""The engine of the servers of teachers; rules refuse others."""
 TOKENIZER_ARGUMENTS = {"vllm": "tokenizer", "sglang": "tokenizer_path"}
 """For each rollout engine, its argument for a tokenizer other than the one in the model's folder."""
 

@@ -22,13 +22,11 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from recipe.async_engine.actors.worker_set import WorkerSet, as_handle
 from recipe.async_engine.config.placement import TEACHER_POOL
+from recipe.async_engine.config.verdicts import TEACHERS_ENGINE
 from recipe.async_engine.core.deadlines import TEACHER_S
 from recipe.async_engine.engines.protocol import engine_class
 from recipe.async_engine.engines.reservation import Reservations
 from recipe.async_engine.rollout.loop_output import RewardError
-
-ENGINE = "vllm"
-"""The engine of all teachers, since rules refuse others."""
 
 
 class TeacherError(RewardError):
@@ -69,8 +67,8 @@ def start_teachers(config: Any, reservations: Reservations) -> MultiTeacherModel
 
     The manager has to be kept: its end is that of the servers.
     """
-    replica = partial(engine_class(ENGINE), reservations=reservations)
-    RolloutReplicaRegistry.register(ENGINE, lambda: replica)
+    replica = partial(engine_class(TEACHERS_ENGINE), reservations=reservations)
+    RolloutReplicaRegistry.register(TEACHERS_ENGINE, lambda: replica)
     manager = MultiTeacherModelManager(config, reservations.pool(TEACHER_POOL))
     asyncio.run(_ask_each(config, manager.server_handles))
     return manager
