@@ -36,7 +36,7 @@ class OpenAIAgentLoop(AgentLoopBase):
     Args:
         agent: name of an ``async def run(client, row) -> float | dict``, or None.
         command: a command line, or None. One of the two has to be given.
-        at_once: how many agents a worker runs at once; None means all.
+        at_once: how many agents a worker runs at once; None means all. Waiting counts toward a trajectory's deadline.
         deadline_s: seconds that an agent may take; None leaves it to the trajectory's own deadline.
         overlong_reward: reward of a trajectory whose agent failed after its conversation had no room left for an
             answer; None lets the trajectory fail.
