@@ -12,7 +12,7 @@ import stock_overrides as stock
 from accounts import check_account
 from main_process import short_run
 from main_runs import FinishedRun, check_metrics
-from published import GRPO_GSM8K, SCALED_DOWN
+from published import GRPO_GSM8K, PPO_CRITIC, SCALED_DOWN
 from splitting_loop import count_of, token_ages, trajectories_of, with_rollout_n
 
 from recipe.laptop.task import TaskPaths
@@ -37,25 +37,40 @@ def lists(task: TaskPaths, folder: Path) -> list[str]:
     ]
 
 
+# Micro-batches of rows, which do not divide the rows of a batch either.
+GRPO = [
+    *GRPO_GSM8K,
+    *SCALED_DOWN,
+    "actor_rollout_ref.actor.use_dynamic_bsz=false",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+]
+TWO_RANKS = [
+    *PPO_CRITIC,
+    *SCALED_DOWN,
+    "critic.model.use_remove_padding=False",
+    "critic.model.enable_gradient_checkpointing=False",
+    "critic.ppo_mini_batch_size=8",
+    "trainer.n_gpus_per_node=2",
+    "trainer.balance_batch=true",
+]
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.parametrize("script", [GRPO, TWO_RANKS], ids=["GRPO", "a critic on two ranks"])
 def test_lists_by_a_flag_are_trained_as_they_were_sampled_and_the_books_close(
-    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    script: list[str], untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = untrained_task
     asked = tmp_path / "asked.jsonl"
     monkeypatch.setenv("ASKED", str(asked))
     overrides = [
-        *GRPO_GSM8K,
+        *script,
         "+recipe=fully_async",
-        *SCALED_DOWN,
         *short_run(task, tmp_path, ray_dir),
         *lists(task, tmp_path),
-        # Micro-batches of rows, which do not divide the rows of a batch either.
-        "actor_rollout_ref.actor.use_dynamic_bsz=false",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
         "async_training.alarms.exit_status=false",
     ]
     environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
@@ -86,6 +101,8 @@ def test_lists_by_a_flag_are_trained_as_they_were_sampled_and_the_books_close(
         assert metrics["fully_async/partial/inexact_version_ratio"] == 0
         assert metrics["critic/advantages/max"] > 0 > metrics["critic/advantages/min"]
         assert metrics["actor/grad_norm"] > 0
+        if script is TWO_RANKS:
+            assert metrics["critic/grad_norm"] > 0
     indices = range(STEPS * GROUPS)
     sizes = {sum(count_of(index, session) for session in range(trajectories_of(index))) for index in indices}
     assert sizes == {1, 2, 3, 4, 5, 6, 9}
