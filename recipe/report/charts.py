@@ -29,7 +29,7 @@ MOST_LIVES = 150
 MOST_POINTS = 2000
 VERSIONS = "versions"
 HUES = ("#1b7837", "#2c7fb8", "#c51b8a", "#54278f", "#cc4c02", "#006d77")
-"""Colors that versions and lines use in turn."""
+"""Colors that are assigned to versions and lines in rotation."""
 PARTS_OF_A_SYNC = {"stage": "#fdb863", "drain": "#b2abd2", "swap": "#c51b8a", "resume": "#5e3c99"}
 
 COLORS: Mapping[Class, str] = {

@@ -107,7 +107,7 @@ class Follower:
         if not path.is_file():
             return False
         if path.stat().st_size < self._metrics_at:
-            # A resumed run deletes the metrics of steps after its checkpoint.
+            # The file is shorter, as a resumed run deletes the metrics after its checkpoint: read it from the start.
             self._metrics_at = 0
         with open(path, "rb") as file:
             file.seek(self._metrics_at)

@@ -118,7 +118,7 @@ class TraceFile:
 
 @dataclass
 class Slots:
-    """Provides tracks for overlapping slices, added in order of start: each slice gets the first free track."""
+    """Provides tracks for slices that may overlap: each slice, in order of start, gets the first free track."""
 
     file: TraceFile
     group: int

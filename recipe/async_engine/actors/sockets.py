@@ -27,7 +27,7 @@ from recipe.async_engine.core.errors import RecipeError
 LONGEST_PATH = 107
 """Number of bytes that Linux accepts in a socket's path (unix(7))."""
 LONGEST_NAME = 40
-"""Largest number of bytes that an engine (a UUID) or multiprocessing (a folder and a file) adds to the folder."""
+"""Largest number of bytes that an engine (a UUID) or multiprocessing (folder and file) adds to its folder's path."""
 LONGEST_OF_RAY = 72
 """Largest number of bytes that Ray adds to its temporary folder: ``ray``, session name, ``sockets`` and a file."""
 LINKS = "/tmp/recipe-{user}"

@@ -148,7 +148,7 @@ class RunWatch:
             cause = cause.__cause__
         try:
             lost = self._found_dead()
-        except Exception:  # without an answer, the trainer's own error has to do
+        except Exception:  # without an answer, the cause stays unknown: return the trainer's own error
             logger.exception("it could not be checked which of the run's actors has died")
             return error
         if lost is None:

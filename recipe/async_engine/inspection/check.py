@@ -163,7 +163,7 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
     """Return the resources for the run: ``given``, or those of the Ray that the run would start on this machine."""
     if given is not None or lookup(config, "ray_kwargs.ray_init.address"):
         return given
-    # If the run uses no accelerators or those of a cluster, this machine's are not looked at.
+    # Do not query this machine's accelerators if the run uses none, or those of a cluster.
     elsewhere = lookup(config, "trainer.device") == "cpu" or os.environ.get("RAY_ADDRESS")
     device_bytes = None if elsewhere else _memory_here()
     # This machine needs the engines' packages only if engines run here: on its accelerators or on its CPU.

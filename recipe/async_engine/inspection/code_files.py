@@ -94,7 +94,7 @@ def _description(setting: str, path: str, names_modules: bool) -> FileFact:
 def _places(path: str) -> Iterator[Path]:
     """Yield the paths that verl tries for ``path`` (verl/utils/import_utils.py:91).
 
-    They are ``path`` itself, and ``path`` within the folder that contains the package verl and within this package.
+    They are ``path`` itself, ``path`` in the folder that contains the package verl, and ``path`` in that package.
     """
     yield Path(path)
     verl = importlib.util.find_spec("verl")

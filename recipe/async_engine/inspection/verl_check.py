@@ -79,7 +79,7 @@ def external_names(context: RuleContext) -> list[Problem]:
 
 
 def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
-    """Return the problems that verl's types find or, if no problem is known by then, those of `validate_config`."""
+    """Return the problems that verl's types find. If no problem is known by then, return those of `validate_config`."""
     config = OmegaConf.create(dict(context.config))
     with open_dict(config):
         # verl's types expect the number of prompts per step here, which this package may derive from other settings.

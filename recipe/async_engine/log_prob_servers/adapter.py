@@ -128,7 +128,7 @@ class WorkerSettings:
 class ModelEngineServerAdapter(BaseRollout):
     """verl's training worker, used only for forward passes, behind verl's rollout interface for receiving weights.
 
-    Of ``config``, verl's rollout configuration, only the settings of the checkpoint engine are used.
+    ``config`` is verl's rollout configuration, of which only the settings of the checkpoint engine are used.
     """
 
     def __init__(self, config: Any, model_config: Any, settings: WorkerSettings, replica_rank: int = 0) -> None:

@@ -88,7 +88,7 @@ class Answer:
 
 @dataclass
 class ServiceCounts:
-    """What the service has done since it started: counts, and times in seconds."""
+    """Counts of the service's work since it started, and its times in seconds."""
 
     batches: int = 0
     sequences: int = 0

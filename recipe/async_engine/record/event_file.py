@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The event record on disk: one Arrow IPC stream for each launch of a run, in ``events/`` of the run's folder.
 
-Contract: what was written is readable at any time, also after ``kill -9`` and while the run continues. A reader stops
+Contract: written events are readable at any time, also after ``kill -9`` and while the run continues. A reader stops
 at an incomplete batch and ignores everything after it. If a batch cannot be written, for example on a full disk, the
 file stays as it was, and the batch is written together with the next one. At most `WAITING` events wait to be written;
 further events are dropped and counted. The schema's metadata holds the format version and the run's header
@@ -141,7 +141,7 @@ NEEDS = {
 """Fields that every event on one of these lanes must have."""
 MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
 OFF_BY_S = 1.0
-"""Clocks of hosts may differ by this many seconds: an event may start that early before the run, or after its end."""
+"""Seconds by which hosts' clocks may differ: events may start that long before the run, or after their own end."""
 NAMES_DEVICE = (BEGINS, ENDS, LOST, JOINED, SAMPLED)
 
 

@@ -2,7 +2,7 @@
 """The types of a run's event record: events, their lanes (one per component), classes of time and token counts.
 
 Contract: a component reports an event by calling a function of the type `Tell`, which returns nothing. A component that
-does one thing at a time (:class:`Lane`) produces events that follow each other without a gap; one thread may change its
+does one thing at a time (:class:`Lane`) produces events that follow each other without a gap; one thread may change a
 lane while another reads it. Clocks are passed in; they return seconds and never go backwards. docs/run-record.md
 describes the lanes and their events. Shown by tests/core/test_events.py.
 """
@@ -40,7 +40,7 @@ Tell = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Do nothing: this is the callback `Tell` of a run that writes no event record."""
+    """Ignore the event; a run without an event record uses this function as its `Tell`."""
 
 
 class Class(StrEnum):
@@ -176,11 +176,11 @@ class Exchange(NamedTuple):
 class OtherClock:
     """Converts times of another process's clock to times of this process's clock.
 
-    In an exchange, this process sends a question, and the other process answers with its time. The answer is given
-    between the sending of the question and the arrival of the answer, so each exchange bounds the difference of the
-    clocks. Both clocks are assumed to run at the same pace; the difference is corrected only if it is outside the
-    bounds of the latest exchange. If the paces are equal, the error is at most the shortest round trip so far; if not,
-    the corrections follow the other clock. Converted times keep their order and have no gaps.
+    In an exchange, this process sends a question, and the other process answers with its time. It does so between the
+    sending of the question and the arrival of the answer, so each exchange bounds the difference of the clocks. Both
+    clocks are assumed to run at the same pace; the difference is corrected only if it is outside the bounds of the
+    latest exchange. If the paces are equal, the error is at most the shortest round trip so far; if they are not, each
+    exchange limits the error. Converted times keep their order and have no gaps.
     """
 
     def __init__(self, first: Exchange) -> None:
@@ -190,7 +190,7 @@ class OtherClock:
     def note(self, exchange: Exchange) -> None:
         """Add the latest clock exchange.
 
-        `here` interpolates times between the previous exchange and this one; later times get the offset of this one.
+        `here` interpolates between the previous exchange and this one, and applies this one's offset to later times.
         """
         self._theirs_before, self._here_before = self._theirs, self._here
         guess = self._here + exchange.answered - self._theirs
@@ -223,7 +223,7 @@ class Devices:
     """The devices in the time account (`recipe.report.account`): the trainer, rollout engines and log-prob servers.
 
     Attributes:
-        accelerators: number of accelerators of one device, by the first word of its lane ("rollout" of "rollout 3").
+        accelerators: number of accelerators of one device; the key is the first word of its lane, such as "rollout".
         shared: whether all replicas are on the trainer's accelerators.
         hybrid: number of hybrid replicas, which are on the trainer's accelerators while other replicas have their own.
             Their numbers are the lowest.
@@ -252,7 +252,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class TokenBooks:
-    """Counts what became of every token that an engine sampled for training since this launch of the run.
+    """Numbers of the tokens that engines sampled for training since this launch of the run, by what became of them.
 
     Attributes:
         sampled: tokens sampled, by the engines' own counts.

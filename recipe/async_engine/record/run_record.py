@@ -124,7 +124,7 @@ class RunRecord:
         self.summary.update({name: value for name, value in state.items() if name != RECORDED})
 
     def settle(self, account: Callable[[Recorded], dict[str, Any]]) -> None:
-        """Add the result of ``account`` for the event record to the summary; if that fails, the summary has none."""
+        """Add the time account, which ``account`` computes from the event record, to the summary; log any failure."""
         if self._recorded is None:
             return
         try:

@@ -91,7 +91,7 @@ class Timeline:
 
     @property
     def silent_s(self) -> float:
-        """The seconds since the last call of `note`, which is called when a phase begins or ends, and elsewhere."""
+        """The seconds since the last call of `note`, which is called for each sign of progress."""
         return self._clock() - max(self._noted.values())
 
     def notes(self) -> list[tuple[str, float]]:
@@ -105,7 +105,7 @@ class Timeline:
         return self._entered[-1] if self._started else Class.START_UP
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the trainer's time in each phase, up to now. If any time has passed, they add up to 1.
+        """Return the share of the trainer's time in each phase, up to now. The shares add up to 1 once time has passed.
 
         Any thread may call this. A phase that ends during the call may be counted twice.
         """

@@ -31,7 +31,7 @@ class Absent(type):
 
 
 class StandIn(ModuleType):
-    """A package that has every attribute; calling one raises an error."""
+    """A stand-in for a package: it has every attribute, and calling an attribute raises an error."""
 
     __path__ = ()  # type: ignore[assignment]
     __version__ = "0"
@@ -58,7 +58,7 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class ImportWatch(importlib.abc.MetaPathFinder):
-    """The first entry of ``sys.meta_path``, which prepares Transformers when SGLang is imported, and finds nothing.
+    """The first entry of ``sys.meta_path``, which prepares Transformers when SGLang is imported, and finds no modules.
 
     If torchvision is absent when Transformers is imported, Transformers replaces ``AutoImageProcessor`` by a class that
     raises errors. The real class works without torchvision, and SGLang registers its processors with it.

@@ -28,7 +28,7 @@ HCCL_ENGINE = "verl.checkpoint_engine.hccl_checkpoint_engine"
 class PlatformCPU(PlatformBase):
     """verl's platform interface for a machine without an accelerator.
 
-    A worker still reserves a "GPU" at Ray, because verl counts only Ray's own accelerator resources
+    A worker still reserves a "GPU" from Ray, because verl counts only Ray's own accelerator resources
     (verl/single_controller/ray/base.py:226). So a local run starts Ray with as many fictitious GPUs as it has workers
     (``ray_kwargs.ray_init.num_gpus``).
     """

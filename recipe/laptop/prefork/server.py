@@ -11,7 +11,7 @@ files under the same descriptor numbers, and with newly seeded random-number gen
 depend on environment variables that differ between the processes of a run, and must not start threads.
 
 Ray's own random-number generator, which names tasks and objects, cannot be seeded again. If a module used it before the
-fork, all forks would draw the same names and silently get each other's objects, so the server checks that none did.
+fork, all forks would draw the same names and silently get each other's objects. The server checks that none used it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Server:
             connection.close()
 
     def _become(self, connection: socket.socket) -> None:
-        """Run in this fork what the launcher asks for, and exit the process."""
+        """Run the program that the launcher asks for in this fork, and exit the process."""
         status = 1
         try:
             # Leave the server's process group, because Ray kills the process group of a dead worker.

@@ -190,7 +190,7 @@ class _Run:
         return Part("rollout replica", devices, (moment,), settings, host, notes=self._cache())
 
     def _engine(self, hybrid: bool = False) -> tuple[Item, ...]:
-        """Return the memory of a rollout engine, or of its weights only if the memory of a device is not known."""
+        """Return a rollout engine's memory; if the memory of a device is not known, return only that of its weights."""
         engine = rollout_engine(self.config, self.models.policy, hybrid)
         if self.device is None:
             return (Item("rollout engine: weights", engine.weights),)
