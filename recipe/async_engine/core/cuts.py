@@ -15,7 +15,7 @@ from typing import Any
 SAMPLED = "recipe_sampled"
 """Key in a request's ``extra_args`` for the answer's tokens that were sampled before an interruption."""
 
-_DELTA = 1  # vLLM's `RequestOutputKind.DELTA`
+_DELTA = 1  # the value of `RequestOutputKind.DELTA`
 
 
 def sampled_before(sampling_params: Any) -> list[int]:
