@@ -67,8 +67,8 @@ def test_lists_by_a_flag_are_trained_as_they_were_sampled_and_the_books_close(
     asked = tmp_path / "asked.jsonl"
     monkeypatch.setenv("ASKED", str(asked))
     overrides = [
-        *script,
         "+recipe=fully_async",
+        *script,
         *short_run(task, tmp_path, ray_dir),
         *lists(task, tmp_path),
         "async_training.alarms.exit_status=false",
