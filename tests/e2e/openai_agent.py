@@ -56,6 +56,21 @@ async def run(client: AsyncOpenAI, row: dict[str, Any]) -> dict[str, Any]:
     return {"reward": float(sum(letter.isdigit() for letter in said["content"])), "streamed": float(stream)}
 
 
+async def rewriting(client: AsyncOpenAI, row: dict[str, Any]) -> float:
+    """Asks, asks two others at once with the answer, and goes on with a summary in place of what was said."""
+    question: list[Any] = list(row["raw_prompt"])
+    asked: dict[str, Any] = {"model": "policy", "max_completion_tokens": 6}
+    said = await asking(client, False, messages=question, **asked)
+    more = [{"role": "user", "content": digit} for digit in "12"]
+    others = await asyncio.gather(
+        *[asking(client, other is more[0], messages=[*question, said, other], **asked) for other in more]
+    )
+    await asyncio.sleep(random.uniform(*TOOL_S))
+    summary = {"role": "user", "content": others[0]["content"][:4]}
+    last = await asking(client, False, messages=[summary], **asked)
+    return float(len(last["content"]))
+
+
 async def asking(client: AsyncOpenAI, stream: bool, **asked: Any) -> Any:
     """Return the message that answers a request, streamed or not."""
     if not stream:

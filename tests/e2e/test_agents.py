@@ -78,6 +78,40 @@ def test_an_agent_is_trained_on_what_the_engines_sampled_under_interruptions(
 
 @pytest.mark.e2e
 @pytest.mark.slow
+def test_an_agent_that_branches_and_rewrites_its_history_is_trained_once_on_what_was_sampled(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, samples = tmp_path / "answers", tmp_path / "samples"
+    samples.mkdir()
+    monkeypatch.setenv("RECORD_FOLDER", str(record))
+    monkeypatch.setenv("ENGINE_SAMPLES", str(samples))
+    decode_steps(monkeypatch, 0.08)
+    loops = tmp_path / "agent_loops.yaml"
+    loops.write_text("- name: agent\n  _target_: openai_agent.AgentLoop\n  agent: openai_agent.rewriting\n")
+    overrides = [
+        *small(task, tmp_path / "run", ray_dir),
+        f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=recorded_samples.RecordedSamples",
+        f"{ROLLOUT}.agent.agent_loop_config_path={loops}",
+        f"{ROLLOUT}.agent.default_agent_loop=agent",
+        f"trainer.total_training_steps={STEPS}",
+    ]
+    run = run_main("fully_async:recording_trainer.RecordingTrainer", overrides, tmp_path / "run")
+    check_books(run, STEPS, bound=4)
+
+    trained: Counter[tuple[int, ...]] = Counter()
+    tokens = 0
+    for answer in trained_answers(record):
+        sequence = answer["prompt"] + answer["tokens"]
+        sampled = [place for place, version in enumerate(answer["versions"]) if version >= 0]
+        tokens += len(sampled)
+        trained.update(tuple(sequence[: len(answer["prompt"]) + place + 1]) for place in sampled)
+    # Four answers of six tokens to each of the 16 prompts of a step.
+    assert tokens == STEPS * 16 * 4 * 6
+    assert not trained - sampled_sequences(samples)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_commands_of_the_page_show_an_agent_and_train_it(tmp_path: Path) -> None:
     commands = re.findall(r"```bash\n(.*?)```", (CHECKOUT / "docs" / "agents.md").read_text(), re.DOTALL)
     environment = user_environment()
