@@ -275,7 +275,7 @@ def test_engine_has_a_cache_for_one_request_of_the_longest_length(
 
 def test_longest_request_is_named_by_what_says_how_long_it_is() -> None:
     small = {f"{ROLLOUT}.gpu_memory_utilization": 0.08}
-    for length, said in ((4096, f"lower {LENGTH}=4096"), (None, f"lower {LENGTH}, which is the number of the model's")):
+    for length, said in ((4096, f"lower {LENGTH}=4096"), (None, f"lower {LENGTH}, which defaults to the model's")):
         problems, _ = with_positions({LENGTH: length} | small, max_position_embeddings=4096)
         assert said in problems[f"{ROLLOUT}.gpu_memory_utilization"].advice
 
