@@ -163,7 +163,7 @@ def test_weights_that_are_nan_are_refused() -> None:
     weights: dict[str, Any] = weights_of(1)
     weights["k"][2] = float("nan")
     model.load(list(weights.items()))
-    with pytest.raises(StagingRefused, match=r"or are NaN; among them layer\.weight"):
+    with pytest.raises(StagingRefused, match=r"are incomplete or NaN, among them layer\.weight"):
         model.complete(1)
     assert live.seen() == fresh(0).seen()
 

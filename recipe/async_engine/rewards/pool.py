@@ -387,7 +387,7 @@ def checked(result: Any) -> Any:
         raise NotPlain(
             "the reward function returned a coroutine: a function that awaits has to be an `async def` itself"
         )
-    given = plain(result, "the result of the reward function")
+    given = plain(result, "the reward function's result")
     if not isinstance(given, dict):
         return number_of(result, given)
     if "score" not in given:

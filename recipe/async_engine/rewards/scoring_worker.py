@@ -191,7 +191,7 @@ def _plain_answer(answer: Any) -> dict[str, Any]:
     """
     if not isinstance(answer, dict) or "reward_score" not in answer:
         raise NotPlain(f"the reward manager returned a {type(answer).__name__} without reward_score")
-    given = plain(answer, "the result of the reward manager")
+    given = plain(answer, "the reward manager's result")
     # verl's agent loops expect reward_extra_info, which verl's code for reward models does not provide.
     return {"reward_extra_info": {}, **given, "reward_score": number_of(answer["reward_score"], given["reward_score"])}
 
