@@ -15,14 +15,14 @@ import ray
 import torch
 from tensordict import TensorDict
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls, get_master_addr_port
 from verl.utils.tensordict_utils import index_select_tensor_dict, maybe_fix_3d_position_ids
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.async_engine.engines.reservation import Reservations, ReservedReplica
-from recipe.async_engine.trainer.verl_trainer import TrainerGroup, make_tokens_ragged
+from recipe.async_engine.trainer.verl_trainer import TrainerGroup
 
 
 class Replica(ReservedReplica):
@@ -72,6 +72,7 @@ def training_worker() -> type[Worker]:
         def __init__(self) -> None:
             super().__init__()
             self.asked = threading.Event()
+            self._register_dispatch_collect_info(mesh_name="train", dp_rank=self.rank, is_collect=True)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
         def train(self) -> bool:
@@ -81,6 +82,13 @@ def training_worker() -> type[Worker]:
         def execute_checkpoint_engine(self, method: str) -> str:
             self.asked.set()
             return f"did {method}"
+
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
+        def turned(self, data: TensorDict) -> TensorDict:
+            """Return the rows' positions in the opposite order, taken as verl's workers take micro-batches."""
+            maybe_fix_3d_position_ids(data)
+            found = index_select_tensor_dict(data, list(range(len(data)))[::-1])["position_ids"]
+            return TensorDict({"positions": torch.stack(found.unbind())}, batch_size=len(data))
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
         async def send_snapshot(self, version: int) -> int:
@@ -101,19 +109,19 @@ def test_what_has_to_do_with_sending_weights_does_not_wait_for_an_update() -> No
     assert ray.get(update, timeout=60) == [True]
 
 
-def arrived(fixed: bool) -> torch.Tensor:
-    """Return the position ids of two rows of 3 tokens that a worker has after it took a micro-batch."""
+@pytest.mark.usefixtures("cluster")
+def test_positions_of_rows_of_one_length_reach_workers() -> None:
+    """Once verl's own group needs no help here, `make_tokens_ragged` can go."""
     ones = torch.ones(2, 3, dtype=torch.long)
     positions = torch.arange(24).view(2, 4, 3)
     columns = {"input_ids": ones, "attention_mask": ones, "response_mask": ones, "position_ids": positions}
-    data = left_right_2_no_padding(TensorDict(columns, batch_size=2))
-    if fixed:
-        make_tokens_ragged(data)
-    maybe_fix_3d_position_ids(data)
-    return torch.stack(index_select_tensor_dict(data, [1, 0])["position_ids"].unbind())
-
-
-def test_positions_of_rows_of_one_length_reach_workers() -> None:
-    assert torch.equal(arrived(fixed=True), torch.arange(24).view(2, 4, 3).flip(0))
-    with pytest.raises(RuntimeError):  # Once verl needs no help, `make_tokens_ragged` can go.
-        arrived(fixed=False)
+    for group_class in (TrainerGroup, RayWorkerGroup):
+        roles = {"actor": RayClassWithInitArgs(cls=ray.remote(training_worker()))}
+        pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
+        group: Any = group_class(resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls(roles)).spawn(roles)
+        data = left_right_2_no_padding(TensorDict(columns, batch_size=2))
+        if group_class is RayWorkerGroup:
+            with pytest.raises(RuntimeError):
+                group["actor"].turned(data)
+        else:
+            assert torch.equal(group["actor"].turned(data)["positions"], positions.flip(0))

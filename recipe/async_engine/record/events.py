@@ -243,7 +243,7 @@ class Devices:
     def is_of_trainer(self, lane: str) -> bool:
         """Return whether this is the lane of a replica on the trainer's accelerators."""
         kind, _, number = lane.partition(" ")
-        return kind == ROLLOUT and (self.shared or int(number) < self.hybrid)
+        return kind == ROLLOUT and (self.shared or (number.isdecimal() and int(number) < self.hybrid))
 
     def size(self, lane: str) -> int:
         """Return the number of accelerators of a device, which all do the same at any time."""

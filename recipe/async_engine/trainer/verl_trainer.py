@@ -45,9 +45,22 @@ class TrainerGroup(RayWorkerGroup):
             worker.cls = group(worker.cls.__ray_actor_class__)
         super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
 
+    def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> Any:
+        """Bind the workers' methods like verl; a call changes its arguments before verl divides them among ranks."""
+
+        def bound(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            method = func_generator(*args, **kwargs)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                for data in args:
+                    make_tokens_ragged(data)
+                return method(*args, **kwargs)
+
+            return call
+
+        return super()._bind_worker_method(user_defined_cls, bound)
+
     def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        for data in args:
-            make_tokens_ragged(data)
         # If an actor has several roles, verl prefixes the method's name with the role, so compare only the end.
         if method_name.endswith(BESIDE_METHODS):
             return getattr(worker, method_name).options(concurrency_group=BESIDE_TRAINING).remote(*args, **kwargs)
