@@ -19,7 +19,7 @@ CPU_ENVIRONMENT: dict[str, str] = {
     "VERL_PLATFORM": "cpu",
     **engines.ENVIRONMENT,
     **engines.NO_USAGE_STATS,
-    # With a thread per core in each of them, a run's dozen processes would compete for the cores.
+    # A run has a dozen processes. If each of them started a thread per core, they would compete for the cores.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     # Compilation takes seconds in each process and does not speed up models small enough to train on a CPU.

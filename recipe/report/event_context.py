@@ -54,7 +54,7 @@ FREE_FOR: Mapping[str, Class] = {
     Why.LAST_OF_PROMPTS: Class.WAIT_PROMPTS,
     Why.LAST_OF_END: Class.WAIT_END,
 }
-"""The class of a free sequence slot in an engine with requests, by the reason that the scheduler reports."""
+"""The kind of waste (`Class`) that a free sequence slot is while other slots of its engine are busy, by the scheduler's reason."""
 
 EMPTY_FOR: Mapping[str, Class] = {
     Why.DRAIN: Class.WAIT_WEIGHTS,

@@ -172,7 +172,7 @@ def test_bound_zero_admits_nothing_before_the_sealed_version_is_announced() -> N
     assert not gate.admits()
     assert gate.announce() == 1
     assert gate.admits()
-    with pytest.raises(GateError, match="version 1 is announced already"):
+    with pytest.raises(GateError, match="version 1 has been announced already"):
         gate.announce()
 
 

@@ -205,7 +205,7 @@ class StalenessGate:
     def announce(self) -> int:
         """Record that all rollout replicas now generate with the next sealed version, and return this version."""
         if self.announced == self.version:
-            raise GateError(f"version {self.version} is announced already, and no later one is sealed")
+            raise GateError(f"version {self.version} has been announced already, and no newer one is sealed")
         self.announced += 1
         self.check()
         return self.announced

@@ -119,7 +119,7 @@ class WeightWorker(Protocol):
         """Receive a version and stage it next to the live weights. The leading rank returns the checksum."""
 
     async def update_weights(self, global_steps: int | None = None) -> str | None:
-        """Receive a version and load it over the live weights. Until this is complete, the server is closed."""
+        """Receive a version and load it over the live weights. Until this is complete, requests wait."""
 
 
 def engine_class(name: str) -> Any:

@@ -185,7 +185,7 @@ def _left_out(content: Any, place: tuple[Any, ...]) -> bool:
 
 
 def header_of(content: Mapping[str, Any], what: str) -> tuple[Header, list[str]]:
-    """Return an event record's header without invalid settings, and notes on those.
+    """Return an event record's header, with its invalid settings removed, and notes on what was removed.
 
     Raises:
         BadFile: a required field of the header is missing or invalid.

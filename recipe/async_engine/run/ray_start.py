@@ -137,7 +137,7 @@ def start_ray(
         return
     arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     if own and arguments.get("include_dashboard") is False:
-        # Only the dashboard uses task events. Switch them off without it, because Ray's control process would keep 100
+        # Only the dashboard uses task events. Switch them off if there is none: Ray's control process would keep 100
         # MiB of them in 1,000 small steps.
         arguments["_system_config"] = {"task_events_report_interval_ms": 0} | (arguments.get("_system_config") or {})
     if choice.is_cpu:

@@ -275,7 +275,7 @@ class Rehearsal:
         passes = 0
         while passes == 0 or not until():
             try:
-                # If a transfer blocks this pass, the transfer's own deadline comes first, and its error is reported.
+                # If a transfer blocks this pass, the transfer's own deadline ends first, and its error is reported.
                 ray.get(self.workers.pass_without_update(data), timeout=self._longest_s)
             except GetTimeoutError:
                 raise RehearsalFailed(
