@@ -124,7 +124,7 @@ def _lane(file: TraceFile, parent: int, name: str, events: Iterable[Event], cate
 
 
 def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> None:
-    """Write how a device spent its time: on one track for a trainer, else on one track for each kind of work (`Class`)."""
+    """Write how a device spent its time: on one track for a trainer, else on one for each kind of work (`Class`)."""
     tracks: dict[str, int] = {}
     for piece in sorted(_joined(pieces), key=lambda piece: piece.start):
         name = ACCOUNT if device == TRAINER else str(piece.what)

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 TEACHER_FOLLOWS = 0.38
 STEPS = 750
 BATCH_SIZE = 64
-# Long demonstrations come in smaller batches and only at every second step, as each has about eight times the tokens of a short one.
+# Long demonstrations come in smaller batches, and only at every second step, because each has about eight times the
+# tokens of a short one.
 LONG_EVERY, LONG_BATCH_SIZE = 2, 4
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 50
