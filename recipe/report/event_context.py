@@ -54,7 +54,7 @@ FREE_FOR: Mapping[str, Class] = {
     Why.LAST_OF_PROMPTS: Class.WAIT_PROMPTS,
     Why.LAST_OF_END: Class.WAIT_END,
 }
-"""How the account counts a free sequence slot while others of its engine are busy, by the reason the scheduler reports."""
+"""How the account counts a free sequence slot while others of its engine are busy, by the scheduler's reason."""
 
 EMPTY_FOR: Mapping[str, Class] = {
     Why.DRAIN: Class.WAIT_WEIGHTS,
