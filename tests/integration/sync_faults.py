@@ -36,6 +36,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from recipe.async_engine.config.sections import Weights
+from recipe.async_engine.engines import staged_model
 from recipe.async_engine.engines.vllm.adapter import DeadlineServerAdapter
 from recipe.async_engine.engines.vllm.engine_extension import StagingExtension
 from recipe.async_engine.engines.vllm.replica import GatedVLLMReplica
@@ -43,7 +44,6 @@ from recipe.async_engine.engines.vllm.server import GatedVLLMHttpServer
 from recipe.async_engine.engines.weight_stream import DeadlineSocket, Staging
 from recipe.async_engine.engines.weight_worker import RolloutWeightWorker
 from recipe.async_engine.weights import publisher as publisher_module
-from recipe.async_engine.weights import staged_model
 from recipe.async_engine.weights.checksum import StreamChecksum, SummedSender
 from recipe.laptop.transfer import gloo_engine
 from recipe.laptop.transfer.transport import Transport

@@ -277,7 +277,8 @@ def test_generation_has_the_accelerators_that_a_script_of_either_kind_gives_it(
 def test_accelerators_that_both_kinds_of_settings_name_differently_are_refused() -> None:
     config = composed(*GRPO_GSM8K, "+recipe=fully_async", f"{ROLLOUT}.nnodes=2", "rollout.nnodes=1")
     with pytest.raises(
-        ConfigError, match=r"rollout\.nnodes=1: allowed is 2\. actor_rollout_ref\.rollout\.nnodes=2 says too"
+        ConfigError,
+        match=r"rollout\.nnodes=1: allowed is 2\. actor_rollout_ref\.rollout\.nnodes=2 has the same meaning",
     ):
         take_arguments(config, "fully_async")
 
