@@ -167,7 +167,7 @@ def test_only_a_group_of_which_nothing_runs_is_adopted_and_only_once() -> None:
     with pytest.raises(LedgerError, match="adopted before"):
         manager.adopt(group, [pending, pending])
     ended = manager.ledger.mark_ready(manager.ledger.issue(prompt(1)).id, 0)
-    with pytest.raises(LedgerError, match="it cannot be adopted"):
+    with pytest.raises(LedgerError, match="cannot be adopted"):
         manager.adopt(ended, [pending, pending])
 
 
