@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains any agent that talks to a model by OpenAI's interface, unchanged: docs/agents.md."""
+"""Trains any agent that calls a model through OpenAI's API, without changes to the agent (docs/agents.md)."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's ``chat/completions`` and ``completions``: requests are read, and answers made, by OpenAI's own types.
+"""Reads requests to OpenAI's ``chat/completions`` and ``completions``, and builds the replies, with OpenAI's own types.
 
-What the policy cannot honour (another output format, biased tokens, alternatives to a token) is refused by name. What
-only steers sampling (temperature, seed, penalties) is the run's to say and is ignored, as is what has no meaning here
-(user, store, metadata). A streamed answer comes once it is whole: an answer may still be interrupted until then.
+A request that asks for what the policy cannot do (another output format, biased tokens, top log-probs) is refused with
+an error that names the field. Fields that only steer sampling (temperature, seed, penalties) are ignored, because the
+run's settings decide about sampling. Fields without a meaning here (user, store, metadata) are ignored too. A streamed
+reply is sent only after the whole answer is sampled, because the answer may be interrupted until then.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def ask_of(body: Mapping[str, Any]) -> Ask:
-    """Return what the body of a request asks for.
+    """Return the fields of a request's body as an `Ask`, except its messages or prompt.
 
     Raises:
-        Refused: a field has a wrong value, or one that the policy cannot honour.
+        Refused: a field has an invalid value, or asks for something that the policy cannot do.
     """
     for name in UNAVAILABLE:
         if body.get(name):
-            raise Refused(400, f"{name} is not available here", code="unsupported_parameter", param=name)
+            raise Refused(400, f"the field {name} is not supported", code="unsupported_parameter", param=name)
     kind = (body.get("response_format") or {"type": "text"}).get("type")
     if kind != "text":
-        raise Refused(400, f"the output format {kind!r} is not available here", "unsupported_value", "response_format")
+        raise Refused(400, f"the output format {kind!r} is not supported", "unsupported_value", "response_format")
     stop = body.get("stop") or []
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     return Ask(
@@ -79,7 +80,7 @@ def checked(name: str, kind: Any, value: Any) -> Any:
     """Return ``value`` if it is a valid ``kind``.
 
     Raises:
-        Refused: it is not; the message has the first of the reasons.
+        Refused: it is not valid. The message has the first validation error.
     """
     try:
         _read(_adapter(kind).validate_python(value))
@@ -91,7 +92,7 @@ def checked(name: str, kind: Any, value: Any) -> Any:
 
 
 def _read(value: Any) -> None:
-    """Go through a validated value, because pydantic checks what an iterable yields only then."""
+    """Iterate over all of a validated value, because pydantic validates the items of an ``Iterable`` only then."""
     if isinstance(value, dict):
         for each in value.values():
             _read(each)
@@ -101,10 +102,10 @@ def _read(value: Any) -> None:
 
 
 def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a chat request; raise Refused if there is none, or one is wrong."""
+    """Return the messages of a chat request; raise Refused if there are none, or if one is invalid."""
     messages = body.get("messages")
     if isinstance(messages, list):
-        # OpenAI takes null for what is not given, though its types do not say so.
+        # OpenAI's API accepts null for an omitted field, although OpenAI's types do not allow it.
         messages = [
             {name: value for name, value in message.items() if value is not None}
             if isinstance(message, dict)
@@ -113,7 +114,7 @@ def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         ]
     checked("messages", list[ChatCompletionMessageParam], messages)
     if not messages:
-        raise Refused(400, "messages: there is none", "invalid_value", "messages")
+        raise Refused(400, "messages: at least one is required", "invalid_value", "messages")
     found: list[dict[str, Any]] = messages
     return found
 
@@ -124,7 +125,7 @@ def usage(answers: Sequence[Answer]) -> CompletionUsage:
 
 
 def chat_completion(body: Mapping[str, Any], answers: Sequence[Answer], decode: Decode) -> ChatCompletion:
-    """Return the answers to a chat request as OpenAI's object."""
+    """Return the reply to a chat request, with one choice for each answer."""
     return ChatCompletion(
         id=f"chatcmpl-{answers[0].number}",
         choices=[
@@ -161,7 +162,7 @@ def _log_probs(answer: Answer, decode: Decode) -> list[ChatCompletionTokenLogpro
 
 
 def chat_chunks(body: Mapping[str, Any], answers: Sequence[Answer], decode: Decode) -> Iterator[ChatCompletionChunk]:
-    """Yield the answers to a chat request as OpenAI's stream of chunks."""
+    """Yield the chunks of the streamed reply to a chat request. The text of each answer is a single chunk."""
     whole = chat_completion(body, answers, decode)
     options = body.get("stream_options") or {}
 
@@ -193,20 +194,20 @@ def chat_chunks(body: Mapping[str, Any], answers: Sequence[Answer], decode: Deco
 
 
 def prompt_of(body: Mapping[str, Any]) -> str | list[int]:
-    """Return the one prompt of a completion request, a text or tokens."""
+    """Return the only prompt of a completion request, as a text or a list of tokens."""
     prompt = checked("prompt", str | list[str] | list[int] | list[list[int]], body.get("prompt"))
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) != 1:
-            raise Refused(400, "prompt: ask for one at a time", "unsupported_value", "prompt")
+            raise Refused(400, "prompt: only one per request is supported", "unsupported_value", "prompt")
         prompt = prompt[0]
     if not prompt:
-        raise Refused(400, "prompt: it is empty", "invalid_value", "prompt")
+        raise Refused(400, "prompt: it must not be empty", "invalid_value", "prompt")
     found: str | list[int] = prompt
     return found
 
 
 def completion(body: Mapping[str, Any], answers: Sequence[Answer], decode: Decode) -> Completion:
-    """Return the answers to a completion request as OpenAI's object."""
+    """Return the reply to a completion request, with one choice for each answer."""
     return Completion(
         id=f"cmpl-{answers[0].number}",
         choices=[

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of vLLM that agents use apart from rollout: its reasoning parsers, and its server where no trainer runs."""
+"""Uses vLLM's reasoning parsers and, to try an agent without a trainer, vLLM's server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STARTED_S = 600.0
 
 @cache
 def reasoning_splitter(name: str, tokenizer: Any) -> Callable[[str], tuple[str | None, str]]:
-    """Return a function that splits an answer into reasoning and text by vLLM's parser of this name."""
+    """Return a function that splits an answer into reasoning and text with vLLM's reasoning parser ``name``."""
     from vllm.reasoning import ReasoningParserManager
 
     parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
@@ -36,7 +36,7 @@ def reasoning_splitter(name: str, tokenizer: Any) -> Callable[[str], tuple[str |
 
 
 class ServerClient:
-    """The client of verl's agent loops, for a server with vLLM's ``/v1/completions``: tokens in, tokens out."""
+    """Replaces the client of verl's agent loops; sends the tokens of prompts to a vLLM server's ``/v1/completions``."""
 
     def __init__(self, server: AsyncOpenAI, model: str) -> None:
         self._server, self._model = server, model
@@ -44,9 +44,9 @@ class ServerClient:
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **media: Any
     ) -> TokenOutput:
-        """Return the answer to a prompt."""
+        """Return the tokens that the server samples after ``prompt_ids``, and their log-probs."""
         if media:
-            raise AgentFailed("images need a run: a server takes no images with tokens")
+            raise AgentFailed("images are supported only in a training run, not with a server's /v1/completions")
         parameters = {name: value for name, value in sampling_params.items() if name != "logprobs"}
         reply = await self._server.completions.create(
             model=self._model, prompt=prompt_ids, logprobs=0, extra_body={**parameters, "return_token_ids": True}
@@ -57,11 +57,11 @@ class ServerClient:
 
 @asynccontextmanager
 async def server(model: str, arguments: Sequence[str], address: str | None) -> AsyncIterator[ServerClient]:
-    """Provide a client of the server at ``address``; if that is None, of one that is started and ended here.
+    """Provide a client of the server at ``address``. If that is None, start a server, and end it afterwards.
 
     Args:
         model: folder or name of the model.
-        arguments: further arguments of vLLM's server.
+        arguments: further command-line arguments of a server that is started.
     """
     if address is not None:
         async with AsyncOpenAI(base_url=address, api_key=os.environ.get("OPENAI_API_KEY", "none")) as found:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of agents: what a request is refused with, and why a trajectory's agent failed."""
+"""The errors of this package: a request that is refused, and an agent that failed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from openai.types.shared.error_object import ErrorObject
 
 
 class AgentFailed(RuntimeError):
-    """A trajectory's agent failed; the message says how, with its last words."""
+    """A trajectory's agent failed. The message says how, and has the end of the output of a command that failed."""
 
 
 class Refused(Exception):
-    """A request that is not answered.
+    """A request of an agent is refused with an HTTP error.
 
     Attributes:
         status: the HTTP status.
-        error: what the client is told, in OpenAI's form.
+        error: the error object that the client receives, in OpenAI's form.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The addresses under which agents reach the policy: one of its own, with a key, for each trajectory.
+"""Serves the policy to agents through OpenAI's API. Each trajectory has its own address and key.
 
-Contract: ``http://host:port/t/ID/v1`` answers only to the key that was made with it, and only until its trajectory has
-ended; an unknown address and a wrong key look the same. The server is bound to one address, loopback unless another is
-named. A body has at most `BODY_BYTES`, and has to arrive within `BODY_S`. If a client leaves, its request is cancelled.
-Errors have OpenAI's form, and tell OpenAI's client not to repeat a request that failed in the engines, because the
-client behind this server has done so. Shown by tests/integration/test_agents.py.
+Contract: ``http://host:port/t/ID/v1`` answers only requests with the key that was made for this address, and only until
+the trajectory has ended. An unknown address and a wrong key get the same error. The server listens on one host address,
+which is loopback unless another one is set. A request's body may have at most `BODY_BYTES`, and has to arrive within
+`BODY_S`. If a client disconnects, its request is cancelled. Errors have OpenAI's form. They tell OpenAI's client not to
+retry, because the rollout client behind this server has already retried requests that failed in the engines. Shown by
+tests/integration/test_agents.py.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ DONE = ({"data": "[DONE]"},)
 Events = Iterator[dict[str, str]]
 Work = Coroutine[Any, Any, tuple[Any, Events]]
 Handler = Callable[["Trajectory", dict[str, Any]], tuple[Ask, Work]]
-"""Reads a request, and returns what makes its answer, as one object and as events."""
+"""Reads a request's body; returns its `Ask`, and a coroutine that returns the reply as one object and as events."""
 
 
 @dataclass
 class Trajectory:
-    """What the server knows of a trajectory. ``responses`` has the messages up to each response, by its id."""
+    """A served trajectory. ``responses`` maps the id of each response to the messages up to and including it."""
 
     session: Session
     key: str
@@ -62,7 +63,7 @@ class Trajectory:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which leaves the signals of the process alone."""
+    """uvicorn's server without its signal handlers, which would replace those of the process."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -70,7 +71,7 @@ class _Server(uvicorn.Server):
 
 
 class Gateway:
-    """The server of a process for all of its trajectories. It runs in the event loop that starts it."""
+    """One server for all trajectories of a process. It runs in the event loop in which `start` is called."""
 
     def __init__(self, host: str = "127.0.0.1", model: str = "policy") -> None:
         self._host, self._model = host, model
@@ -80,7 +81,7 @@ class Gateway:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Bind a port that the system chooses, and serve."""
+        """Listen on a port that the operating system chooses, and serve requests."""
         listening = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
         listening.bind((self._host, 0))
         self._port = listening.getsockname()[1]
@@ -88,7 +89,7 @@ class Gateway:
             self.app(), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False
         )
         self._server = _Server(config)
-        # In a context of its own: it outlives the trajectory that starts it.
+        # Use an empty context, because the server outlives the trajectory that starts it.
         self._task = asyncio.create_task(
             self._server.serve(sockets=[listening]), context=Context(), name="agents' gateway"
         )
@@ -99,14 +100,14 @@ class Gateway:
             await self._task
 
     def open(self, session: Session) -> tuple[str, str]:
-        """Return the address of a trajectory and its key."""
+        """Create an address and a key for a trajectory, and return them."""
         name, key = secrets.token_hex(16), secrets.token_urlsafe(32)
         self._trajectories[name] = Trajectory(session, key)
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/t/{name}/v1", key
 
     async def close(self, address: str) -> None:
-        """Let an address answer nothing any more, and cancel its open requests."""
+        """Stop answering at an address, and cancel its open requests."""
         trajectory = self._trajectories.pop(address.split("/")[-2], None)
         if trajectory is not None:
             await trajectory.session.close()
@@ -127,11 +128,11 @@ class Gateway:
         )
 
     def _trajectory(self, request: Request) -> Trajectory:
-        """Return the trajectory that a request's address and key name."""
+        """Return the trajectory to which a request's address and key belong."""
         found = self._trajectories.get(request.path_params["name"])
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         given = key if kind.lower() == "bearer" else ""
-        # Compared even if there is no such trajectory, so that both take the same time.
+        # Compare even for an unknown address, so that its error takes as long as that of a wrong key.
         if not secrets.compare_digest(given.encode(), (found.key if found else secrets.token_urlsafe(32)).encode()):
             raise Refused(401, "no trajectory has this address and key", code="invalid_api_key")
         assert found is not None
@@ -153,7 +154,7 @@ class Gateway:
             task = asyncio.create_task(trajectory.session.in_context(work))
             try:
                 if body.get("stream"):
-                    # What can be refused has been by then, and so has its status.
+                    # Begin the stream only after the engines are asked, so that a refused request gets its HTTP status.
                     await _first(request, task, ask.begun.wait())
                     return EventSourceResponse(_stream(task), ping=PING_S, sep="\n")
                 await _first(request, task)
@@ -205,7 +206,7 @@ async def _body(request: Request) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
     Raises:
-        Refused: it is too long, too slow, or no JSON object.
+        Refused: the body is too long, arrives too slowly, or is not a JSON object.
     """
     data = bytearray()
     try:
@@ -217,18 +218,18 @@ async def _body(request: Request) -> dict[str, Any]:
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {BODY_S:g} s") from None
     except ClientDisconnect:
-        raise Refused(400, "the client left") from None
+        raise Refused(400, "the client disconnected") from None
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {error}") from None
+        raise Refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise Refused(400, "the body is no JSON object")
+        raise Refused(400, "the body is not a JSON object")
     return body
 
 
 async def _first(request: Request, task: asyncio.Task[Any], *others: Coroutine[Any, Any, Any]) -> None:
-    """Wait until ``task`` is done, or one of the others; raise Refused if it failed, or the client left before."""
+    """Wait until ``task`` or another one is done; raise Refused if ``task`` failed or the client disconnected first."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -241,7 +242,7 @@ async def _first(request: Request, task: asyncio.Task[Any], *others: Coroutine[A
         if task.done():
             await _or_refused(task)
         elif leaving.done():
-            raise Refused(499, "the client left")
+            raise Refused(499, "the client disconnected")
     finally:
         for each in (leaving, *rest):
             each.cancel()
@@ -255,7 +256,7 @@ async def _or_refused(task: asyncio.Task[Any]) -> Any:
         raise
     except asyncio.CancelledError:
         raise Refused(503, "the trajectory has ended") from None
-    except Exception as error:  # whatever the engines or a parser raise
+    except Exception as error:  # the engines or a parser may raise anything
         logger.warning("an agent's request failed", exc_info=error)
         raise Refused(500, f"the policy gave no answer: {type(error).__name__}: {error}") from error
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the answers of the policy in the messages that an agent sends back.
+"""Finds the policy's earlier answers in the messages of a request, because agents resend the whole conversation.
 
-Contract: of a request's messages, `History.match` finds the longest beginning that is an earlier request with its
-answer. Messages are compared by their meaning: role, text, calls of tools and images. Spaces around an answer, the
-layout of a call's arguments, ids of calls, reasoning and fields without a value may differ, as client libraries change
-them. `to_render` gives messages the form that chat templates expect. Shown by tests/core/test_agent_history.py.
+Contract: `History.match` finds the longest beginning of a request's messages that consists of an earlier request's
+messages and the policy's answer to it. Messages are compared by role, text, tool calls and images. Spaces around a
+text, the layout of a call's arguments, ids of calls, reasoning and fields without a value may differ, because client
+libraries change them. `to_render` gives messages the form that chat templates expect. Shown by
+tests/core/test_agent_history.py.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ IMAGE = "image_url"
 
 
 class History:
-    """The requests of one trajectory with their answers, each by the number of its exchange."""
+    """The earlier requests of one trajectory with their answers, as digests, each with the number of its `Exchange`."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, int] = {}
 
     def match(self, tools: Sequence[Any], messages: Sequence[Message]) -> tuple[int, int] | None:
-        """Return the number of the exchange that ``messages`` go on from, and how many of them it covers, or None."""
-        # An answer as the last message has nothing after it to answer.
+        """Return the number of the exchange that ``messages`` continue, and how many messages it covers, or None."""
+        # A request continues an answer by at least one message, so the last message is not part of the match.
         beginnings = list(_digests(tools, messages[:-1]))
         for covered in range(len(beginnings) - 1, 0, -1):
             if (number := self._known.get(beginnings[covered])) is not None:
@@ -34,13 +35,13 @@ class History:
         return None
 
     def remember(self, tools: Sequence[Any], messages: Sequence[Message], answer: Message, number: int) -> None:
-        """Remember that exchange ``number`` is the answer to ``messages``."""
+        """Remember that ``answer``, sampled in exchange ``number``, is the answer to ``messages``."""
         *_, digest = _digests(tools, [*messages, answer])
         self._known[digest] = number
 
 
 def _digests(tools: Sequence[Any], messages: Sequence[Message]) -> Iterator[bytes]:
-    """Yield the digest of each beginning of ``messages``, from none of them to all."""
+    """Yield a digest of ``tools`` and each beginning of ``messages``, from no messages to all of them."""
     digest = hashlib.blake2b(_dumped(list(tools)).encode(), digest_size=16)
     yield digest.digest()
     for message in messages:
@@ -53,7 +54,7 @@ def _dumped(value: Any) -> str:
 
 
 def meaning(message: Message) -> dict[str, Any]:
-    """Return what a message says, without what libraries change when they send it back."""
+    """Return what is compared of a message, without what client libraries change when they send it back."""
     said = to_render(message)
     role = said["role"]
     content = said["content"].strip() if isinstance(said["content"], str) else said["content"]
@@ -100,7 +101,7 @@ def _text(part: Message) -> str:
 
 
 def arguments(text: Any) -> Any:
-    """Return a call's arguments as a mapping, or unchanged if they are not the JSON of one."""
+    """Return a tool call's arguments as a mapping, or unchanged if they are not the JSON text of an object."""
     if not isinstance(text, str):
         return text
     try:
@@ -111,7 +112,7 @@ def arguments(text: Any) -> Any:
 
 
 def images(messages: Sequence[Message]) -> list[str]:
-    """Return the addresses of all images of messages in the form of `to_render`, in order."""
+    """Return, in order, the addresses of all images in messages that `to_render` returned."""
     return [
         part["image"]
         for message in messages

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's agent loop for any agent that talks to a model by OpenAI's interface.
+"""verl's agent loop for any agent that calls a model through OpenAI's API.
 
-Contract: each trajectory's agent gets an address of its own at the gateway of its process, which answers until the
-agent has ended. Every sampled token is in one output with mask 1 (`TokenTree`); if the agent's histories are one
-conversation, there is one output, else a list. A failure of the agent, of the engines or of a deadline is a failure of
-the trajectory. Settings are arguments in the file that ``agent_loop_config_path`` names, as for every agent loop.
-Shown by tests/integration/test_agents.py and tests/e2e/test_agents.py.
+Contract: each trajectory's agent gets its own address at the gateway of this process, which answers until the agent has
+ended. Every token of a recorded answer has mask 1 in exactly one output (`TokenTree`). There is one output if each
+request continues the conversation of the one before, and otherwise a list. If the agent or an engine fails, or a
+deadline passes, the trajectory fails (but see ``overlong_reward``). The settings are arguments in the file that
+``agent_loop_config_path`` names, as for every agent loop. Shown by tests/integration/test_agents.py and
+tests/e2e/test_agents.py.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ _places: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
 
 
 class OpenAIAgentLoop(AgentLoopBase):
-    """Runs a user's agent against an address of its own.
+    """Runs a user's agent, which reaches the policy at an address of its own.
 
     Args:
         agent: name of an ``async def run(client, row) -> float | dict``, or None.
-        command: a command line, or None. One of the two has to be given.
-        at_once: how many agents a worker runs at once; None means all. Waiting counts toward a trajectory's deadline.
-        deadline_s: seconds that an agent may take; None leaves it to the trajectory's own deadline.
-        overlong_reward: reward of a trajectory whose agent failed after its conversation had no room left for an
-            answer; None lets the trajectory fail.
-        passed: names of environment variables for the command, separated by commas.
-        reasoning: name of the engine's parser that splits answers into reasoning and text, or None.
-        host: the address that the gateway is bound to.
+        command: a command line, or None. Either this or ``agent`` has to be given.
+        at_once: how many agents a worker runs at once; None means no limit. A trajectory's wait for its turn counts
+            toward its own deadline, but not toward ``deadline_s``.
+        deadline_s: seconds that an agent may take; None means that only the trajectory's own deadline holds.
+        overlong_reward: reward of a trajectory whose agent failed after its conversation became too long for another
+            answer. With None such a trajectory fails.
+        passed: names of further environment variables that the command gets, separated by commas.
+        reasoning: name of vLLM's parser that splits answers into reasoning and text, or None.
+        host: the address on which the gateway listens.
     """
 
     def __init__(
@@ -60,20 +62,20 @@ class OpenAIAgentLoop(AgentLoopBase):
     ) -> None:
         super().__init__(*args, **kwargs)
         if (agent is None) == (command is None):
-            raise AgentFailed("the agent loop needs one of agent= (a callable's name) and command= (a command line)")
+            raise AgentFailed("the agent loop needs either agent= (a callable's name) or command= (a command line)")
         self._agent = None if agent is None else hydra.utils.get_method(agent)
         if self._agent is not None and not inspect.iscoroutinefunction(self._agent):
-            raise AgentFailed(f"{agent} is not an `async def`; a program that blocks is for command=")
+            raise AgentFailed(f"{agent} is not an `async def`; run a program that blocks with command= instead")
         self._command, self._passed = command or "", [name.strip() for name in passed.split(",") if name.strip()]
         self._at_once, self._deadline_s, self._overlong_reward = at_once, deadline_s, overlong_reward
         self._reasoning, self._host = reasoning, host
         self.session: Session | None = None
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        """Run the agent for a row of the data, and return its trajectory as verl's outputs.
+        """Run the agent for a data row, and return one `AgentLoopOutput` of verl, or a list of them.
 
         Raises:
-            AgentFailed: the agent failed, took too long, or asked the policy nothing.
+            AgentFailed: the agent failed, took too long, or got no answer from the policy.
         """
         async with self._place():
             self.session = session = Session(self, sampling_params, copy_context(), self._reasoning)
@@ -86,7 +88,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         reward, report = reward_of(returned)
         segments = session.tree.segments()
         if not segments:
-            raise AgentFailed("the agent ended without an answer of the policy")
+            raise AgentFailed("the agent ended without an answer from the policy")
         outputs = [self._output(session, segment, reward, report) for segment in segments]
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -138,7 +140,7 @@ class OpenAIAgentLoop(AgentLoopBase):
 
 
 def running_gateway(host: str) -> Gateway:
-    """Return the gateway of the running event loop, which is started for its first trajectory."""
+    """Return the gateway of the running event loop on ``host``; start it if there is none yet."""
     here = (asyncio.get_running_loop(), host)
     if here not in _gateways:
         _gateways[here] = Gateway(host)

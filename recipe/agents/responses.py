@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's ``responses``: its items become messages of a chat, and an answer becomes items and events again.
+"""OpenAI's ``responses`` API: turns the items of a request into chat messages, and an answer into items and events.
 
-Only functions are tools here; OpenAI's own (search, computers, programs) are refused by name. ``previous_response_id``
-goes on from an earlier response of the same trajectory.
+Only functions are supported as tools. OpenAI's built-in tools (search, computer use, code) are refused with an error
+that names the tool. A request with a ``previous_response_id`` continues an earlier response of the same trajectory.
 """
 
 from __future__ import annotations
@@ -45,17 +45,19 @@ Message = dict[str, Any]
 
 
 def asked(body: Mapping[str, Any], earlier: Mapping[str, list[Message]]) -> tuple[list[Message], Ask]:
-    """Return the messages of a request and what it asks for. ``earlier`` has the messages up to each response.
+    """Return a request's messages, and its other fields as an `Ask`.
+
+    ``earlier`` maps the id of each earlier response to the messages up to and including it.
 
     Raises:
-        Refused: a field has a wrong value, or one that the policy cannot honour.
+        Refused: a field has an invalid value, or asks for something that the policy cannot do.
     """
     kind = ((body.get("text") or {}).get("format") or {"type": "text"}).get("type")
     if kind != "text":
-        raise Refused(400, f"the output format {kind!r} is not available here", "unsupported_value", "text")
+        raise Refused(400, f"the output format {kind!r} is not supported", "unsupported_value", "text")
     for name in ("prompt", "conversation", "background"):
         if body.get(name):
-            raise Refused(400, f"{name} is not available here", code="unsupported_parameter", param=name)
+            raise Refused(400, f"the field {name} is not supported", code="unsupported_parameter", param=name)
     tools = [_tool(tool) for tool in body.get("tools") or []]
     ask = ask_of({name: body.get(name) for name in ("parallel_tool_calls", "tool_choice")})
     limit = body.get("max_output_tokens")
@@ -64,34 +66,35 @@ def asked(body: Mapping[str, Any], earlier: Mapping[str, list[Message]]) -> tupl
     if (before := body.get("previous_response_id")) is not None:
         if before not in earlier:
             raise Refused(
-                400, f"there is no response {before!r}", "previous_response_not_found", "previous_response_id"
+                400, f"there is no earlier response {before!r}", "previous_response_not_found", "previous_response_id"
             )
         messages += earlier[before]
     messages += messages_of(body.get("input"))
     if instructions := body.get("instructions"):
-        # Instructions hold for one response, and are not carried over to the next.
+        # Instructions apply to one response only, so `kept` leaves them out.
         messages = [{"role": "system", "content": instructions}, *messages]
     return messages, ask
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise Refused(400, f"the tool {tool.get('type')!r} is not available here", "unsupported_value", "tools")
+        raise Refused(400, f"a tool of type {tool.get('type')!r} is not supported", "unsupported_value", "tools")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
 def messages_of(given: Any) -> list[Message]:
-    """Return the input of a request as messages of a chat."""
+    """Return the input of a request as chat messages."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    # OpenAI takes items that lack what its types require, such as an answer's status, and libraries send them.
+    # OpenAI's types are not used here, because OpenAI accepts items that lack required fields, such as an answer's
+    # status, and client libraries send such items.
     try:
         messages = _from_items(given)
     except (AttributeError, KeyError, TypeError) as error:
         raise Refused(400, f"input: {type(error).__name__}: {error}", "invalid_value", "input") from None
     if not messages:
-        raise Refused(400, "input: it is empty", "invalid_value", "input")
+        raise Refused(400, "input: it must not be empty", "invalid_value", "input")
     return messages
 
 
@@ -103,7 +106,7 @@ def _from_items(items: Sequence[Mapping[str, Any]]) -> list[Message]:
         if kind == "reasoning":
             reasoning = "".join(part["text"] for part in item.get("content") or ())
             continue
-        # The parts of one answer stand one after another.
+        # Consecutive items of the assistant are one answer. Its message is marked as "open" until all items are read.
         last = messages[-1] if messages and messages[-1].get("open") else None
         if kind == "message" and item["role"] != "assistant":
             messages.append({"role": item["role"], "content": _content(item["content"])})
@@ -120,7 +123,7 @@ def _from_items(items: Sequence[Mapping[str, Any]]) -> list[Message]:
         elif kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
         else:
-            raise Refused(400, f"an input of type {kind!r} is not available here", "unsupported_value", "input")
+            raise Refused(400, f"an input of type {kind!r} is not supported", "unsupported_value", "input")
         if reasoning and messages[-1].get("open"):
             messages[-1]["reasoning_content"], reasoning = reasoning, None
     for message in messages:
@@ -140,12 +143,12 @@ def _content(content: Any) -> Any:
         elif part["type"] == "input_image" and part.get("image_url"):
             parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
         else:
-            raise Refused(400, f"an input of type {part['type']!r} is not available here", "unsupported_value", "input")
+            raise Refused(400, f"an input of type {part['type']!r} is not supported", "unsupported_value", "input")
     return parts
 
 
 def response(body: Mapping[str, Any], answer: Answer) -> Response:
-    """Return an answer as OpenAI's response."""
+    """Return the response object of OpenAI's API that has the policy's answer."""
     name = answer.number
     cut = answer.finish == "length"
     status: Any = "incomplete" if cut else "completed"
@@ -190,7 +193,7 @@ def response(body: Mapping[str, Any], answer: Answer) -> Response:
 
 
 def events(whole: Response) -> Iterator[Any]:
-    """Yield a response as OpenAI's stream of events."""
+    """Yield the events by which OpenAI's API streams the response ``whole``."""
     numbers = count()
     begun = whole.model_copy(update={"output": [], "usage": None, "status": "in_progress", "incomplete_details": None})
     yield ResponseCreatedEvent(response=begun, sequence_number=next(numbers), type="response.created")
@@ -252,5 +255,5 @@ def _text_events(index: int, item: Any, numbers: Iterator[int]) -> Iterator[Any]
 
 
 def kept(messages: Sequence[Message], body: Mapping[str, Any], answer: Answer) -> list[Message]:
-    """Return the messages up to an answer, which a request may go on from by the response's id."""
+    """Return the messages up to and including an answer, which a later request may continue by the response's id."""
     return [*messages[bool(body.get("instructions")) :], answer.message()]

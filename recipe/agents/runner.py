@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a user's agent for one trajectory: a callable in this process, or a command in a process of its own.
+"""Runs a user's agent for one trajectory, either a callable in this process or a command in a process of its own.
 
-Contract: a command gets the address, its key and the file of its row by the environment (``OPENAI_BASE_URL``,
-``OPENAI_API_KEY``, ``AGENT_ROW``), and of this process's environment only `PASSED` and what the user names, so none of
-the run's secrets. The last line that it prints is its reward. When it ends, or its time is over, its process group is
-killed. If it fails, the error has its exit status and its last words. Shown by tests/integration/test_agent_runner.py.
+Contract: a command gets the trajectory's address, the key, and the path of a JSON file with the dataset row, in the
+environment variables ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``AGENT_ROW``. From this process's environment it gets
+only the variables in `PASSED` and those that the user names, so it gets none of the run's secrets. The last line of its
+standard output is the reward. When the command ends or its time is over, its whole process group is killed. If the
+command fails, the error has its exit status and the end of its output. Shown by tests/integration/test_agent_runner.py.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from recipe.agents.errors import AgentFailed
 PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
 ROW = "AGENT_ROW"
 LAST_WORDS = 4000
-"""Number of bytes of what a command printed that are kept."""
+"""Number of bytes that are kept from the end of a command's output."""
 REWARD = "reward"
 
 Agent = Callable[[AsyncOpenAI, dict[str, Any]], Awaitable[Any]]
 
 
 async def run_callable(agent: Agent, address: str, key: str, row: dict[str, Any]) -> Any:
-    """Return what the user's callable returns for a row."""
-    # The client of the run behind the address repeats what fails.
+    """Call the user's callable for a row, and return its result."""
+    # Do not retry here, because the rollout client behind the address already retries failed requests.
     async with AsyncOpenAI(base_url=address, api_key=key, max_retries=0, timeout=None) as client:
         return await agent(client, row)
 
@@ -46,12 +47,12 @@ async def run_command(
     """Run a user's command for a row, and return the reward that it prints.
 
     Args:
-        command: the command line, without a shell's features.
-        passed: names of further environment variables that it gets.
-        folder: its working directory; that of this process if None.
+        command: the command line, which no shell interprets.
+        passed: names of further environment variables that the command gets.
+        folder: the command's working directory; None means that of this process.
 
     Raises:
-        AgentFailed: it cannot be started, its exit status is not 0, or it prints no reward.
+        AgentFailed: the command cannot be started, its exit status is not 0, or its last line is not a reward.
     """
     with tempfile.TemporaryDirectory(prefix="agent-") as place:
         file = Path(place, "row.json")
@@ -76,7 +77,7 @@ async def run_command(
         assert process.stdout is not None and process.stderr is not None
         words = [asyncio.create_task(last_words(stream)) for stream in (process.stdout, process.stderr)]
         try:
-            # asyncio's wait() would also wait for what the command has started, which may hold its pipes.
+            # asyncio's wait() would also wait for processes that the command has started and that hold its pipes open.
             await exited(process.pid)
         finally:
             with suppress(ProcessLookupError):
@@ -90,12 +91,12 @@ async def run_command(
 
 
 def environment_of(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str]:
-    """Return what a command gets of an environment."""
+    """Return those variables of ``environment`` that a command gets."""
     return {name: environment[name] for name in (*PASSED, *passed) if name in environment}
 
 
 async def exited(pid: int) -> None:
-    """Wait until a process that this one has started has ended."""
+    """Wait until the child process ``pid`` has ended."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     try:
         descriptor = os.pidfd_open(pid)
@@ -110,7 +111,7 @@ async def exited(pid: int) -> None:
 
 
 async def last_words(stream: asyncio.StreamReader) -> str:
-    """Read a stream to its end, and return the end of it."""
+    """Read a stream until it ends, and return its last `LAST_WORDS` bytes as text."""
     kept = b""
     while data := await stream.read(1 << 16):
         kept = (kept + data)[-LAST_WORDS:]
@@ -118,19 +119,21 @@ async def last_words(stream: asyncio.StreamReader) -> str:
 
 
 def printed_reward(command: str, printed: str) -> Any:
-    """Return the reward in the last line of what a command printed: a number, or a JSON object; None for ``null``."""
+    """Return the reward in the last line of a command's output, as JSON: a number, an object or null; None without
+    output.
+    """
     lines = printed.strip().splitlines()
     try:
         return json.loads(lines[-1]) if lines else None
     except ValueError:
-        raise AgentFailed(f"the last line that {command!r} printed is no reward: {lines[-1][-200:]!r}") from None
+        raise AgentFailed(f"the last line that {command!r} printed is not a reward: {lines[-1][-200:]!r}") from None
 
 
 def reward_of(returned: Any) -> tuple[float | None, dict[str, Any]]:
-    """Return an agent's reward and what else it reports. None means that the run's reward function gives it.
+    """Return an agent's reward and its other values. If the reward is None, the run's reward function computes it.
 
     Raises:
-        AgentFailed: it is neither a number nor a mapping with a number as `REWARD`.
+        AgentFailed: ``returned`` is neither None nor a number, nor a mapping with a number under `REWARD`.
     """
     report = dict(returned) if isinstance(returned, Mapping) else {REWARD: returned}
     reward = report.pop(REWARD, None)

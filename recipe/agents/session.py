@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trajectory's conversations with the policy: requests become tokens, sampled tokens become answers.
+"""One trajectory's conversations with the policy: turns requests into tokens, and sampled tokens into answers.
 
-Contract: what goes on from an earlier answer has its tokens as they were sampled (`History`), and verl's
-Continuous-Token builder makes the tokens of the messages after it. Other histories are rendered anew and are context.
-A request reaches the engines by the client of verl's agent loops, in the context of its trajectory, so interruptions,
-versions, gates and deadlines hold as for every agent loop. An answer is recorded when it is whole; what an agent gave
-up waiting for is not trained. If the engines fail a request, the trajectory fails with their error, whatever the agent
-makes of it. Temperature, top_p and the like are the run's own: other ones would train another policy than the one that
-samples. Shown by tests/integration/test_agents.py.
+Contract: if a request continues an earlier answer (`History`), its prompt repeats the answer's tokens as they were
+sampled, and verl's Continuous-Token builder adds the tokens of the later messages. The messages of other requests are
+rendered anew by the chat template. Answers in them are context, unless their tokens come out as they were sampled. A
+request is sent by the client of verl's agent loops, in the context of its trajectory, so interruptions, versions, turn
+gates and deadlines apply as to every agent loop. An answer is recorded only when it is complete. If the agent stops
+waiting for an answer, the answer is not trained. If the engines fail a request, the trajectory fails with their error,
+even if the agent handles the error. Temperature, top_p and similar fields of requests are ignored: with other values
+than the run's, the policy that samples would differ from the one that is trained. Shown by
+tests/integration/test_agents.py.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ from recipe.agents.tree import TokenTree
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks for, apart from its messages. ``begun`` is set when the engines are asked."""
+    """The fields of a request, except its messages. ``calls`` says whether the answer may call tools, ``parallel``
+    whether it may call several at once. ``begun`` is set when the engines are asked.
+    """
 
     tools: list[Any] = field(default_factory=list)
     calls: bool = True
@@ -53,7 +57,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the policy, as the agent is told it."""
+    """An answer of the policy, from which the reply to the agent is built."""
 
     number: int
     text: str
@@ -65,7 +69,7 @@ class Answer:
     prompt_tokens: int
 
     def message(self) -> dict[str, Any]:
-        """Return the answer as the message that an agent sends back."""
+        """Return the message by which an agent sends this answer back."""
         return {"role": "assistant", "content": self.text, "tool_calls": self.calls}
 
 
@@ -73,10 +77,10 @@ class Session:
     """The conversations of one trajectory.
 
     Attributes:
-        failure: what the engines failed a request with, if they did.
+        failure: the first error with which the engines failed a request, or None.
         overlong: whether a request was refused because its conversation left no room for an answer.
-        matched: number of the policy's answers in requests that were found again as they were sampled.
-        unmatched: number of answers in later requests that were not, and became context.
+        matched: number of requests that continue an earlier answer with its tokens as they were sampled.
+        unmatched: number of answers in requests after the first that were not found in this way, and became context.
     """
 
     def __init__(
@@ -101,8 +105,8 @@ class Session:
         self._texts: list[tuple[str, int]] = []
 
     async def in_context(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Await ``work`` in the trajectory's context; cancel it if the caller is cancelled or the session closes."""
-        # A copy for each request: requests run at once, and must not see what the others set.
+        """Await ``work`` in the trajectory's context; cancel it if the caller is cancelled or the session is closed."""
+        # Each request gets a copy of the context, because concurrent requests must not see each other's variables.
         task = asyncio.create_task(work, context=self.context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -116,7 +120,7 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def chat(self, messages: Sequence[Message], ask: Ask) -> list[Answer]:
-        """Return ``ask.n`` answers to ``messages``, in OpenAI's form.
+        """Return ``ask.n`` answers to ``messages``, which have OpenAI's form.
 
         Raises:
             Refused: the request cannot be answered.
@@ -134,7 +138,7 @@ class Session:
         return answers
 
     async def complete(self, prompt: str | list[int], ask: Ask) -> list[Answer]:
-        """Return ``ask.n`` answers that go on from a text, or from tokens."""
+        """Return ``ask.n`` answers that continue ``prompt``, a text or a list of tokens."""
         tokens = prompt if isinstance(prompt, list) else self._continued(prompt)
         answers = await self._answers(tokens, ask, [], [])
         if isinstance(prompt, str):
@@ -142,7 +146,7 @@ class Session:
         return answers
 
     def _continued(self, text: str) -> list[int]:
-        """Return the tokens of a text, those of answers that it repeats as they were sampled."""
+        """Return the tokens of a text. If it repeats an earlier prompt and answer, their tokens are used unchanged."""
         best, rest = (0, 0), text
         tokens: list[int] = []
         for before, number in self._texts:
@@ -159,7 +163,7 @@ class Session:
         return tokens + self.tokenizer.encode(rest, add_special_tokens=not tokens)
 
     def _repeated(self, text: str, before: str, sampled: Sequence[int]) -> int:
-        """Return how many tokens of an answer to the text ``before`` a text repeats; its end token is not in a text."""
+        """Return how many tokens of ``sampled``, the answer to ``before``, ``text`` repeats, without the end token."""
         if not text.startswith(before):
             return 0
         told = len(sampled) - (sampled[-1] == self.tokenizer.eos_token_id)
@@ -167,13 +171,13 @@ class Session:
         return bisect_left(ends, True, key=lambda end: not text.startswith(before + self._decoded(sampled[:end])))
 
     async def _rendered(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], list[Any]]:
-        """Return messages as the template takes them, and the digests and pixels of their images."""
+        """Return messages in the form that chat templates expect, the digests of their images, and the images."""
         rendered = [to_render(message) for message in messages]
         addresses = images(rendered)
         if not addresses:
             return rendered, [], []
         if self._loop.processor is None:
-            raise Refused(400, "the model takes no images", param="messages")
+            raise Refused(400, "the model does not support images", param="messages")
         for message in rendered:
             for part in message["content"] if isinstance(message["content"], list) else ():
                 if part["type"] == "image":
@@ -195,14 +199,14 @@ class Session:
                     list(exchange.tokens),
                     tools=tools or None,
                 )
-            except Exception:  # the template has no form for these messages after an answer, and may raise anything
+            except Exception:  # a template that cannot continue the answer by these messages may raise anything
                 self.matched, self.unmatched = self.matched - 1, self.unmatched + 1
             else:
                 return list(merged.token_ids)
         try:
             return await in_thread(builder.build_initial_tokens, messages, tools=tools or None, images=pictures or None)
-        except Exception as error:  # a chat template raises whatever it likes about messages that it does not take
-            raise Refused(400, f"the chat template does not take these messages: {error}", param="messages") from error
+        except Exception as error:  # a chat template may raise anything for messages that it does not support
+            raise Refused(400, f"the chat template cannot render these messages: {error}", param="messages") from error
 
     async def _answers(self, prompt: list[int], ask: Ask, media: list[str], pictures: list[Any]) -> list[Answer]:
         room = self.tree.room(prompt, media) if prompt else 0
@@ -250,7 +254,7 @@ class Session:
         return Answer(number, text, reasoning, calls, finish, list(sampled), list(log_probs), len(prompt))
 
     async def _told(self, sampled: Sequence[int], ask: Ask) -> tuple[str, str | None, list[dict[str, Any]], bool]:
-        """Return the text of an answer, its reasoning, its calls of tools, and whether a stop word ended it."""
+        """Return the text of an answer, its reasoning, its tool calls, and whether a stop string ended it."""
         ended = len(sampled) - 1 if sampled[-1] == self.tokenizer.eos_token_id else len(sampled)
         text, calls = self._decoded(sampled), list[FunctionCall]()
         if ask.tools and ask.calls:
@@ -262,7 +266,7 @@ class Session:
         places = [place for word in ask.stop if not calls and (place := text.find(word)) >= 0]
         told = [
             {
-                # Nine letters and digits, as Mistral's templates want it; the same in a run that is resumed.
+                # Mistral's templates need ids of nine letters and digits. A resumed run makes the same ids again.
                 "id": f"call{next(self._calls):05d}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
@@ -281,7 +285,7 @@ async def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any)
 
 
 def schemas(tools: Sequence[Any]) -> list[OpenAIFunctionToolSchema]:
-    """Return the tools that verl's types can describe; of others a parser does not know the types of arguments."""
+    """Return the tools that verl's types can describe. A parser does not know the types of other tools' arguments."""
     described = []
     for tool in tools:
         try:
@@ -292,11 +296,11 @@ def schemas(tools: Sequence[Any]) -> list[OpenAIFunctionToolSchema]:
 
 
 def pixels(address: str) -> Image.Image:
-    """Return the image in a ``data:`` address; others would make the worker a client of whatever the agent names."""
+    """Return the image in a ``data:`` URL. Other URLs could make the worker contact any server that an agent names."""
     head, _, data = address.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
-        raise Refused(400, "images have to be data: addresses in base64", param="messages")
+        raise Refused(400, "images have to be data: URLs in base64", param="messages")
     try:
         return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB")
-    except Exception as error:  # Pillow raises many classes for what is no image
+    except Exception as error:  # Pillow raises errors of many classes for data that is not an image
         raise Refused(400, f"an image cannot be read: {error}", param="messages") from error

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of one trajectory: what was sampled after what, and the sequences in which it is trained.
+"""Records which tokens of a trajectory were sampled after which, and makes the sequences in which they are trained.
 
 Contract:
 
 * An *exchange* is a request's prompt, as tokens, and the tokens that were sampled for it. The parent of an exchange is
-  the earlier one whose tokens, at least one sampled token among them, its prompt repeats furthest.
-* A *segment* is a sequence to train: the tokens of one exchange, prompt and answer. In it a token has mask 1 if it was
-  sampled exactly there, after exactly these tokens, and 0 otherwise.
-* Each sampled token has mask 1 in exactly one segment. If a history branches, the branch that keeps most of an answer
-  trains it, and to the others it is context. What no branch keeps of an answer is trained in a segment of its own.
-* A segment fits in ``prompt_length`` and ``response_length`` as long as answers are no longer than `TokenTree.room`.
+  the earlier exchange with which its prompt shares the longest beginning. That beginning has to include a sampled
+  token; otherwise there is no parent.
+* A *segment* is a sequence to train: the tokens of one exchange, prompt and answer. A token may have mask 1 only where
+  it was sampled after exactly the tokens that precede it in the segment.
+* Each sampled token has mask 1 in exactly one segment. If several exchanges continue one answer, the one that keeps
+  most of its tokens trains them, and they are context in the others. The tokens that it drops from the answer's end are
+  trained in a segment of their own.
+* A segment fits in ``prompt_length`` and ``response_length`` if no answer was longer than `TokenTree.room` allows.
 
-Nothing here reads texts, so whatever an agent does to its history, no token is trained that was not sampled, and none
-twice. Shown by tests/core/test_token_tree.py.
+This module compares only tokens, not texts. So whatever an agent changes in its history, only sampled tokens are
+trained, and none of them twice. Shown by tests/core/test_token_tree.py.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ class Exchange:
     """One request and its answer.
 
     Attributes:
-        number: the place in the order of answers.
+        number: index of the exchange in the order of answers.
         prompt: all tokens before the answer.
         sampled: the answer's tokens.
         log_probs: their log-probs.
-        media: digests of the images that the prompt has, in order.
-        parent: the number of the exchange whose tokens the prompt repeats, or None.
+        media: digests of the prompt's images, in order.
+        parent: the number of the parent (see the module's contract), or None.
         kept: how many of the parent's tokens the prompt begins with.
     """
 
@@ -52,7 +54,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Segment:
-    """A sequence to train. ``last`` is the number of the exchange that has its tokens, ``turns`` how many it trains."""
+    """A sequence to train: the tokens of the exchange with the number ``last``. It trains ``turns`` answers."""
 
     prompt: list[int]
     response: list[int]
@@ -78,7 +80,9 @@ class TokenTree:
             ValueError: the prompt or the answer is empty, or the numbers of tokens and log-probs differ.
         """
         if not prompt or not sampled or len(sampled) != len(log_probs):
-            raise ValueError(f"{len(prompt)} tokens, an answer of {len(sampled)}, and {len(log_probs)} log-probs")
+            raise ValueError(
+                f"a prompt of {len(prompt)}, an answer of {len(sampled)} tokens, {len(log_probs)} log-probs"
+            )
         parent, kept = self._parent(tuple(prompt), tuple(media))
         number = len(self.exchanges)
         exchange = Exchange(number, tuple(prompt), tuple(sampled), tuple(log_probs), tuple(media), parent, kept)
@@ -86,7 +90,7 @@ class TokenTree:
         return exchange
 
     def room(self, prompt: Sequence[int], media: Sequence[str] = ()) -> int:
-        """Return how many tokens an answer to ``prompt`` may have; not positive if the prompt is too long."""
+        """Return how many tokens an answer to ``prompt`` may have; 0 or less if the prompt is too long."""
         number, _ = self._parent(tuple(prompt), tuple(media))
         first = len(prompt)
         while number is not None:
@@ -94,7 +98,7 @@ class TokenTree:
         return min(first, self._prompt_length) + self._response_length - len(prompt)
 
     def segments(self) -> list[Segment]:
-        """Return the sequences in which the exchanges are trained, in the order of their last exchanges."""
+        """Return the sequences in which the exchanges are trained, in the order of `Segment.last`."""
         heirs = self._heirs()
         segments = []
         for exchange in self.exchanges:
@@ -110,7 +114,7 @@ class TokenTree:
         return segments
 
     def _heirs(self) -> dict[int, Exchange]:
-        """Return, by the number of each exchange that is continued, the continuation which keeps most of it."""
+        """Return, by the number of each exchange that is a parent, the child that keeps most of its tokens."""
         heirs: dict[int, Exchange] = {}
         for exchange in self.exchanges:
             if exchange.parent is not None and (
@@ -120,7 +124,7 @@ class TokenTree:
         return heirs
 
     def _inherited(self, exchange: Exchange, heirs: dict[int, Exchange]) -> list[tuple[int, int]]:
-        """Return the ranges of earlier answers that the segment of ``exchange`` trains."""
+        """Return the ranges (begin, end) of earlier answers' tokens that the segment of ``exchange`` trains."""
         ranges = []
         while exchange.parent is not None and heirs[exchange.parent] is exchange:
             parent = self.exchanges[exchange.parent]
@@ -150,9 +154,10 @@ class TokenTree:
             exchange, end = self.exchanges[exchange.parent], exchange.kept
 
     def _parent(self, prompt: tuple[int, ...], media: tuple[str, ...]) -> tuple[int | None, int]:
-        """Return the number of the exchange that a prompt goes on from, and how many of its tokens the prompt has.
+        """Return the number of a prompt's parent, and how many of the parent's tokens the prompt begins with.
 
-        Of equal ones it is one that nothing goes on from yet, and then the latest.
+        If several exchanges share equally many tokens with the prompt, the latest one without a child is the parent, or
+        the latest one if all have children.
         """
         continued = {exchange.parent for exchange in self.exchanges}
         found: tuple[int, bool, int] | None = None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.agents.try`` runs an agent over rows without a trainer, and shows what would be trained.
+"""``python -m recipe.agents.try`` runs an agent over data rows without a trainer, and shows what would be trained.
 
-It starts an engine's server with the model on loopback, or takes the address of one that runs. The agent gets what it
-gets in a run: an address of its own for each row, with a key. Tokens that the policy sampled are printed in bold, and
-context is dim. Each line of the file that ``--out`` names is a sequence as training would see it. Shown by
+It starts a vLLM server with the model on loopback, or uses a running server. As in a training run, the agent gets an
+address and a key of its own for each row. Tokens that the policy sampled are printed in bold, and context tokens are
+dim. Each line of the file that ``--out`` names is one sequence, as training would see it. Shown by
 tests/e2e/test_agents.py.
 """
 
@@ -58,7 +58,7 @@ class Trial:
         self._console = Console(highlight=False)
 
     async def run(self, number: int, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Run the agent for a row, show its trajectory, and return it as lines for a file; none if it failed."""
+        """Run the agent for a row, show its trajectory, and return its sequences for the file; [] if it failed."""
         try:
             returned = await OpenAIAgentLoop(**self._made).run(dict(self._sampling), **row)
         except Exception as error:  # a user's agent may raise anything
@@ -87,7 +87,7 @@ class Trial:
 
 
 def rows_of(path: Path, most: int | None) -> list[dict[str, Any]]:
-    """Return the rows of a data file (Parquet or JSON lines). verl's column ``prompt`` becomes ``raw_prompt``."""
+    """Return up to ``most`` rows of a Parquet or JSON lines file. verl's column ``prompt`` becomes ``raw_prompt``."""
     kind = "parquet" if path.suffix == ".parquet" else "json"
     table = pyarrow.dataset.dataset(path, format=kind)
     rows = (table.head(most) if most is not None else table.to_table()).to_pylist()
@@ -109,19 +109,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return exit status 0 if the agent succeeded for each row, else 1."""
     parser = argparse.ArgumentParser(prog="python -m recipe.agents.try", description=__doc__)
     parser.add_argument("--model", required=True, help="folder or name of the model")
-    parser.add_argument("--rows", required=True, type=Path, help="data as for training, or JSON lines")
+    parser.add_argument("--rows", required=True, type=Path, help="Parquet file as for training, or JSON lines")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--agent", help="name of an `async def run(client, row)`")
     what.add_argument("--command", help="a command line")
-    parser.add_argument("--address", help="of an engine's server that runs, with /v1; its key is OPENAI_API_KEY")
-    parser.add_argument("--most", type=int, help="number of rows")
-    parser.add_argument("--out", type=Path, help="file for the sequences, one JSON a line")
+    parser.add_argument("--address", help="URL of a running vLLM server, with /v1; OPENAI_API_KEY has its key")
+    parser.add_argument("--most", type=int, help="largest number of rows")
+    parser.add_argument("--out", type=Path, help="file for the sequences, one JSON object per line")
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds that an agent may take")
     parser.add_argument("--prompt-length", type=int, default=1024, help="data.max_prompt_length")
     parser.add_argument("--response-length", type=int, default=3072, help="data.max_response_length")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tools", default="hermes", help="actor_rollout_ref.rollout.multi_turn.format")
-    parser.add_argument("--reasoning", help="name of the engine's parser of reasoning")
-    parser.add_argument("server", nargs="*", help="arguments of the engine's server, after --")
+    parser.add_argument("--reasoning", help="name of vLLM's reasoning parser")
+    parser.add_argument("server", nargs="*", help="arguments of the vLLM server to start, after --")
     return int(asyncio.run(tried(parser.parse_args(arguments))) > 0)

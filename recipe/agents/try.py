@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.agents.try``; the word cannot be imported, so the program is in `recipe.agents.trial`."""
+"""``python -m recipe.agents.try``. The word ``try`` cannot be imported, so the code is in `recipe.agents.trial`."""
 
 import sys
 

@@ -327,7 +327,7 @@ def test_accelerators_of_generation_have_no_effect_where_it_has_the_trainers() -
     in_turns |= {"async_training.trigger_parameter_sync_step": 1, "async_training.require_batches": 1}
     for setting in ("rollout.nnodes", "rollout.n_gpus_per_node", f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node"):
         (said,) = [notice for notice in told(in_turns | {setting: 2}) if f"{setting}=2" in notice]
-        assert "no effect: both sides share the trainer's accelerators: trainer.nnodes" in said
+        assert "no effect: the rollout shares the trainer's accelerators: set trainer.nnodes" in said
 
 
 def test_ranks_that_share_a_sequence_are_those_of_each_engine() -> None:

@@ -164,10 +164,10 @@ def test_only_a_group_of_which_nothing_runs_is_adopted_and_only_once() -> None:
         with pytest.raises(LedgerError, match=r"trajectories of group \d need a state each, none of them RUNNING"):
             manager.adopt(group, states)
     manager.adopt(group, [pending, pending])
-    with pytest.raises(LedgerError, match="known already"):
+    with pytest.raises(LedgerError, match="adopted before"):
         manager.adopt(group, [pending, pending])
     ended = manager.ledger.mark_ready(manager.ledger.issue(prompt(1)).id, 0)
-    with pytest.raises(LedgerError, match="it cannot be adopted"):
+    with pytest.raises(LedgerError, match="cannot be adopted"):
         manager.adopt(ended, [pending, pending])
 
 

@@ -404,7 +404,7 @@ async def test_complete_answer_on_its_way_is_not_taken_for_a_part() -> None:
 
 
 async def test_death_of_the_last_server_is_said_in_words() -> None:
-    with pytest.raises(GenerationError, match="no rollout server is in routing"):
+    with pytest.raises(GenerationError, match="no rollout server can take requests"):
         await ask(client_of(ScriptedServer(ActorDiedError())), max_tokens=6)
 
 

@@ -233,7 +233,7 @@ async def test_a_request_whose_server_does_not_tell_keeps_what_is_known(caplog: 
     server.here.clear()
     server.sampled += [12]
     assert tokens_of((await export(book, client, timeout_s=0.05))["0-0-0"]) == [10, 11]
-    assert "of 1 requests under way it is not known what they have sampled" in caplog.text
+    assert "it is not known which tokens 1 open requests have sampled" in caplog.text
     work.cancel()
 
 

@@ -32,11 +32,11 @@ ADAPTERS = {
 }
 """For each rollout engine, the class that passes weights from a trainer rank or a weight worker to its servers."""
 TEACHERS_ENGINE = "vllm"
-"""The engine of the servers of teachers; rules refuse others."""
+"""The engine that serves teacher models; `config.rules` refuses others."""
 TOKENIZER_ARGUMENTS = {"vllm": "tokenizer", "sglang": "tokenizer_path"}
 """For each rollout engine, its argument for a tokenizer other than the one in the model's folder."""
 
-SGLANG_ALONE, VLLM_ALONE = "SGLang alone reads it", "vLLM alone reads it"
+SGLANG_ALONE, VLLM_ALONE = "only SGLang reads it", "only vLLM reads it"
 INSTEAD = {
     **dict.fromkeys(
         ("enable_chunked_prefill", "max_num_batched_tokens"), f"set {ROLLOUT}.engine_kwargs.sglang.chunked_prefill_size"
@@ -47,9 +47,9 @@ INSTEAD = {
     "logprobs_mode": "SGLang's log-probs are those after the temperature, before top_k and top_p",
     "seed": "each engine of SGLang draws a seed of its own",
 }
-"""Settings that verl passes to vLLM only, with what to do or what holds with SGLang."""
+"""Settings that verl passes to vLLM only, each with what to set, or what holds, with SGLang."""
 UNREAD = "verl 0.9.1 does not read it either; remove it"
-QUEUE = "nothing goes through TransferQueue here"
+QUEUE = "this package does not use TransferQueue"
 V1 = "trainer.v1"
 PLACEHOLDER = "recipe.mains.trainer.NoAgentLoops"
 """What stock verl's task runner builds instead of an agent-loop manager if it runs a mode of this package."""
@@ -146,7 +146,7 @@ def _refused(advice: str, names: str, **more: Any) -> tuple[Verdict, ...]:
     return tuple(Verdict(setting, Kind.REFUSED, advice, **more) for setting in _expanded(names))
 
 
-COMMITTED = "A checkpoint is committed when all of it is written; remove the setting."
+COMMITTED = "A checkpoint is committed only when all of it is written; remove the setting."
 OWN = """actor_rollout_ref algorithm critic custom_reward_function data distillation global_profiler model_engine
     ray_kwargs reward reward_model sandbox_fusion trainer
     async_training chosen_by_flag builtin_task model_engine_server plan_only rehearse_only rollout"""
@@ -161,16 +161,16 @@ TABLE: tuple[Verdict, ...] = (
         switch="enable",
     ),
     *_refused(
-        "Here each replica both reads prompts and answers them; remove it.", "ROLLOUT.disaggregation", switch="enabled"
+        "Each replica both prefills and decodes in this package; remove it.", "ROLLOUT.disaggregation", switch="enabled"
     ),
     *_refused(
-        "Here each server both reads prompts and answers them; remove it.",
+        "Each server both prefills and decodes in this package; remove it.",
         "JUDGE.rollout.disaggregation",
         switch="enabled",
         here=judged,
     ),
     *_refused(
-        "This package brings weights to the replicas itself; another transport is a checkpoint engine of yours"
+        "This package sends weights to the replicas itself; for another transport set your own checkpoint engine"
         f" ({ROLLOUT}.checkpoint_engine.backend and custom_backend_module).",
         "ROLLOUT.checkpoint_manager_class",
         allowed="null",
@@ -182,7 +182,7 @@ TABLE: tuple[Verdict, ...] = (
         refuses=lambda device: device not in (None, "cuda", "cpu"),
     ),
     *_refused(
-        "Only tensor parallelism was tried with SGLang: set it to 1, or take vLLM.",
+        "Only tensor parallelism was tried with SGLang: set it to 1, or use vLLM.",
         "ROLLOUT.{data_parallel,pipeline_model_parallel}_size",
         allowed=f"1 with {ROLLOUT}.name=sglang",
         refuses=lambda size: size not in (None, 1),
@@ -214,7 +214,7 @@ TABLE: tuple[Verdict, ...] = (
         here=judged,
     ),
     *_refused(
-        "Answers are scored while others are generated and trained on: give the model accelerators of its own.",
+        "The model scores answers during generation and training, so it needs accelerators of its own.",
         "JUDGE.enable_resource_pool",
         allowed=f"true with {REWARD_MODEL}.enable=true",
         refuses=lambda pool: not pool,
@@ -238,14 +238,14 @@ TABLE: tuple[Verdict, ...] = (
     *_refused(COMMITTED, "ACTOR.checkpoint.async_save"),
     *_refused(COMMITTED, "critic.checkpoint.async_save", here=lambda context: context.has_critic),
     *_refused(
-        f"verl refuses it without statistics: set {ROLLOUT}.disable_log_stats=false beside it.",
+        f"verl needs the engine's statistics for it: also set {ROLLOUT}.disable_log_stats=false.",
         "ROLLOUT.prometheus",
         switch="enable",
         allowed=f"false with {ROLLOUT}.disable_log_stats=true",
         here=lambda context: bool(context.get(f"{ROLLOUT}.disable_log_stats", True)),
     ),
     *_refused(
-        "verl's servers refuse it without statistics.",
+        "verl's servers need the engine's statistics for rl_insight.",
         "ROLLOUT.disable_log_stats",
         allowed="false with trainer.logger=rl_insight",
         here=lambda context: "rl_insight" in str(context.get("trainer.logger")),
@@ -260,9 +260,9 @@ TABLE: tuple[Verdict, ...] = (
     *_none(QUEUE, "transfer_queue"),
     *_none(QUEUE, "transfer_queue.enable", quiet=(True,)),
     *_none(QUEUE, "transfer_queue.backend.SimpleStorage.num_data_storage_units", quiet=(1,)),
-    *_none("answers are always generated, none is dumped or taken from a dump", "skip"),
+    *_none("answers are always generated, and never written to a dump or read from one", "skip"),
     *_none("all validation data is generated at once, as far as the engines have places", "data.val_batch_size"),
-    *_none("metrics of routing are verl's v1 trainers' own", "ROLLOUT.moe_load_balance_metrics_interval"),
+    *_none("only verl's v1 trainers compute metrics of MoE routing", "ROLLOUT.moe_load_balance_metrics_interval"),
     *_none("prompts are issued one by one", "algorithm.filter_groups.max_inflight_gen_batches"),
     *_none("trainer.max_actor_ckpt_to_keep decides for whole checkpoints", "trainer.max_critic_ckpt_to_keep"),
     *_none(
@@ -278,11 +278,11 @@ TABLE: tuple[Verdict, ...] = (
     ),
     *_none("rollout replicas validate, with the same scores", "TRAINING.use_trainer_do_validate"),
     *_none(
-        "when the trainer's accelerators are lent is decided by measured times",
+        "measured times decide when the trainer's accelerators are lent to the rollout",
         "TRAINING.dynamic_schedule_{policy,deactivate_ratio,enable_rebalance}",
     ),
     *_none(
-        "both sides share the trainer's accelerators: trainer.nnodes and trainer.n_gpus_per_node",
+        "the rollout shares the trainer's accelerators: set trainer.nnodes and trainer.n_gpus_per_node",
         "{rollout,ROLLOUT}.{nnodes,n_gpus_per_node}",
         here=shared,
         quiet=(1, 8),
@@ -290,9 +290,11 @@ TABLE: tuple[Verdict, ...] = (
     *_none(
         "no replica has accelerators of its own in this mode", "ROLLOUT.standalone_gpu_memory_utilization", here=shared
     ),
-    *_none("both sides share their accelerators in this mode", "actor_rollout_ref.hybrid_engine", here=shared),
     *_none(
-        "each trainer rank hands its weights to the engine beside it",
+        "training and rollout share their accelerators in this mode", "actor_rollout_ref.hybrid_engine", here=shared
+    ),
+    *_none(
+        "each trainer rank passes its weights to the engine on the same accelerators",
         "ENGINE.{backend,custom_backend_module,engine_kwargs}",
         here=shared,
         quiet=("recipe_gloo", "recipe.laptop.transfer.gloo_engine"),
@@ -316,12 +318,12 @@ TABLE: tuple[Verdict, ...] = (
         global_profiler.global_tool_config.torch_memory.{stacks,kw_args}""",
     ),
     *_none("verl replays experts in the actor only", "{REF,critic}.{megatron,veomni}.router_replay.mode"),
-    *_none("verl 0.9.1 does not read it either; set optim.clip_grad beside it", "{ACTOR,critic}.grad_clip"),
+    *_none("verl 0.9.1 does not read it either; set optim.clip_grad of the same section", "{ACTOR,critic}.grad_clip"),
     *_none(
         "verl 0.9.1 does not read it either; data.filter_overlong_prompts leaves out prompts that are too long",
         "data.truncation",
     ),
-    *_none("it is read by an engine of NPUs alone", "{ACTOR.fsdp_config,REF.fsdp_config,critic.fsdp}.turbo_config"),
+    *_none("only an engine for NPUs reads it", "{ACTOR.fsdp_config,REF.fsdp_config,critic.fsdp}.turbo_config"),
     *_none(
         SGLANG_ALONE,
         """ROLLOUT.{skip_tokenizer_init,engine_kwargs.sglang}

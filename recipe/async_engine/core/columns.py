@@ -35,7 +35,9 @@ FAILURE = "recipe_data_failure"
 """The only field of a prompt whose data row could not be read; its value is the text of the error."""
 
 UNMATCHED_SHARE = "agent_unmatched_share"
-"""Extra field of an agent's trajectory: the share of answers that came back and were not found as they were sampled."""
+"""Extra field of an agent's trajectory: the share of the answers sent back by the agent that were not found as they
+were sampled.
+"""
 
 ARGUMENTS = frozenset({"sampling_params", "self"})
 """Names that no field of a data row may have, because verl calls each agent loop's ``run`` with the row's fields and
@@ -43,7 +45,7 @@ with its own arguments of these names.
 """
 
 OTHER_NAME = "reported_"
-"""Prefix for a name in the output of a user's reward or agent loop that would otherwise replace a name in `TAKEN`."""
+"""Prefix that is added to a name in the output of a user's reward or agent loop if the name is in `TAKEN`."""
 
 TAKEN = frozenset(
     {

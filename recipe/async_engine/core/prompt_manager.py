@@ -94,7 +94,7 @@ class PromptManager:
     """Assigns generation slots to trajectories.
 
     group_size: usual number of trajectories in a group; `issue` may be given another one. slots: number of trajectories
-    that may run at once; it may change, also to 0.
+    that may run at once; it may change, even to 0.
     """
 
     def __init__(self, ledger: SampleLedger, group_size: int, slots: int) -> None:
@@ -141,7 +141,7 @@ class PromptManager:
             return None
         _, group_id, index = self._waiting[0]
         states = self._states[group_id]
-        # A group that has begun takes each free slot, since one with more trajectories than slots never fits.
+        # A group that has begun takes any free slot, because one with more trajectories than slots can never run whole.
         begun = TrajectoryState.RUNNING in states
         if not self._fits(1 if begun else states.count(TrajectoryState.PENDING)):
             return None
@@ -201,7 +201,7 @@ class PromptManager:
     def issue(self, prompt: PromptRef, size: int | None = None) -> Group:
         """Issue a group of ``size`` trajectories, by default `group_size`, and queue them for slots."""
         if not self.is_open:
-            raise LedgerError("no prompt may be issued before generation begins, or in a drain")
+            raise LedgerError("no prompt may be issued before generation begins, or during a drain")
         group = self.ledger.issue(prompt)
         self.adopt(group, [TrajectoryState.PENDING] * (size or self.group_size))
         return group
@@ -209,7 +209,7 @@ class PromptManager:
     def adopt(self, group: Group, states: Sequence[TrajectoryState]) -> None:
         """Add a group that is new or from a checkpoint; ``states`` has the state of each trajectory, none RUNNING."""
         if group.state is not GroupState.RUNNING or group.id in self._states:
-            raise LedgerError(f"group {group.id} is {group.state} or known already: it cannot be adopted")
+            raise LedgerError(f"group {group.id} cannot be adopted: it is {group.state}, or was adopted before")
         if not states or TrajectoryState.RUNNING in states:
             raise LedgerError(
                 f"the trajectories of group {group.id} need a state each, none of them RUNNING, but the states are "
@@ -232,7 +232,7 @@ class PromptManager:
         self._set(trajectory, TrajectoryState.SAMPLED)
 
     def is_sampled(self, group_id: int) -> bool:
-        """Return whether all trajectories of a group that is not complete are sampled."""
+        """Return whether all trajectories of an incomplete group are sampled."""
         return _group_state(self._states[group_id]) is TrajectoryState.SAMPLED
 
     def begin_again(self, trajectory: Trajectory) -> bool:
@@ -283,7 +283,11 @@ class PromptManager:
         return None
 
     def _fits(self, waiting: int) -> bool:
-        """Return whether enough slots are free for a group with ``waiting`` pending trajectories, at most all slots."""
+        """Return whether enough slots are free to start a group of which ``waiting`` trajectories are pending.
+
+        One free slot is enough, unless the admission policy starts groups whole. A group with more pending trajectories
+        than there are slots may start when all slots are free.
+        """
         wanted = max(1, min(waiting, self.slots)) if self.ledger.policy.whole_groups else 1
         return self.slots - self.running >= wanted
 

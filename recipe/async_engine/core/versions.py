@@ -254,7 +254,7 @@ def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int
 
 
 def _with_unsampled(labels: Iterable[tuple[int, int]], response_mask: Sequence[int]) -> Runs:
-    """Return the versions of a response's tokens as run-length code, given that of its sampled tokens, ``labels``.
+    """Return the versions of a response's tokens as run-length code. ``labels`` is the code of its sampled tokens.
 
     Tokens with ``response_mask`` 0 were not sampled and get `NOT_SAMPLED`.
     """

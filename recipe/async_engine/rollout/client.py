@@ -121,8 +121,8 @@ class TurnGate:
     """Holds the requests of agent loops while the trainer trains, if generation and training alternate in turns.
 
     An agent loop that runs a tool when a generation turn ends continues until its next request, which then waits for
-    the next generation turn. Requests of a validation are never held. The gate is open until `hold` is called. A
-    request may be held for ``timeout_s`` seconds.
+    the next generation turn. Requests of a validation are never held. The gate holds no requests until `hold` is
+    called. A request that is held for ``timeout_s`` seconds fails.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -138,22 +138,22 @@ class TurnGate:
 
     @property
     def held_s(self) -> float:
-        """Total seconds for which the gate has been closed. They do not count toward the deadline of a trajectory."""
+        """Total seconds for which the gate has held requests. They do not count toward the deadline of a trajectory."""
         return self._held_s + (0.0 if self._held_since is None else time.monotonic() - self._held_since)
 
     def hold(self) -> None:
-        """Close the gate, because the generation turn is over."""
+        """Hold requests from now on, because the generation turn is over."""
         if self._held_since is None:
             self._held_since = time.monotonic()
         self._open.clear()
 
     def go_on(self) -> None:
-        """Open the gate, because a generation turn begins."""
+        """Let all requests pass, because a generation turn begins."""
         self._held_s, self._held_since = self.held_s, None
         self._open.set()
 
     async def enter(self) -> None:
-        """Wait until the gate is open; raise GenerationError if a request would be held for too long."""
+        """Wait until requests may pass; raise GenerationError if that takes longer than ``timeout_s``."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._open.wait()
@@ -200,7 +200,7 @@ class ResumingClient(NamingClient):
             answer.cancel()
             if "No available servers" in str(error):
                 raise GenerationError(
-                    "no rollout server is in routing: each one has died or failed to load weights (see the log)"
+                    "no rollout server can take requests: each one has died or failed to load weights (see the log)"
                 ) from error
             raise
         if flight is not None:
@@ -429,7 +429,7 @@ class ResumingClient(NamingClient):
 
     async def _after_death(self, flight: Flight, recorder: TrajectoryRecorder, error: Exception) -> TokenOutput | None:
         logger.error(
-            "rollout server %s died under a request, which goes on elsewhere after %d of its tokens: %s",
+            "rollout server %s died during a request, which continues on another server after %d tokens: %s",
             flight.server_id,
             len(flight.token_ids),
             error,
@@ -480,7 +480,7 @@ class ResumingClient(NamingClient):
             if not left:
                 return
             if time.monotonic() > deadline:
-                logger.error("of %d requests under way it is not known what they have sampled", len(left))
+                logger.error("it is not known which tokens %d open requests have sampled", len(left))
                 return
             await asyncio.sleep(ASK_AGAIN_S)
 

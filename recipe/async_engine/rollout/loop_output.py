@@ -120,7 +120,7 @@ def _whole_numbers(name: str, values: Any, below: int) -> list[int]:
             try:
                 numbers[place] = operator.index(value)
             except Exception:  # a user's class may raise anything
-                what = f"{name} of the agent loop's AgentLoopOutput has {shown(value)} at {place}: no whole number"
+                what = f"{name} of the agent loop's AgentLoopOutput has {shown(value)} at {place}, not a whole number"
                 raise UnusableAnswer(what) from None
     if numbers and not 0 <= min(numbers) <= max(numbers) < below:
         worst = min(numbers) if min(numbers) < 0 else max(numbers)
@@ -291,9 +291,9 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
 
 
 def check_experts(output: AgentLoopOutput) -> None:
-    """Raise `UnusableAnswer` if router replay would lack the experts of a token whose pass sampled the next one.
+    """Raise `UnusableAnswer` if ``routed_experts`` does not have a row for each token before the last sampled one.
 
-    verl fills missing rows with expert 0, and the trainer would replay that.
+    verl would fill missing rows with expert 0, and the trainer would replay this expert.
     """
     routed, tokens = output.routed_experts, len(output.prompt_ids) + len(output.response_ids)
     sampled = len(output.response_mask) - list(reversed(output.response_mask)).index(1)

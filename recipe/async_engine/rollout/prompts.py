@@ -170,7 +170,7 @@ def group_size(row: Mapping[str, Any], usual: int) -> int:
     """Return a prompt's number of trajectories: that in its column `ROLLOUT_N`, or ``usual`` if the row has none.
 
     Raises:
-        PromptFailed: the column has something else than a whole number from 1 on.
+        PromptFailed: the value of the column is not a whole number from 1 on.
     """
     asked = row[ROLLOUT_N][0] if ROLLOUT_N in row else None
     # In a column of numbers, NaN stands for a missing one.

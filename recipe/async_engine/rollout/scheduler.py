@@ -216,7 +216,7 @@ class RolloutScheduler:
             return found
 
     def use_places(self, places: int, share: float, timeout_s: float) -> Future[TokenAccount] | None:
-        """Record that the engines have ``places`` places from now on, and use ``share`` times the settings' slots.
+        """Record that the engines have ``places`` places from now on, and multiply the number of slots by ``share``.
 
         With 0 places, the workers hold their trajectories' requests. When there are places again, these requests
         continue before new trajectories begin.
@@ -555,7 +555,7 @@ class RolloutScheduler:
                     f"{self._settings.filter_limit} prompt groups were filtered for one batch "
                     "(algorithm.filter_groups.max_num_gen_batches): "
                     "the answers to each prompt all got the same reward. Look at the reward and at how hard the "
-                    "prompts are, or raise the setting; 0 is for no limit"
+                    "prompts are, or raise the setting; 0 means no limit"
                 )
             )
 

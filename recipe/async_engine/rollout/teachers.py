@@ -3,9 +3,10 @@
 
 Contract: verl starts the servers, on accelerators that were reserved for them (`start_teachers`), as replicas of this
 package's engine. Each agent-loop worker asks them for the log-probs of an answer's tokens once the answer is sampled.
-A call goes to the server of the teacher with the fewest open calls of this worker. A server that has died, or that
-does not answer a ping after a call timed out, gets no more calls. A lost server is not replaced. If a teacher has none
-left, its calls fail. Shown by tests/integration/test_teachers.py and tests/e2e/test_distillation.py.
+Each call goes to that server of the teacher which has the fewest open calls from this worker. A server that has died,
+or that does not answer a ping after a call timed out, gets no more calls. A lost server is not replaced. If a teacher
+has no server left, calls to this teacher fail. Shown by tests/integration/test_teachers.py and
+tests/e2e/test_distillation.py.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from recipe.async_engine.rollout.loop_output import RewardError
 
 
 class TeacherError(RewardError):
-    """A teacher gave no log-probs of a complete answer. This has the consequences of a failed reward."""
+    """A teacher returned no log-probs for a complete answer. This has the same consequences as a failed reward."""
 
 
 class TeacherClient(LLMServerClient):
@@ -56,7 +57,9 @@ class TeacherClient(LLMServerClient):
 
 
 def teacher_clients(config: Any) -> dict[str, LLMServerClient] | None:
-    """Return a client for each teacher, by verl's keys, that gets its servers later; None without distillation."""
+    """Return a client by each of verl's teacher keys, or None without distillation. `TeacherClient.use` sets its
+    servers.
+    """
     if not config.distillation.enabled:
         return None
     return {key: TeacherClient(config) for key in omega_conf_to_dataclass(config.distillation).teacher_models}
@@ -65,7 +68,7 @@ def teacher_clients(config: Any) -> dict[str, LLMServerClient] | None:
 def start_teachers(config: Any, reservations: Reservations) -> MultiTeacherModelManager:
     """Start the servers of all teachers, ask each teacher once, and return verl's manager.
 
-    The manager has to be kept: its end is that of the servers.
+    The caller has to keep a reference to the manager, because the servers end when it is deleted.
     """
     replica = partial(engine_class(TEACHERS_ENGINE), reservations=reservations)
     RolloutReplicaRegistry.register(TEACHERS_ENGINE, lambda: replica)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs a finished trajectory into one array of bytes, which its agent-loop worker sends to the trainer.
 
-A trajectory has the outputs of its agent loop: one, or several if the loop returned a list. Each becomes a row.
+A trajectory has the outputs of its agent loop: one, or several if the loop returned a list. Each output becomes a row
+of the batch.
 
 Contract: :func:`unpack` returns what :func:`pack` was given, except for fields that nobody reads and fields that the
 trainer already has. The unpacked tensors are views of the array, and the array is a view of Ray's object store, so the
@@ -31,7 +32,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 
 def pack(outputs: Sequence[Any]) -> np.ndarray:
-    """Return ``outputs``, padded rows in verl's pydantic model, as a uint8 array of shape (bytes,).
+    """Return ``outputs``, which are padded rows of verl's pydantic model, as a uint8 array of shape (bytes,).
 
     The values of their extra fields can be anything that cloudpickle can pickle.
     """
@@ -51,8 +52,9 @@ def pack(outputs: Sequence[Any]) -> np.ndarray:
 def unpack(packed: np.ndarray | bytes) -> list[Any]:
     """Return the outputs that :func:`pack` packed, with tensors that are views of ``packed``.
 
-    Unpickling can run code, so ``packed`` must come from a trusted source. In checkpoints of earlier versions of this
-    package ``packed`` is a bytes object, or has an output instead of a list.
+    Unpickling can run code, so ``packed`` must come from a trusted source. Checkpoints of earlier versions of this
+    package can be unpacked too: there ``packed`` may be a bytes object, and it may contain a single output instead of a
+    list.
     """
     outputs = pickle.loads(packed) if isinstance(packed, bytes) else _loaded(packed)
     return [_with_tensors(output) for output in (outputs if isinstance(outputs, list) else [outputs])]

@@ -622,7 +622,7 @@ async def _cancel(task: asyncio.Task[Any], key: str) -> None:
     task.cancel()
     await asyncio.wait({task}, timeout=CANCELLED_S)
     if not task.done():
-        logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
+        logger.error("the agent loop of trajectory %s is still running after its cancellation, and is abandoned", key)
         # Read the error of the abandoned task when the task ends. Otherwise asyncio would warn about it.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a user's agent loop in such a way that its failure makes only its own trajectory fail.
+"""Runs a user's agent loop so that an error in it fails only its own trajectory.
 
 Contract: any error of an agent loop or of its tools, even ``SystemExit``, becomes an `AgentLoopError` that has the
 message and the traceback as text, because another process may be unable to unpickle the error itself. If the task of an
@@ -53,7 +53,7 @@ async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
 
 
 class _BegunTask(asyncio.Task[Any]):
-    """A task that cannot be cancelled before it has begun. Ray would never answer the remote call of such a task."""
+    """A task that is not cancelled before its first step. Otherwise Ray would never answer the task's remote call."""
 
     has_begun = False
 
@@ -109,7 +109,7 @@ def check_row(row: dict[str, Any]) -> None:
         except ValueError:
             raise AgentLoopError(
                 f"the data's column {name!r} has lists of different lengths inside a list, from which verl cannot "
-                "make an array for the reward: make the column text (JSON), a mapping, or lists of one length"
+                "make an array for the reward: make the column text (JSON), a mapping, or lists of equal length"
             ) from None
 
 

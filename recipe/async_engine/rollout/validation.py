@@ -66,7 +66,7 @@ class ValidationAnswers:
             except RecipeError as error:
                 run.errors.append(error)
                 logger.warning("a validation's answer failed, attempt %d: %s", len(run.errors), error)
-        logger.error("an answer of the validation is left out, with its prompt", exc_info=run.errors[-1])
+        logger.error("all attempts at a validation's answer failed, so its prompt is left out", exc_info=run.errors[-1])
         self.errors.append(run.errors[-1])
         return None
 

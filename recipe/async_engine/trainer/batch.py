@@ -3,11 +3,11 @@
 
 Contract: the batch has the columns of verl's synchronous trainer (prompts, responses, masks, ``rollout_log_probs``,
 ``rm_scores``, the data set's own fields, ``uid`` of the group) and the column ``token_versions``. The rows are in the
-order of the groups, with a group's answers together, unless verl balances the batch. A trajectory has a row for each
-output of its agent loop; if one has several, the column `OUTPUT_KEYS` says which rows belong together. Every sampled
-token is checked against the staleness bound before it is trained. An answer is copied only once, into its row. Until
-``token_versions`` is made, the versions of an answer's tokens are run-length encoded, as runs (version, count). Shown
-by tests/integration/test_batch.py, test_several_outputs.py and tests/e2e/test_fully_async.py.
+order of the groups, and the answers of a group are adjacent, unless verl balances the batch. A trajectory has a row for
+each output of its agent loop; if one has several, the column `OUTPUT_KEYS` says which rows belong together. Every
+sampled token is checked against the staleness bound before it is trained. An answer is copied only once, into its row.
+Until ``token_versions`` is made, the versions of an answer's tokens are run-length encoded, as runs (version, count).
+Shown by tests/integration/test_batch.py, test_several_outputs.py and tests/e2e/test_fully_async.py.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.prompts import sample_of
 
 FILLED = 127
-"""Most prompt tokens of a row that `in_whole_mini_batches` adds, as in verl's v1 trainers."""
+"""Largest number of prompt tokens in a row that `in_whole_mini_batches` adds, as in verl's v1 trainers."""
 
 
 def assemble(
@@ -84,10 +84,10 @@ def balanced(
 def order_of(
     lengths: Sequence[int], uids: Sequence[str], balance: Callable[[DataProto], None], multiple: int, keep: bool = False
 ) -> list[int]:
-    """Return the indices of rows with these lengths in tokens in the order of verl's function ``balance``.
+    """Return the indices of rows in the order that verl's function ``balance`` chooses by their ``lengths`` in tokens.
 
-    verl needs a number of rows that ``multiple`` divides, so empty rows are added, and left out of the result unless
-    ``keep`` is true.
+    verl needs a number of rows that is a multiple of ``multiple``, so empty rows are added. They are in the result only
+    if ``keep`` is true.
     """
     count = len(lengths)
     added = -count % multiple
@@ -106,12 +106,12 @@ def order_of(
 def in_whole_mini_batches(
     batch: DataProto, size: int, filler: int, balance: Callable[[DataProto], None] | None = None
 ) -> DataProto:
-    """Return the batch with so many rows added that the number is a multiple of ``size``, or the batch itself.
+    """Return the batch with rows added if necessary, so that the number of rows is a multiple of ``size``.
 
-    verl's workers take nothing else, and trajectories with several outputs make any number of rows. The added rows are
-    short sequences of the token ``filler`` whose ``response_mask`` is 0, so they have no part in a loss, like those of
-    verl's v1 trainers (trainer/ppo/padding_utils.py:68). They are the last rows, or where ``balance`` puts them, verl's
-    function that reorders a batch so that each rank gets about the same number of tokens.
+    verl's workers accept no other number, and trajectories with several outputs make any number of rows. The added rows
+    are short sequences of the token ``filler`` whose ``response_mask`` is 0, so they do not contribute to any loss.
+    verl's v1 trainers add such rows too (trainer/ppo/padding_utils.py:68). The added rows are the last ones, unless
+    ``balance`` is given, verl's function that reorders a batch so that each rank gets about the same number of tokens.
     """
     count = len(batch)
     if not (added := -count % size):
@@ -138,7 +138,7 @@ def in_whole_mini_batches(
 
 
 def without_added(computed: DataProto, batch: DataProto) -> DataProto:
-    """Return what was computed for the rows of ``batch``, the first ones, without that for the added rows."""
+    """Return ``computed`` without the added rows, which follow the rows of ``batch``."""
     return computed if len(computed) == len(batch) else computed[: len(batch)]
 
 
@@ -201,7 +201,7 @@ def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
 
 
 def _sample_fields(groups: Sequence[GroupRun], counts: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return the data's fields as columns, for groups with these numbers of rows."""
+    """Return the data set's fields as columns. ``counts`` has the number of rows of each group."""
     samples = [sample_of(group.row, group.group) for group in groups]
     rows = [sample for sample, count in zip(samples, counts, strict=True) for _ in range(count)]
     keys = dict.fromkeys(key for sample in samples for key in sample)
@@ -273,8 +273,8 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
     """Set the advantages of tokens that were sampled more than ``limit`` versions before ``version`` to 0, in place.
 
     These tokens thus have no policy gradient. They stay in ``response_mask``, because verl's mean over a mini-batch
-    with an empty mask would be NaN (core_algos.py:1175). The result has
-    the number of these tokens, and their share of the tokens in ``response_mask``, as metrics.
+    with an empty mask would be NaN (core_algos.py:1175). The result has as metrics the number of these tokens, and
+    their share of the tokens in ``response_mask``.
     """
     versions = batch.batch[TOKEN_VERSIONS]
     old = (versions != NOT_SAMPLED) & (versions < version - limit) & batch.batch["response_mask"].bool()

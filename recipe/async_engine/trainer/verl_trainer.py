@@ -46,7 +46,7 @@ class TrainerGroup(RayWorkerGroup):
         super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> Any:
-        """Bind the workers' methods like verl; a call changes its arguments before verl divides them among ranks."""
+        """Bind the workers' methods like verl, but call `make_tokens_ragged` on arguments before verl divides them."""
 
         def bound(*args: Any, **kwargs: Any) -> Callable[..., Any]:
             method = func_generator(*args, **kwargs)
@@ -68,10 +68,11 @@ class TrainerGroup(RayWorkerGroup):
 
 
 def make_tokens_ragged(data: Any) -> None:
-    """Make the tokens the ragged dimension of a batch's position ids, of shape (rows, 4, tokens) for images.
+    """Make the tokens the ragged dimension of position ids, whose shape with images is (rows, 4, tokens).
 
-    If all rows have the same length, verl's trainer makes the 4 the ragged one (verl/workers/utils/padding.py:62), but
-    its workers expect the tokens (verl/utils/tensordict_utils.py:915) and would raise an error.
+    If all rows have the same length, verl's trainer makes dimension 1 (of size 4) ragged
+    (verl/workers/utils/padding.py:62). verl's workers expect dimension 2 (verl/utils/tensordict_utils.py:915) and would
+    raise an error.
     """
     positions = data.get("position_ids") if isinstance(data, TensorDict) else None
     if positions is not None and positions.is_nested and positions.dim() == 3 and positions._ragged_idx == 1:
@@ -127,7 +128,8 @@ class VerlTrainer(SeparateRayPPOTrainer):
         # verl would put a reward model on the trainer's accelerators. Switch this off, because here the reward workers
         # have their own accelerators for the reward model.
         self.use_rm = False
-        # The update reads it (ray_trainer.py:1340), and verl sets it where it starts teachers.
+        # verl's update reads `distillation_config` (ray_trainer.py:1340), but verl sets it only when it starts
+        # teachers.
         teaches = need_teacher_policy(config)
         self.distillation_config = omega_conf_to_dataclass(config.distillation) if teaches else None
         self.prompts = self.train_dataloader
@@ -224,13 +226,14 @@ class VerlTrainer(SeparateRayPPOTrainer):
             compare_last_outputs(batch, keys, partial(compute_advantage, **settings, config=algorithm))
         return batch
 
-    # verl's workers take only batches that their ranks and micro-batches or mini-batches divide. Trajectories with
-    # several outputs make other ones, to which rows without any effect are added for each call.
+    # verl's workers accept only a number of rows that can be divided equally among ranks, and into whole micro-batches
+    # or mini-batches. Trajectories with several outputs make other numbers, so rows without effect are added for each
+    # call.
 
     def _shared(self, batch: DataProto, group: Any, role: str, scoring: Any = None) -> DataProto:
-        """Return a batch that the ranks of a worker group can share, with the added rows at the end.
+        """Return the batch with rows added at its end, so that the ranks of a worker group can divide it equally.
 
-        ``scoring`` is the section of verl's settings that sizes micro-batches of log-probs, if they may count rows.
+        ``scoring`` is the section of verl's settings that may set a number of rows for each micro-batch of log-probs.
         """
         rows = 1
         if scoring is not None and not scoring.log_prob_use_dynamic_bsz:
@@ -238,7 +241,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
         return in_whole_mini_batches(batch, self._get_dp_size(group, role) * rows, self._filler)
 
     def _in_mini_batches(self, batch: DataProto, model: Any) -> DataProto:
-        """Return a batch that the mini-batches of a model's update divide: ``ppo_mini_batch_size * rollout.n`` rows."""
+        """Return the batch with rows added to fill whole mini-batches of ``ppo_mini_batch_size * rollout.n`` rows."""
         size = model.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         balance = partial(self._balance_batch, metrics={}) if self.config.trainer.balance_batch else None
         return in_whole_mini_batches(batch, size, self._filler, balance)
