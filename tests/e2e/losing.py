@@ -42,8 +42,8 @@ def pid(actor: Any) -> int:
 
 def sampled_tokens(server: Any) -> int:
     """Return the number of tokens of the longest answer in the server's engine."""
-    newest = server._outputs._newest.values()
-    return max((len(output.outputs[0].token_ids) for output in newest if output.outputs), default=0)
+    newest = map(server._outputs.read, server._outputs._newest.values())
+    return max((len(answer.token_ids) for answer in newest if answer is not None), default=0)
 
 
 class Losing(AsyncPPOTrainer):
