@@ -59,7 +59,7 @@ async def test_it_gets_none_of_the_runs_secrets(monkeypatch: pytest.MonkeyPatch)
         ("import sys; print('no tools', file=sys.stderr); sys.exit(3)", "exit status 3: no tools"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV: it printed nothing"),
         ("raise ValueError('of mine')", "exit status 1: Traceback .*ValueError: of mine"),
-        ("print('well done')", "no reward: 'well done'"),
+        ("print('well done')", "not a reward: 'well done'"),
     ],
 )
 async def test_its_failure_is_told_with_its_last_words(code: str, says: str) -> None:
