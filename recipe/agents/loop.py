@@ -43,7 +43,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         overlong_reward: reward of a trajectory whose agent failed after its conversation became too long for another
             answer. With None such a trajectory fails.
         passed: names of further environment variables that the command gets, separated by commas.
-        reasoning: name of vLLM's parser that splits answers into reasoning and text, or None.
+        reasoning: name of the engine's parser that splits answers into reasoning and text, or None.
         host: the address on which the gateway listens.
     """
 

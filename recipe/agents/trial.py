@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m recipe.agents.try`` runs an agent over data rows without a trainer, and shows what would be trained.
 
-It starts a vLLM server with the model on loopback, or uses a running server. As in a training run, the agent gets an
+It starts an engine's server with the model on loopback, or uses a running one. As in a training run, the agent gets an
 address and a key of its own for each row. Tokens that the policy sampled are printed in bold, and context tokens are
 dim. Each line of the file that ``--out`` names is one sequence, as training would see it. Shown by
 tests/e2e/test_agents.py.
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--agent", help="name of an `async def run(client, row)`")
     what.add_argument("--command", help="a command line")
-    parser.add_argument("--address", help="URL of a running vLLM server, with /v1; OPENAI_API_KEY has its key")
+    parser.add_argument("--address", help="URL of an engine's running server, with /v1; OPENAI_API_KEY has its key")
     parser.add_argument("--most", type=int, help="largest number of rows")
     parser.add_argument("--out", type=Path, help="file for the sequences, one JSON object per line")
     parser.add_argument("--at-once", type=int, default=8)
@@ -122,6 +122,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--response-length", type=int, default=3072, help="data.max_response_length")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tools", default="hermes", help="actor_rollout_ref.rollout.multi_turn.format")
-    parser.add_argument("--reasoning", help="name of vLLM's reasoning parser")
-    parser.add_argument("server", nargs="*", help="arguments of the vLLM server to start, after --")
+    parser.add_argument("--reasoning", help="name of the engine's reasoning parser")
+    parser.add_argument("server", nargs="*", help="arguments of the engine's server to start, after --")
     return int(asyncio.run(tried(parser.parse_args(arguments))) > 0)

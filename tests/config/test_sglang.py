@@ -137,9 +137,9 @@ def test_a_full_answer_has_its_place_in_a_model_with_one_position_more() -> None
         (SGLANG, f"{ROLLOUT}.enable_prefix_caching", False, "disable_radix_cache"),
         (SGLANG, f"{ROLLOUT}.logprobs_mode", "raw_logprobs", "after the temperature"),
         (SGLANG, f"{ROLLOUT}.seed", 7, "a seed of its own"),
-        (SGLANG, f"{ROLLOUT}.engine_kwargs.vllm", {"block_size": 16}, "vLLM alone"),
-        ({}, ARGUMENTS, {"schedule_policy": "lpm"}, "SGLang alone"),
-        ({}, f"{ROLLOUT}.skip_tokenizer_init", False, "SGLang alone"),
+        (SGLANG, f"{ROLLOUT}.engine_kwargs.vllm", {"block_size": 16}, "only vLLM"),
+        ({}, ARGUMENTS, {"schedule_policy": "lpm"}, "only SGLang"),
+        ({}, f"{ROLLOUT}.skip_tokenizer_init", False, "only SGLang"),
     ],
 )
 def test_settings_of_the_other_engine_have_no_effect_and_that_is_said(
