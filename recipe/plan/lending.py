@@ -119,7 +119,7 @@ class LendingSimulation(Simulation):
         return rest
 
     def _view(self) -> tuple[Places, Demand]:
-        """Return the state of the run on which the lending policy decides."""
+        """Return what the lending policy bases its decisions on."""
         scenario, counts = self.scenario, self.ledger.counts()
         waiting = len(self._queue) + self.manager.pending
         if self.ledger.can_issue():

@@ -27,9 +27,9 @@ from recipe.async_engine.core.errors import RecipeError
 LONGEST_PATH = 107
 """Number of bytes that Linux accepts in a socket's path (unix(7))."""
 LONGEST_NAME = 40
-"""Largest number of bytes that an engine (a UUID) or multiprocessing (folder and file) adds to its folder's path."""
+"""Longest name, in bytes, that an engine (a UUID) or multiprocessing (folder and file) appends to a folder's path."""
 LONGEST_OF_RAY = 72
-"""Largest number of bytes that Ray adds to its temporary folder: ``ray``, session name, ``sockets`` and a file."""
+"""Longest path, in bytes, that Ray appends to its temporary folder's: ``ray``, session name, ``sockets`` and a file."""
 LINKS = "/tmp/recipe-{user}"
 ORDINARY = re.compile(r"[\w./+@%:=,-]+", re.ASCII)
 """Matches paths that Ray can use in its workers' command lines, which it splits at spaces."""

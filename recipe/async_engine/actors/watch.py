@@ -112,8 +112,8 @@ class RunWatch:
             silent_s: returns the seconds without progress, as the module's contract defines it.
             describe: returns a report on what each process does or waits for.
             fail: makes the trainer's wait for a batch fail with an error.
-            leaving: called with the error's name and message before the trainer's process is ended. It has `LEAVING_S`
-                seconds to finish.
+            leaving: called with the error's name and message before the trainer's process is ended. This call may
+                take at most `LEAVING_S` seconds.
         """
         self._silent_s, self._describe, self._fail, self._leaving = silent_s, describe, fail, leaving
 

@@ -131,7 +131,7 @@ engines while some wait for tools."""
 
 
 def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Return the number of trajectories that one replica works on at once, at least one whole group."""
+    """Return the number of trajectories that one replica works on at once, never less than a group has."""
     answers = int(lookup(config, "actor_rollout_ref.rollout.n"))
     groups = training.concurrent_samples_per_replica
     if groups is not None:

@@ -92,7 +92,9 @@ class LiveGroups:
         return self._ready_of_batch[batch]
 
     def _leave(self, group: Group) -> None:
-        """Remove ``group``, as it was last given to `put`, from all indexes except for the one by id."""
+        """Remove a group from all indexes except for the one by id.
+
+        ``group`` is in the state in which it was last passed to `put`, by which the indexes hold it."""
         by_start = self._by_start[group.state]
         by_start[group.start].discard(group.id)
         if not by_start[group.start]:

@@ -7,8 +7,8 @@ not complete: PENDING (waiting for a slot), RUNNING or SAMPLED (all tokens gener
 - A trajectory starts only while generation is open, and takes one of `slots` generation slots. The admission policy
   sets the priorities of waiting trajectories, and whether a group starts only when all of its trajectories get slots.
 - A new prompt is issued only if no trajectory waits and the ledger admits one more group.
-- A running trajectory keeps its slot until its last token is sampled: also while there are no slots, and during a
-  retry. If an attempt fails after that, for example in its reward, the trajectory is PENDING again.
+- A running trajectory keeps its slot until its last token is sampled, even during a retry, and even if the number of
+  slots becomes 0 meanwhile. If an attempt fails after that, for example in its reward, the trajectory is PENDING again.
 
 The number of slots may change at any time; while it is 0, all running trajectories are interrupted. Generation can also
 be drained before a weight sync: then no trajectory starts, and running trajectories finish. The prompt manager has no

@@ -236,12 +236,12 @@ class Devices:
     hybrid: int = 0
 
     def counts(self, lane: str) -> bool:
-        """Return whether this is the lane of a device."""
+        """Return whether ``lane`` is a device's, whose time is accounted for."""
         kind = lane.partition(" ")[0]
         return kind in (ROLLOUT, LOG_PROBS) or (lane == TRAINER and not (self.shared or self.hybrid))
 
     def is_of_trainer(self, lane: str) -> bool:
-        """Return whether this is the lane of a replica on the trainer's accelerators."""
+        """Return whether ``lane`` is that of a replica on the trainer's accelerators."""
         kind, _, number = lane.partition(" ")
         return kind == ROLLOUT and (self.shared or (number.isdecimal() and int(number) < self.hybrid))
 

@@ -25,7 +25,7 @@ def for_hybrid_replicas(config: Any) -> Any:
         rollout = config.actor_rollout_ref.rollout
         rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
         rollout.gpu_memory_utilization = rollout.custom[HYBRID_SHARE]
-        # Otherwise the launch of these replicas would overwrite Prometheus's list of replicas, which must contain all.
+        # Otherwise the launch of these replicas would replace Prometheus's list of replicas by these alone.
         rollout.prometheus.enable = False
         rollout.checkpoint_engine.backend, rollout.checkpoint_engine.custom_backend_module = "naive", None
     return config

@@ -51,7 +51,7 @@ class ModelShape:
 
     @property
     def attention(self) -> int:
-        """Return the number of parameters of one layer's attention, including head norms and the layer's two norms."""
+        """Return the number of parameters of a layer's attention, with the layer's two norms and the QK-norms."""
         weights = 2 * self.hidden * (self.q_width + self.kv_width)
         biases = (self.q_width + 2 * self.kv_width) * self.qkv_bias
         return weights + biases + 2 * self.head_dim * self.head_norms + 2 * self.hidden
