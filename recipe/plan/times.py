@@ -41,7 +41,7 @@ _UNDER_WAY = (
     Class.WAIT_TAIL,
     Class.WAIT_AGENTS,
 )
-"""The classes of time of an engine's sequence slots, used or unused, while answers are in progress."""
+"""The classes of the time of an engine's sequence slots, whether used or idle, while answers are in progress."""
 
 
 @dataclass(frozen=True)

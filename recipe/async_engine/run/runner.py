@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Began:
-    """An event: all processes run, and the checkpoint of ``step`` is loaded; without one ``step`` is 0."""
+    """An event: all processes run, and the checkpoint of ``step`` is loaded. Without a checkpoint ``step`` is 0."""
 
     step: int
     state: dict[str, Any]

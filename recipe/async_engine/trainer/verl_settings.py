@@ -76,7 +76,7 @@ def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = Non
     """Write the settings that this package's rollout servers and weight workers read from verl's configuration.
 
     They include the deadlines, how weights are staged, and ``places``, the number of answers that an engine generates
-    at once.
+    at the same time.
     """
     weights = weights or Weights()
     custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
