@@ -73,7 +73,7 @@ class Result:
         ended: time at which each step ended, in virtual seconds.
         staleness: mean staleness of the trained groups, in versions.
         token_ages: number of trained tokens by age in versions.
-        account: accelerator time by class.
+        account: accelerator time by class (`Class`).
         decisions_s: CPU seconds (real ones) that the state machines took for their decisions.
     """
 

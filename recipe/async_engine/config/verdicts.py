@@ -71,7 +71,8 @@ class Verdict:
         advice: what to use instead.
         allowed: the accepted values, in words, if `kind` is REFUSED.
         refuses: returns whether a value is refused; by default, all truthy values are.
-        switch: for a section, the name of the setting in it that turns the section on; its value is checked.
+        switch: for a section, the name of the setting in it that turns the section on, and whose value is
+            checked.
         here: returns whether the verdict applies to a run.
         quiet: values that cause no warning although they are not verl's defaults, since this package's YAML sets them.
     """

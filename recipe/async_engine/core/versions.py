@@ -24,7 +24,7 @@ Runs = list[tuple[int, int]]
 """Run-length code of the versions of consecutive tokens: (version, number of tokens), ..."""
 
 Context = tuple[int, tuple[int, ...]]
-"""What `context_of` keeps of the tokens that precede a piece, which is what one request to a server generated."""
+"""What `context_of` keeps of the tokens before a piece (the tokens that one request to a server generated)."""
 CONTEXT = 16
 
 ALIGNMENT_WORK = 32
@@ -163,8 +163,8 @@ def align_in(
     """Return what `align` returns for one of several outputs of an agent loop, each with its own ``prompt``.
 
     If an agent loop rewrites its context, each of its outputs has only some of the pieces. So this function first uses
-    only the pieces whose context (the piece's item of ``contexts``) the output begins with. If these pieces do not give
-    exact labels, it uses all pieces.
+    only those pieces whose context (the item of ``contexts`` for the piece) is a beginning of the output. If these
+    pieces do not give exact labels, it uses all pieces.
     """
     sequence = [*prompt, *response_ids]
     found = [

@@ -79,7 +79,7 @@ class Class(StrEnum):
 SAMPLED = "sampled"
 """Event on the lane `RUN` with the number of tokens that a rollout engine has sampled so far."""
 EMPTY = "empty"
-"""Event of an engine that has no request. The scheduler's events give the reason for it."""
+"""Event of an engine that has no request. The scheduler's events say why it has none."""
 
 
 class Away(StrEnum):

@@ -95,7 +95,7 @@ class RolloutScheduler:
 
         Args:
             timeline: receives the events of trajectories and groups for the run record.
-            rescore: whether log-prob servers score each ready group by every new version until the group is trained.
+            rescore: whether log-prob servers score each ready group with each new version until the group is trained.
             group_ended: a function that is called with None for each complete group, and with the error of each failed
                 group. If it returns an error, the run ends with that error.
         """
@@ -524,8 +524,8 @@ class RolloutScheduler:
             self.fail(failed)
 
     def _nothing_succeeds(self, last: int) -> bool:
-        """Return whether too many groups have failed in a row, and no group issued before group ``last`` is running.
-        The second condition keeps groups that fail at once from ending a run whose earlier groups may still succeed.
+        """Return whether too many groups have failed in a row, and no group issued before ``last`` is still running.
+        The second condition keeps groups that fail quickly from ending a run whose earlier groups may still succeed.
         """
         if self._failures_in_a_row < self._settings.max_consecutive_failures:
             return False
@@ -719,7 +719,7 @@ class RolloutScheduler:
             self._timeline.tell(event)
 
     def _score(self, groups: Iterable[Group]) -> None:
-        """Have log-prob servers score ready groups by the newest version, in their order of training."""
+        """Have log-prob servers score ready groups with the newest version's weights, in the order of training."""
         if not self._rescore:
             return
         for group in sorted(groups, key=TRAINED_FIRST):

@@ -181,7 +181,7 @@ class Startup:
     publisher: WeightPublisher
     published: PublishedWeights
     hybrid: HybridPublisher | None = None
-    """Wakes the replicas on the trainer's accelerators, if there are any. These replicas have the lowest numbers."""
+    """The publisher of the replicas on the trainer's accelerators, which have the lowest numbers, or None."""
     restarts: Restarts
     """The run's budget for replacing lost replicas and servers."""
 

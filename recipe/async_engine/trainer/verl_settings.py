@@ -38,8 +38,8 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
     took two thirds of an agent-loop worker's CPU time.
     """
     with open_dict(config):
-        # verl's constructor requires `hybrid_engine`, even for a separate rollout. It starts no process: only the role
-        # mapping decides which processes exist.
+        # verl's constructor requires `hybrid_engine`, even for a separate rollout. The setting starts no process: only
+        # the role mapping decides which processes exist.
         config.actor_rollout_ref.hybrid_engine = True
         config.trainer.total_training_steps = plan.total_steps
         config.data.gen_batch_size = 1
