@@ -229,7 +229,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 async def _first(request: Request, task: asyncio.Task[Any], *others: Coroutine[Any, Any, Any]) -> None:
-    """Wait until ``task`` or another one is done; raise Refused if ``task`` failed or the client disconnected first."""
+    """Wait for ``task`` or one of ``others``; raise Refused if ``task`` failed or the client disconnected first."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -119,8 +119,8 @@ async def last_words(stream: asyncio.StreamReader) -> str:
 
 
 def printed_reward(command: str, printed: str) -> Any:
-    """Return the reward in the last line of a command's output, as JSON: a number, an object or null; None without
-    output.
+    """Return the reward, which the last line of a command's output gives as JSON: a number, an object or null.
+    Without output, return None.
     """
     lines = printed.strip().splitlines()
     try:

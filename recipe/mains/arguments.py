@@ -92,7 +92,7 @@ def _take_resources(config: DictConfig) -> None:
 
 
 def _count_in_mini_batches(config: DictConfig) -> None:
-    """Replace `data.train_batch_size` by its number of mini-batches, because the mode reads that setting instead."""
+    """Set `async_training.require_batches`, which the mode reads, to the mini-batches in `data.train_batch_size`."""
     size, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if size % mini:
         allowed = f"a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}"

@@ -2,11 +2,11 @@
 """Simulates runs in which the trainer's accelerators generate while the trainer waits (``placement=elastic``).
 
 Contract: standalone replicas have accelerators of their own; hybrid replicas run on the trainer's accelerators, and
-sleep while it trains. The policy of real runs (`recipe.async_engine.core.lending`) decides when they wake and sleep;
-as in `Simulation`, the sample ledger and the staleness gate decide everything else. A request goes to the awake engine
-with the fewest requests. If all awake engines are full, the request waits, and requests of the oldest group go first.
-An interrupted request keeps its tokens and their versions. Hybrid replicas that wake have the version with which the
-standalone replicas generate. Without standalone replicas, this is ``placement=shared``. Shown by
+sleep while it trains. The policy of real runs (`recipe.async_engine.core.lending`) decides when the hybrid replicas
+wake and sleep; as in `Simulation`, the sample ledger and the staleness gate decide everything else. A request goes to
+the awake engine with the fewest requests. If all awake engines are full, the request waits, and requests of the oldest
+group go first. An interrupted request keeps its tokens and their versions. Hybrid replicas that wake have the version
+with which the standalone replicas generate. Without standalone replicas, this is ``placement=shared``. Shown by
 tests/plan/test_lending_simulation.py.
 """
 
@@ -35,8 +35,8 @@ class Switch:
 class LendingSimulation(Simulation):
     """A simulated run with hybrid replicas, which generate on the trainer's accelerators while the trainer waits.
 
-    switches: number of loans. lent_s: seconds in which hybrid replicas were awake. read_again: number of tokens that
-    were prefilled again because the end of a loan had interrupted their requests.
+    switches: number of loans (times when hybrid replicas woke to generate). lent_s: seconds in which they were awake.
+    read_again: number of tokens that were prefilled again because the end of a loan had interrupted their requests.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class LendingSimulation(Simulation):
         return rest
 
     def _view(self) -> tuple[Places, Demand]:
-        """Return what the lending policy bases its decisions on."""
+        """Return what the lending policy decides by: the engines' places, and what the trainer needs next."""
         scenario, counts = self.scenario, self.ledger.counts()
         waiting = len(self._queue) + self.manager.pending
         if self.ledger.can_issue():

@@ -73,7 +73,7 @@ class Result:
         ended: time at which each step ended, in virtual seconds.
         staleness: mean staleness of the trained groups, in versions.
         token_ages: number of trained tokens by age in versions.
-        account: accelerator time by class.
+        account: accelerator time by class (`Class`).
         decisions_s: CPU seconds (real ones) that the state machines took for their decisions.
     """
 
@@ -99,7 +99,7 @@ class _Group:
     """A prompt group in progress.
 
     left: number of answers without a reward. lengths: final number of tokens of each answer. versions: number of tokens
-    of the rewarded answers by policy version. answers: numbers of tokens of the rewarded answers.
+    of the rewarded answers, by the policy version that sampled them. answers: number of tokens of each rewarded answer.
     """
 
     left: int
@@ -154,7 +154,7 @@ class Simulation:
         self._books = {"sampled": 0, "trained": 0}
 
     def run(self) -> Result:
-        """Simulate the run to its end; raise `CannotPlan` if it deadlocks before."""
+        """Simulate the run to its end; raise `CannotPlan` if it deadlocks before the end."""
         self.begin()
         self.clock.run(lambda: self._over)
         if not self._over:
@@ -264,7 +264,7 @@ class Simulation:
         return self.manager.anything_waits() or self.ledger.can_issue()
 
     def _label(self, engine: Engine, request: Request) -> None:
-        """Attribute the tokens that a request got since the last call to the announced version."""
+        """Record that the announced version sampled the tokens that a request got since this method's previous call."""
         known = sum(tokens for _, tokens in request.versions)
         if (more := engine.tokens_of(request) - known) > 0:
             request.versions.append((self.ledger.announced, more))
@@ -334,7 +334,7 @@ class Simulation:
         self._resume([self._held.pop(key) for key in sorted(self._held)])
 
     def _through_agents(self, request: Request) -> None:
-        """Send a request to an engine once the agent loops, which process one request at a time, have processed it."""
+        """Pass a request through the agent loops, which process one at a time, and then send it to an engine."""
         self._agents_free = max(self._agents_free, self.clock.now) + self.times.agents_s
         wait = self._agents_free - self.clock.now + self.times.begin_s
         self.clock.after(wait, lambda: self._send(request))

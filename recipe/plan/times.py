@@ -41,7 +41,7 @@ _UNDER_WAY = (
     Class.WAIT_TAIL,
     Class.WAIT_AGENTS,
 )
-"""The classes of time of an engine's sequence slots, used or unused, while answers are in progress."""
+"""The classes of the time of an engine's sequence slots, whether used or idle, while answers are in progress."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def estimated(
 ) -> Times:
     """Return times computed from device profiles, for groups with these answer lengths and ``prompt`` prompt tokens.
 
-    ``rollout`` computes the times of a rollout replica; ``trainer`` returns those of the trainer for a number of ranks.
+    ``rollout`` has the times of a rollout replica. ``trainer`` returns the trainer's times for a given number of ranks.
     """
     return Times(
         groups=tuple(tuple(group) for group in groups),

@@ -137,7 +137,7 @@ def run(
 
     Args:
         call: name and arguments of a function of the program, or of a method of its class ``Solution``. It is called
-            after the program has run, and the output is only its result, as JSON.
+            after the program has run, and the output is only the function's result, as JSON.
 
     Raises:
         SandboxUnavailable: the program could not be isolated, so it was not run.

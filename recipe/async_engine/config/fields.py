@@ -96,7 +96,7 @@ def read_section(cls: type[Section], mapping: Mapping[str, Any] | None, path: st
 
 
 def _problem(known: Mapping[str, FieldInfo], name: str, value: Any, path: str) -> Problem:
-    """Return the problem of a setting that pydantic refuses, for its value or because the section lacks its name."""
+    """Return the problem of a setting that pydantic refuses, because its value or its name is not allowed."""
     setting = f"{path}.{name or repr(name)}"
     if name in known:
         extra: Any = known[name].json_schema_extra

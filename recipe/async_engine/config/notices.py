@@ -39,7 +39,10 @@ NOW = {
 
 
 def notices(context: RuleContext, defaults: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Yield warnings about settings without effect whose values differ from ``defaults`` (verl's, if not given)."""
+    """Yield warnings about unknown settings, and about settings without effect whose values differ from ``defaults``.
+
+    If ``defaults`` is None, the values are compared with verl's defaults.
+    """
     found: dict[str, list[str]] = {}
     defaults = verls_own(str(context.get("model_engine", "dp"))) if defaults is None else defaults
     for verdict in TABLE:

@@ -131,7 +131,7 @@ engines while some wait for tools."""
 
 
 def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Return the number of trajectories that one replica works on at once, never less than a group has."""
+    """Return the number of trajectories that one replica works on at the same time, at least one whole group."""
     answers = int(lookup(config, "actor_rollout_ref.rollout.n"))
     groups = training.concurrent_samples_per_replica
     if groups is not None:
@@ -141,7 +141,7 @@ def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int
 
 
 def places_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Return how many of a replica's trajectories its engine decodes at once, at most `max_num_seqs`."""
+    """Return how many of a replica's trajectories its engine decodes at the same time, at most `max_num_seqs`."""
     slots = slots_per_replica(config, training)
     return min(slots, int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs") or slots))
 

@@ -30,7 +30,7 @@ ADAPTERS = {
     "vllm": "recipe.async_engine.engines.vllm.adapter.DeadlineServerAdapter",
     "sglang": "recipe.async_engine.engines.sglang.adapter.SGLangServerAdapter",
 }
-"""For each rollout engine, the class that passes weights from a trainer rank or a weight worker to its servers."""
+"""For each engine, the class that passes weights from a trainer rank or a weight worker to the engine's servers."""
 TEACHERS_ENGINE = "vllm"
 """The engine that serves teacher models; `config.rules` refuses others."""
 TOKENIZER_ARGUMENTS = {"vllm": "tokenizer", "sglang": "tokenizer_path"}
@@ -47,12 +47,12 @@ INSTEAD = {
     "logprobs_mode": "SGLang's log-probs are those after the temperature, before top_k and top_p",
     "seed": "each engine of SGLang draws a seed of its own",
 }
-"""Settings that verl passes to vLLM only, each with what to set, or what holds, with SGLang."""
+"""Settings that verl passes to vLLM only. The text says what to set with SGLang instead, or how SGLang behaves."""
 UNREAD = "verl 0.9.1 does not read it either; remove it"
 QUEUE = "this package does not use TransferQueue"
 V1 = "trainer.v1"
 PLACEHOLDER = "recipe.mains.trainer.NoAgentLoops"
-"""What stock verl's task runner builds instead of an agent-loop manager if it runs a mode of this package."""
+"""The class that replaces the agent-loop manager if stock verl's task runner runs a mode of this package."""
 
 
 class Kind(StrEnum):
@@ -71,7 +71,8 @@ class Verdict:
         advice: what to use instead.
         allowed: the accepted values, in words, if `kind` is REFUSED.
         refuses: returns whether a value is refused; by default, all truthy values are.
-        switch: for a section, the name of the setting in it that turns the section on; its value is checked.
+        switch: for a section, the name of the setting in it that turns the section on, and whose value is
+            checked.
         here: returns whether the verdict applies to a run.
         quiet: values that cause no warning although they are not verl's defaults, since this package's YAML sets them.
     """

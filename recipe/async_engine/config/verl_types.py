@@ -200,9 +200,9 @@ def _kinds(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, E
 
 
 def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the configuration with each value of a wrong type removed, and a problem for each such value.
+    """Return the configuration with each refused value replaced by null or an empty section, and a problem for each.
 
-    ``misses`` is whether missing settings of `NEEDED` are reported too.
+    ``misses`` is whether settings of `NEEDED` that are missing or null are reported too.
     """
     repaired, problems = dict(config), []
     for setting in _too_deep(config):

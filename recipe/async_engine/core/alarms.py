@@ -219,7 +219,7 @@ class Alarms:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return, for each alarm that has rung, for how many tests or failed groups it rang since training began."""
+        """Return how many tests or failed groups each alarm has counted that has rung since training began."""
         return {name: self._counts[name] for name in WATCHED if self._counts[name]}
 
     def metrics(self) -> dict[str, int]:

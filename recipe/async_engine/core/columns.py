@@ -35,8 +35,8 @@ FAILURE = "recipe_data_failure"
 """The only field of a prompt whose data row could not be read; its value is the text of the error."""
 
 UNMATCHED_SHARE = "agent_unmatched_share"
-"""Extra field of an agent's trajectory: the share of the answers sent back by the agent that were not found as they
-were sampled.
+"""Extra field of an agent's trajectory: of the answers that the agent sent back in later requests, the share that does
+not match the sampled tokens, and was therefore treated as context.
 """
 
 ARGUMENTS = frozenset({"sampling_params", "self"})

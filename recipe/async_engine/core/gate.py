@@ -2,16 +2,17 @@
 """The staleness gate, which decides whether a group may start and whether a batch may be trained.
 
 Contract. A training batch has `b` prompt groups, and after `k` batches there is a new policy version; `B = k * b`. `v`
-is the current version: the trainer has *sealed* it, and trains on from it. `a <= v` is the newest *announced* version:
-its weights have reached all rollout replicas, which generate with it. `j` is the number of batches that the trainer has
-taken since version `v`, and `S` is the staleness bound. A group's *start version* is the version of its oldest token. A
-group is *live* from its issue until it is taken, filtered or failed. At all times and for every start version s,
+is the current version, which the trainer *sealed* last: it made its weights this version, and trains on from them.
+`a <= v` is the newest *announced* version: its weights have reached all rollout replicas, which generate with it.
+`j` is the number of batches that the trainer has taken since version `v`, and `S` is the staleness bound. A group's
+*start version* is the version of its oldest token. A group is *live* from its issue until it is taken, filtered or
+failed. At all times and for every start version s,
 
     live groups with a start version <= s   <=   slots(s) = max(0, (s + S - v) * B + (k - j) * b)        (the invariant)
 
 where slots(s) is how many groups can still be trained before those of start version s become too stale. It follows that
 no group is trained more than S versions after its oldest token, that no group has to be dropped to ensure this, and
-that a next batch can always form once the running groups have ended. Proofs: docs/staleness.md. Tests:
+that a next batch can always form when the running groups have ended. Proofs: docs/staleness.md. Tests:
 tests/core/test_gate*.py. The gate has no clock and no threads; its caller holds a lock.
 """
 
@@ -225,7 +226,7 @@ class StalenessGate:
     def _places(self, start: int, batches_left: int) -> int:
         """Return slots(start) for a given number of batches left before the next version, but never less than 0.
 
-        With a negative number, `can_take` would refuse even a batch that leaves no group with a start version that old.
+        With a negative number, `can_take` would refuse even a batch after which no live group is as old as ``start``.
         """
         bound = self.settings
         versions_left = start + bound.max_staleness - self.version

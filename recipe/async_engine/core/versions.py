@@ -24,7 +24,7 @@ Runs = list[tuple[int, int]]
 """Run-length code of the versions of consecutive tokens: (version, number of tokens), ..."""
 
 Context = tuple[int, tuple[int, ...]]
-"""What `context_of` keeps of the tokens that precede a piece."""
+"""What `context_of` keeps of the tokens before a piece (the tokens that one request to a server generated)."""
 CONTEXT = 16
 
 ALIGNMENT_WORK = 32
@@ -162,9 +162,9 @@ def align_in(
 ) -> Alignment:
     """Return what `align` returns for one of several outputs of an agent loop, each with its own ``prompt``.
 
-    Only those pieces are read that were sampled in a context with which the output begins (``contexts``, one for each
-    piece), because an output of an agent loop that rewrites its context has only some of the pieces. If these do not
-    give exact labels, all pieces are read.
+    If an agent loop rewrites its context, each of its outputs has only some of the pieces. So this function first uses
+    only those pieces whose context (the item of ``contexts`` for the piece) is a beginning of the output. If these
+    pieces do not give exact labels, it uses all pieces.
     """
     sequence = [*prompt, *response_ids]
     found = [
@@ -216,7 +216,7 @@ def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Al
 
 
 def _oldest_of(labelled: Iterable[tuple[int, int, int]], end: int) -> Alignment | None:
-    """Return the oldest version of each of ``end`` tokens, or None if a token has none.
+    """Return the oldest version of each of ``end`` tokens, or None if some token has no version.
 
     labelled: (first, end, version) for each range of tokens first..end-1 that may have this version. The result is
     exact if no token may have two versions.
@@ -288,9 +288,10 @@ def place(
 ) -> list[tuple[int, int]] | None:
     """Return where in the response each part begins, and how many of its tokens the response has.
 
-    The log-probs of a part are valid for the response only if the same tokens precede it there. A part that other
-    tokens precede belongs to another output of its agent loop, or was rewritten, and the response has none of its
-    tokens. Return None if a token marked as sampled (``mask`` 1) is in no part. Shown by tests/core/test_alignment.py.
+    The log-probs of a part are valid only if the tokens before the part are the same in the response as when it was
+    sampled. Otherwise the part belongs to another output of its agent loop, or the text was rewritten, and the result
+    says that the response has 0 of its tokens. Return None if a token marked as sampled (``mask`` 1) is in no part.
+    Shown by tests/core/test_alignment.py.
     """
     sequence = [*prompt, *response]
     places, covered = [], bytearray(len(response))

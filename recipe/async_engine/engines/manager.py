@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the rollout replicas of a run, and the load balancer that distributes requests to them.
 
-Contract: the load balancer starts before the replicas and without servers, so clients can be created at once. The
+Contract: the load balancer starts before the replicas and without servers, so clients can be created immediately. The
 weight publisher adds a replica to the load balancer when the replica has a complete version. Before that the replica
 gets no requests. A load balancer that dies is not replaced. This package's own load balancer runs on the trainer's
 node, so the loss of another node does not end the run.

@@ -150,9 +150,9 @@ def memory_by_type(resources: Iterable[str]) -> int | None:
 
 
 def local_paths(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (setting, path) for each path in `PATHS`, and of each teacher, that exists on this machine.
+    """Return (setting, path) for each path on this machine that a setting in `PATHS`, or a teacher's section, names.
 
-    Names on the hub are left out.
+    Names of models on the hub are left out.
     """
     found = []
     for setting in (*PATHS, *(f"{teacher}.model_path" for teacher in teachers(config))):

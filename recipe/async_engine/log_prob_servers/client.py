@@ -140,7 +140,7 @@ class PartScorer:
     ) -> ResponseScores | None:
         """Wait for the scores of all parts and return those of the response; None if a sampled token has no score.
 
-        The response is one output of the agent loop, and each output of a list has its own ``prompt``.
+        The response is one output of the agent loop. If the loop returned several outputs, each has its own ``prompt``.
         """
         answers = await asyncio.gather(*self._tasks, return_exceptions=True)
         places = place(self._parts, prompt, response, mask)

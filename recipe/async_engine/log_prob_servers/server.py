@@ -31,8 +31,8 @@ from recipe.async_engine.record.events import Activity
 def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
     """Divide the rows of a batch among ``shares`` data-parallel ranks; return the indices of each rank's rows.
 
-    Rows are dealt from longest to shortest, to the ranks in ascending and descending order by turns. If necessary, the
-    shortest row is repeated, so that all data-parallel ranks get the same number of rows.
+    Rows are dealt from longest to shortest, to the ranks in ascending and descending order alternately. If necessary,
+    the shortest row is repeated, so that all data-parallel ranks get the same number of rows.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     order += [order[-1]] * (-len(order) % shares)
@@ -56,7 +56,7 @@ class Ranks:
         self._places = await self._all([worker.place.remote() for worker in self._workers])
 
     async def score(self, sequences: Sequence[Segment]) -> list[np.ndarray]:
-        """Return log-probs and entropies of each sequence's tokens to score, float32 (2, number of these tokens)."""
+        """Return log-probs and entropies for each sequence, float32 (2, number of its tokens that are to be scored)."""
         dealt = deal([len(sequence.token_ids) for sequence in sequences], self._places[0].shares)
         rows = [ray.put([sequences[row].token_ids for row in share]) for share in dealt]
         outputs = await self._all(

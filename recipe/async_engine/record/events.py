@@ -79,7 +79,7 @@ class Class(StrEnum):
 SAMPLED = "sampled"
 """Event on the lane `RUN` with the number of tokens that a rollout engine has sampled so far."""
 EMPTY = "empty"
-"""Event of an engine that has no request. The scheduler's events give the reason for it."""
+"""Event of an engine that has no request. The scheduler's events say why it has none."""
 
 
 class Away(StrEnum):
@@ -176,7 +176,7 @@ class Exchange(NamedTuple):
 class OtherClock:
     """Converts times of another process's clock to times of this process's clock.
 
-    In an exchange, this process sends a question, and the other process answers with its time. It does so between the
+    In an exchange, this process asks the other process for its time. The other process reads its clock between the
     sending of the question and the arrival of the answer, so each exchange bounds the difference of the clocks. Both
     clocks are assumed to run at the same pace; the difference is corrected only if it is outside the bounds of the
     latest exchange. If the paces are equal, the error is at most the shortest round trip so far; if they are not, each
@@ -236,17 +236,17 @@ class Devices:
     hybrid: int = 0
 
     def counts(self, lane: str) -> bool:
-        """Return whether ``lane`` is a device's, whose time is accounted for."""
+        """Return whether ``lane`` is the lane of a device in the time account."""
         kind = lane.partition(" ")[0]
         return kind in (ROLLOUT, LOG_PROBS) or (lane == TRAINER and not (self.shared or self.hybrid))
 
     def is_of_trainer(self, lane: str) -> bool:
-        """Return whether ``lane`` is that of a replica on the trainer's accelerators."""
+        """Return whether ``lane`` is the lane of a replica on the trainer's accelerators."""
         kind, _, number = lane.partition(" ")
         return kind == ROLLOUT and (self.shared or (number.isdecimal() and int(number) < self.hybrid))
 
     def size(self, lane: str) -> int:
-        """Return the number of accelerators of a device, which all do the same at any time."""
+        """Return the number of accelerators of the device with this lane. All of them do the same at any time."""
         return int(self.accelerators.get(lane.partition(" ")[0], 1))
 
 

@@ -34,7 +34,7 @@ class FolderTaken(RecipeError):
 
 
 def is_owned(folder: str | os.PathLike[str], part: int = RUN) -> bool:
-    """Return whether a process owns this part of a run's folder (`RUN` or `CHECKPOINTS`), without trying to lock it."""
+    """Return whether another process owns ``part`` (`RUN` or `CHECKPOINTS`) of a run's folder, without locking it."""
     try:
         with open(Path(folder, LOCK_FILE), "rb") as file:
             # Fields of the kernel's struct flock on 64-bit Linux: type, whence, start, length, process id.

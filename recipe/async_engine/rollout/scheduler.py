@@ -12,12 +12,13 @@ A trajectory frees its generation slot when its last token is sampled, so no slo
 trajectory is retried on another worker, and the other trajectories of its group are kept. If the last retry fails, the
 whole group fails, and the run ends when ``max_consecutive_failures`` groups in a row have failed. The payload of a
 finished trajectory is a Ray object reference until the trainer fetches its batch. A snapshot for a checkpoint is taken
-while generation continues. It has the answers of all unfinished trajectories, so that a resumed run does not sample
-their tokens again.
+while generation continues. The snapshot contains the answers of all unfinished trajectories, so that a resumed run
+does not sample their tokens again.
 
 The admission policy chooses which prompt begins, which trajectory generates next and which batch is taken. A place is
-room for one sequence in an engine. The number of places changes when replicas wake or go to sleep. While there are
-none, trajectories that have begun keep their slots and tokens, and their next requests wait in the client (`TurnGate`).
+room for one sequence in an engine. The number of places changes when replicas wake or go to sleep. While there are no
+places, trajectories that have begun keep their slots and tokens, and their next requests wait in the client
+(`TurnGate`).
 Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker actors),
 tests/e2e/test_fully_async.py and test_partial_rollout.py.
 """
@@ -94,7 +95,7 @@ class RolloutScheduler:
 
         Args:
             timeline: receives the events of trajectories and groups for the run record.
-            rescore: whether log-prob servers score each ready group by every new version until the group is trained.
+            rescore: whether log-prob servers score each ready group with each new version until the group is trained.
             group_ended: a function that is called with None for each complete group, and with the error of each failed
                 group. If it returns an error, the run ends with that error.
         """
@@ -142,7 +143,7 @@ class RolloutScheduler:
         Args:
             engine_tokens: a function that returns the summed token counts of all engines, or None if an engine does not
                 answer.
-            timeout_s: deadline of the agent-loop workers, in seconds.
+            timeout_s: seconds for ending all trajectories. The agent-loop workers have to answer within half of them.
         """
         before = engine_tokens()
         workers = self._ask(self._end_trajectories(timeout_s / 2), timeout_s) if self._thread.is_alive else None
@@ -182,11 +183,11 @@ class RolloutScheduler:
             timeout_s: deadline in seconds.
 
         Returns:
-            The decision, or None if no further batch can form, if :meth:`want_no_more` was called, or if a batch may be
-                taken and there was no decision in time.
+            The decision. It is None if no further batch can form, if :meth:`want_no_more` was called, or if there was
+                no decision in time although a batch may be taken.
 
         Raises:
-            RolloutFailed: generation cannot continue, or no batch was ready in time.
+            RolloutFailed: generation cannot continue, or there was no decision in time and no batch may be taken.
         """
         found: Decided | None = None
 
@@ -216,7 +217,7 @@ class RolloutScheduler:
             return found
 
     def use_places(self, places: int, share: float, timeout_s: float) -> Future[TokenAccount] | None:
-        """Record that the engines have ``places`` places from now on, and multiply the number of slots by ``share``.
+        """Record that the engines have ``places`` places from now on, and ``share`` times the usual number of slots.
 
         With 0 places, the workers hold their trajectories' requests. When there are places again, these requests
         continue before new trajectories begin.
@@ -242,7 +243,7 @@ class RolloutScheduler:
         return held
 
     def demand(self) -> tuple[Demand, int, int]:
-        """Return what the trainer needs next, how many trajectories run, and how many more could run at once.
+        """Return what the trainer needs next, how many trajectories run, and how many more could start now.
 
         The caller must hold the lock, for example in ``decide`` of `wait_for`.
         """
@@ -307,7 +308,7 @@ class RolloutScheduler:
         Args:
             timeout_s: deadline in seconds.
             fill: whether trajectories may still start while the ledger admits groups, so that the present version
-                generates the whole current batch. If groups are filtered, the rewards are awaited too, because they
+                generates the whole current batch. If the run filters groups, the rewards are awaited too, because they
                 decide whether another group is needed.
 
         Raises:
@@ -466,7 +467,7 @@ class RolloutScheduler:
         return run
 
     def _size_of(self, row: dict[str, Any]) -> int:
-        """Return the number of trajectories of a prompt's group. `_begin` fails a group with an invalid number."""
+        """Return the number of answers to a prompt; if it asks for an invalid number, `_begin` fails its group."""
         usual = self._settings.group_size
         with suppress(PromptFailed):
             return group_size(row, usual)
@@ -523,8 +524,8 @@ class RolloutScheduler:
             self.fail(failed)
 
     def _nothing_succeeds(self, last: int) -> bool:
-        """Return whether too many groups have failed in a row, and no group issued before group ``last`` is running.
-        The second condition keeps groups that fail at once from ending a run whose earlier groups may still succeed.
+        """Return whether too many groups have failed in a row, and no group issued before ``last`` is still running.
+        The second condition keeps groups that fail quickly from ending a run whose earlier groups may still succeed.
         """
         if self._failures_in_a_row < self._settings.max_consecutive_failures:
             return False
@@ -603,7 +604,7 @@ class RolloutScheduler:
             if scoring:
                 self._count_scoring(-1)
             self._tell_all(attempt_events(run, each.n, began, sampled_at))
-            # Drop the answers from the checkpoint, because the worker has counted their tokens.
+            # Drop the answers that came from a checkpoint, because the worker has counted their tokens by now.
             each.record = None
             del self._ends[each.key]
             over.set_result(None)
@@ -681,7 +682,7 @@ class RolloutScheduler:
             self._changed.made()
             ready = self.ledger.in_state(GroupState.READY) if self._rescore else ()
         self._wake.set()
-        # The trainer waits for this method and takes no batch before, so all of these groups stay ready.
+        # The trainer takes no batch before this method has returned, so all of these groups stay ready until then.
         for group in sorted(ready, key=TRAINED_FIRST):
             with self._changed:
                 self._score([group])
@@ -718,7 +719,7 @@ class RolloutScheduler:
             self._timeline.tell(event)
 
     def _score(self, groups: Iterable[Group]) -> None:
-        """Have log-prob servers score ready groups by the newest version, in their order of training."""
+        """Have log-prob servers score ready groups with the newest version's weights, in the order of training."""
         if not self._rescore:
             return
         for group in sorted(groups, key=TRAINED_FIRST):
@@ -732,7 +733,7 @@ class RolloutScheduler:
             raise RolloutFailed(f"the rollout ended with {type(self._error).__name__}: {self._error}") from self._error
 
     def _may_be_filled(self) -> bool:
-        """Return whether the current batch may still need groups, now or after the filter has dropped some."""
+        """Return whether the current batch still needs groups, or may need more if the filter drops some."""
         if self.manager.anything_waits() or (self.ledger.can_issue() and self._prompts.left):
             return True
         return self._settings.filter_groups and self.ledger.count(GroupState.RUNNING) > 0

@@ -34,7 +34,7 @@ class ValidationAnswers:
 
     Args:
         pool: a pool of workers that is used only for this batch.
-        slots: number of answers that may be generated at once.
+        slots: number of answers that may be generated at the same time.
         max_retries: number of attempts at an answer after the first.
 
     Attributes:

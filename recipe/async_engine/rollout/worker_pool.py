@@ -252,7 +252,7 @@ class WorkerPool(WorkerSet):
             actor.go_on.remote()
 
     async def hold(self, timeout_s: float) -> TokenAccount:
-        """Make all workers hold their requests, because the generation turn is over; return the sum of token counts.
+        """Make all workers hold their requests until `go_on`, and return the sum of the workers' token counts.
 
         The trajectories of a worker that does not answer in time end at their own deadlines.
         """

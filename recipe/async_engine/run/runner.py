@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Began:
-    """An event: all processes run, and the checkpoint of ``step`` is loaded; without one ``step`` is 0."""
+    """An event: all processes run, and the checkpoint of ``step`` is loaded. Without a checkpoint ``step`` is 0."""
 
     step: int
     state: dict[str, Any]
@@ -67,7 +67,7 @@ class TaskRunner:
         return {TRAINER_DOES: Class.START_UP} if self._trainer is None else self._trainer.live()
 
     def run(self, config: dict[str, Any], trainer_class: str, timeouts: Timeouts) -> Iterator[Any]:
-        """Run the ``AsyncPPOTrainer`` with this fully qualified name, and yield the events of the module's contract."""
+        """Run the trainer class of the name ``trainer_class``, and yield the events of the module's contract."""
         # Import the trainer here, because the main process imports this module and does not need the trainer.
         from recipe.async_engine.trainer.diagnosis import describe
 

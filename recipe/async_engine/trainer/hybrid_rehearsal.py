@@ -16,7 +16,7 @@ from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed
 
 
 class HybridRehearsal(Rehearsal):
-    """Rehearses two generation turns of hybrid replicas, with a turn of the trainer between them."""
+    """Rehearses that hybrid replicas generate, give their accelerators to the trainer, and generate again."""
 
     publisher: HybridPublisher
 
@@ -27,7 +27,7 @@ class HybridRehearsal(Rehearsal):
         self.publisher.sleep(others_serve=True)
 
     def send_again(self, before: list[Answer]) -> None:
-        """Interrupt the engines while each has a request, let the trainer work, and check that requests then go on."""
+        """Interrupt engines that each have a request, let the trainer work, and check that the requests continue."""
         with self.checking("requests go on after a turn of the trainer") as check, self.in_haste():
             self.under_requests(lambda: self._turn(before), check)
 

@@ -107,7 +107,8 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
     """Run each of the functions ``parts`` on a thread of its own, and return their results by name.
 
     Raises:
-        TrainingFailed: a function did not return in time, or the first one that failed could not create an actor.
+        TrainingFailed: a function did not return in time, or the first function that failed could not create an
+            actor.
         Exception: any other error of the first function that failed.
     """
     pool = ThreadPoolExecutor(max_workers=len(parts), thread_name_prefix="startup")
@@ -180,7 +181,7 @@ class Startup:
     publisher: WeightPublisher
     published: PublishedWeights
     hybrid: HybridPublisher | None = None
-    """Wakes the replicas on the trainer's accelerators, if there are any. These replicas have the lowest numbers."""
+    """The publisher of the replicas on the trainer's accelerators, which have the lowest numbers, or None."""
     restarts: Restarts
     """The run's budget for replacing lost replicas and servers."""
 

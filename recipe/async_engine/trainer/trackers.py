@@ -43,7 +43,7 @@ Call = Callable[[Tracking], Any]
 BACKLOG = 4096
 """Limit on the number of rows that wait for a tracker. Further rows are dropped."""
 LONGEST = 1000
-"""Largest number of characters of an error that trackers get, because MLflow refuses tags of a few thousand."""
+"""Largest number of characters of an error for trackers, because MLflow refuses tags of a few thousand characters."""
 ENDED = "run/ended"
 MLFLOW_FILE = "mlflow_run.json"
 

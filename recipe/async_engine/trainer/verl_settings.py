@@ -38,8 +38,8 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
     took two thirds of an agent-loop worker's CPU time.
     """
     with open_dict(config):
-        # verl's constructor requires `hybrid_engine`, even for a separate rollout. It starts no process: only the role
-        # mapping decides which processes exist.
+        # verl's constructor requires `hybrid_engine`, even for a separate rollout. The setting starts no process: only
+        # the role mapping decides which processes exist.
         config.actor_rollout_ref.hybrid_engine = True
         config.trainer.total_training_steps = plan.total_steps
         config.data.gen_batch_size = 1
@@ -76,7 +76,7 @@ def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = Non
     """Write the settings that this package's rollout servers and weight workers read from verl's configuration.
 
     They include the deadlines, how weights are staged, and ``places``, the number of answers that an engine generates
-    at once.
+    at the same time.
     """
     weights = weights or Weights()
     custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}

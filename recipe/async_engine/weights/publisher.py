@@ -68,7 +68,7 @@ Handles = dict[str, Any]
 Start = Callable[[], RolloutReplica]
 
 ATTEMPTS = 3
-"""Largest number of attempts at a transfer; the third is made without members that have made the first two fail."""
+"""Largest number of attempts at a transfer; the third leaves out the members that caused the failure of the second."""
 
 
 class NoReplicaLeft(RecipeError):
@@ -107,10 +107,10 @@ class WeightPublisher(CheckpointEngineManager):
         weights: Weights,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """``dtype``: the narrowest dtype for sending floating-point weights with which no receiver loses precision."""
+        """``dtype``: the narrowest dtype in which floating-point weights can be sent without loss for any receiver."""
         super().__init__(config, actor_wg, replicas)
         self.weights = weights
-        """The settings ``async_training.weights``, with a value for each that was null."""
+        """The settings ``async_training.weights``, with settings that are null replaced by their defaults."""
         self._dtype = dtype
         self._wire: Wire | None = None
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
@@ -387,7 +387,7 @@ class WeightPublisher(CheckpointEngineManager):
         return self.known.timeout_s + PING_S
 
     async def outcomes(self, references: list[Any]) -> list[Any]:
-        """Return the value of each reference, or the exception, which is a TimeoutError if the value is late."""
+        """Return for each reference its value or its exception; if the value is late, this is a TimeoutError."""
         return await outcomes(references, self._answer_s)
 
     async def _all(self, references: list[Any]) -> list[Any]:

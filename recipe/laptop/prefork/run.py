@@ -54,7 +54,7 @@ class Prefork:
         environment: Mapping[str, str] | None = None,
         modules: Sequence[str] = (*MODULES, *engines.MODULES[engines.DEFAULT]),
     ) -> None:
-        """Start the server and return at once. It can fork workers as soon as it has imported ``modules``.
+        """Start the server and return at once. The server forks only after it has imported ``modules``.
 
         ``environment`` is added to the server's environment.
         """

@@ -184,8 +184,8 @@ def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
     return dtype_bytes(lookup(config, f"{engine}.mixed_precision.param_dtype", "bf16"), 2)
 
 
-# SGLang's defaults by device: (GiB that the device is smaller than, tokens of a prefill chunk, sequences of the largest
-# CUDA graph with up to 3 tensor-parallel ranks, and with more).
+# SGLang's defaults by device: (GiB of memory that the device must be below, tokens of a prefill chunk, sequences of the
+# largest CUDA graph with up to 3 tensor-parallel ranks, the same with more ranks).
 PREFILL_AND_GRAPHS = ((35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 # A sleeping vLLM engine keeps memory on each device (context, graphs, NCCL), and more if it has several devices: users
@@ -259,7 +259,7 @@ def asleep(config: Mapping[str, Any]) -> Item:
 
 
 def copy_asleep(config: Mapping[str, Any], engine: Engine) -> Item | None:
-    """Return the copy of its weights that a sleeping SGLang engine keeps in host memory; vLLM keeps none."""
+    """Return the host memory for the weights of a sleeping SGLang engine; None for vLLM, which keeps no copy."""
     sglang = lookup(config, f"{ROLLOUT}.name") == "sglang"
     return Item("copy of a sleeping engine's weights", engine.weights) if sglang else None
 

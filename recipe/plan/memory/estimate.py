@@ -2,11 +2,12 @@
 """Estimates the memory of a whole run, and checks that it fits on the accelerators.
 
 Contract: `parts_of` returns a `Part` for each set of accelerators with the same role (trainer ranks, rollout replicas,
-log-prob servers), with their memory in each phase of the run (`Moment`) in which it may peak. A run is refused if the
-certain amounts of a part exceed a device's memory, or if the part's total exceeds this memory by more than the share
-`ERROR`. A total above the share `NEAR` of the memory causes a warning. `recipe.mains` passes this module to the
-configuration's check, which calls `problems` and `warnings`. Shown by tests/plan/test_memory.py and
-test_memory_parts.py; docs/memory.md compares the estimates with published and measured figures.
+log-prob servers). A part has the contents of one accelerator's memory in each phase of the run (`Moment`) in which
+memory use may peak. A run is refused if a part's amounts that are certain (`Item.certain`) exceed a device's memory, or
+if the part's total exceeds this memory by more than the share `ERROR`. A total above the share `NEAR` of the memory
+causes a warning. `recipe.mains` passes this module to the configuration's check, which calls `problems` and `warnings`.
+Shown by tests/plan/test_memory.py and test_memory_parts.py; docs/memory.md compares the estimates with published and
+measured figures.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class _Run:
         return Part("log-prob server", servers.accelerators, (Moment("log-probs", items),), settings, host)
 
     def in_turns(self) -> Part:
-        """Return the memory of the trainer's accelerators if they also generate, in turns or while lent."""
+        """Return the memory of the trainer's accelerators if they also generate, in turns or while they are lent."""
         actor = actor_rank(self.config, self.models.policy)
         engine = rollout_engine(self.config, self.models.policy, hybrid=True)
         elastic = self.settings.async_training.placement == ELASTIC

@@ -59,6 +59,7 @@ class Name:
     """A setting whose value is a name that verl looks up during the run.
 
     Attributes:
+        own: the names that verl itself has.
         registry: the ``module:attribute`` of verl's registry of these names; empty if they are fixed.
         external: whether the processes that look up the name have imported the model's ``external_lib``.
         used: returns whether a run looks up the name.

@@ -14,7 +14,7 @@ from recipe.async_engine.core.scoring import Anchor
 
 SERVERS, DISTILLATION = "model_engine_server", "distillation"
 DEFAULT_TENSOR_SIZE = 2
-"""The tensor-parallel size of verl's `RolloutConfig`, which a teacher has that was added without one."""
+"""The tensor-parallel size of verl's `RolloutConfig`, which a teacher gets if the user adds it without a size."""
 PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -111,7 +111,7 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
 
 
 def teachers_servers(context: RuleContext) -> Iterator[Problem]:
-    """Check that teachers have accelerators, divided among them as verl does (workers/config/distillation.py:234)."""
+    """Check that teachers have accelerators, and that verl can divide these (workers/config/distillation.py:234)."""
     sections = teachers(context.config)
     if not sections:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout replica, which consists of one vLLM server on each of its nodes and of their weight workers.
+"""A rollout replica, which consists of one vLLM server on each of its nodes and of the servers' weight workers.
 
 Contract: a replica starts only on reserved accelerators, and its servers answer only with complete weights
 (`recipe.async_engine.engines.gated_server`). Shown by tests/integration/test_server_gate.py and test_reservation.py.

@@ -122,7 +122,7 @@ class ProximalLogProbs:
         return log_probs, entropy
 
     def report_entropy(self, batch: DataProto, entropy: torch.Tensor, metrics: Metrics) -> None:
-        """Add verl's metrics of the entropies, (rows, R), and of the log-probs to ``metrics``."""
+        """Add verl's metrics of ``entropy``, of the shape (rows, R), and of the batch's log-probs to ``metrics``."""
         metrics.update(entropy_metric(entropy, batch.batch["response_mask"], self._actor))
         metrics.update(calculate_debug_metrics(batch))
 
@@ -157,8 +157,8 @@ def rename_loss_metrics(metrics: Metrics) -> None:
 def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: Any) -> dict[str, float]:
     """Return a batch's ``actor/entropy``, aggregated like the loss (verl/experimental/separation/ray_trainer.py:522).
 
-    Each token's ``entropy``, and ``response_mask``, 1 for trained tokens, are (rows, R). ``actor`` is the actor's
-    section of verl's configuration.
+    ``entropy`` (of each token) and ``response_mask`` (1 for trained tokens) have the shape (rows, R). ``actor`` is the
+    actor's section of verl's configuration.
     """
     total = agg_loss(
         loss_mat=entropy,
@@ -236,7 +236,7 @@ def _will_do(
 
 
 def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | None]:
-    """Return the scores of a `scores_column`. Scores that are lost or late become None."""
+    """Return each row's scores from the items of a `scores_column`. Scores that are lost or late become None."""
     deadline = time.monotonic() + timeout_s
     fetched: dict[ObjectRef, Sequence[ResponseScores | None] | None] = {}
 
@@ -258,7 +258,7 @@ def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | 
 def scores_column(scores: Sequence[Any]) -> np.ndarray:
     """Return the scores of rows as a column of a batch.
 
-    An item is the row's scores, or None, or a pair: an object reference to the scores of all outputs of the row's
-    trajectory, or None, and the number of the row among them.
+    An item is None, the row's scores, or a pair. The first element of a pair is an object reference to the scores of
+    all outputs of the row's trajectory, or None; the second is the row's index among these outputs.
     """
     return np.fromiter(scores, dtype=object, count=len(scores))
