@@ -82,7 +82,7 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
 
 
 def sockets_folder() -> str:
-    """Return Ray's folder of sockets or, without Ray or if its path is too long, the system's temporary folder."""
+    """Return Ray's folder of sockets if its path is short enough, or else the temporary folder (see `short`)."""
     node = ray._private.worker._global_node
     folder = None if node is None else str(node.get_sockets_dir_path())
     fits = folder is not None and len(folder.encode()) + 1 + LONGEST_NAME <= LONGEST_PATH

@@ -68,7 +68,7 @@ UNREAD_OF_STOCK = {
 }
 """Settings of stock verl's asynchronous modes that this package ignores, with their defaults."""
 INTERRUPTS = "async_training.partial_rollout"
-"""Stock verl's counterpart of `async_training.weights.at_swap`: true is `interrupt`, false is `drain`."""
+"""Stock verl's counterpart of `async_training.weights.at_swap`: true means `interrupt`, false means `drain`."""
 _GONE = {
     "async_training.weights.encoding": "Versions are now always sent whole, as with encoding=full; remove it.",
     "async_training.pipeline_depth": "Set async_training.staleness_threshold, which is the pipeline depth.",

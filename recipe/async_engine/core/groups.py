@@ -101,7 +101,7 @@ class PromptSet:
 
 
 class OnNonFinite(StrEnum):
-    """Whether a group with a reward or log-prob that is NaN or infinite counts as failed or as filtered."""
+    """Whether a group counts as failed or as filtered if a reward or log-prob in it is NaN, infinite or missing."""
 
     FAIL = "fail"
     DROP = "drop"

@@ -155,7 +155,10 @@ class WholeBatches(OldestReady):
 
 
 class Turns(OldestReady):
-    """Like `OldestReady`, but fills each free slot with a trajectory of any group; used for generation in turns."""
+    """Like `OldestReady`, but fills each free slot with a trajectory of any group.
+
+    It is used if generation and training alternate.
+    """
 
     whole_groups = False
 

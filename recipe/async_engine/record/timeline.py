@@ -95,7 +95,7 @@ class Timeline:
         return self._clock() - max(self._noted.values())
 
     def notes(self) -> list[tuple[str, float]]:
-        """Return each text passed to `note`, with the seconds since its last call, newest first."""
+        """Return each text passed to `note`, with the seconds since it was last passed, newest first."""
         now = self._clock()
         return sorted(((what, now - at) for what, at in dict(self._noted).items()), key=lambda note: note[1])
 

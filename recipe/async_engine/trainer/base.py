@@ -390,7 +390,7 @@ class AsyncPPOTrainer(SavedRun):
     def account(self) -> dict[str, Any]:
         """Return a summary of the run so far, with the keys of ``summary.json`` (docs/run-record.md).
 
-        It includes a description of the event record once that is closed.
+        As soon as the event record is closed, the summary includes a description of it.
         """
         counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
         rollout = {} if self.scheduler is None else self.scheduler.metrics()

@@ -260,8 +260,8 @@ class Rehearsal:
 
     @property
     def _longest_s(self) -> float:
-        # A transfer has four steps, each with this deadline: it checks which replicas are alive, connects in two steps
-        # and sends. One more deadline and a minute are a margin.
+        # A transfer has four steps, each with the deadline `timeout_s`: it checks which replicas are alive, connects in
+        # two steps, and sends. One more such deadline and a minute are a margin.
         return 5 * self.publisher.known.timeout_s + 60
 
     # The following methods make the trainer's ranks compute.

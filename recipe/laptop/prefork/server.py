@@ -178,7 +178,7 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """Make modules read again the environment variables that they read at import, except Ray's job id (see `run`)."""
+    """Update what modules read from the environment at import, except two of Ray's values (see `prefork/run.py`)."""
     tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config

@@ -45,7 +45,7 @@ def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
 
 
 def _rollout(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check a rollout engine's parallel sizes, which its layers assert."""
+    """Check a rollout engine's parallel sizes for what the engine's layers would assert."""
     in_parallel = (context.count(f"{section}.expert_parallel_size") or 1) > 1
     yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {} if in_parallel else _experts(shape))
     if in_parallel and not shape.experts:
@@ -139,7 +139,7 @@ def _tensor(context: RuleContext, setting: str, shape: ModelShape, more: Mapping
 
 
 def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check that a parallel size divides the number of attention heads, and divides that of KV heads or vice versa."""
+    """Check that a parallel size divides the attention heads, and that it divides the KV heads or is their multiple."""
     size = context.count(setting) or 1
     if shape.heads % size:
         yield from _divides(context, setting, {"attention heads": shape.heads})
