@@ -54,7 +54,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Segment:
-    """A sequence to train: the tokens of exchange number ``last``. ``turns`` is the number of answers that it trains."""
+    """A sequence to train: the tokens of exchange number ``last``. ``turns`` is the number of trained answers in it."""
 
     prompt: list[int]
     response: list[int]

@@ -134,7 +134,7 @@ def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
-    """Return a table with a heading. A row's first cell is HTML; others are text, right-aligned with ``numbers``."""
+    """Return a table with a heading. A row's first cell is HTML; other cells are text, right-aligned if ``numbers``."""
     kind = ' class="number"' if numbers else ""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(

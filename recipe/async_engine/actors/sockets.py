@@ -29,7 +29,7 @@ LONGEST_PATH = 107
 LONGEST_NAME = 40
 """Longest name, in bytes, that an engine (a UUID) or multiprocessing (folder and file) appends to a folder's path."""
 LONGEST_OF_RAY = 72
-"""Longest path, in bytes, that Ray appends to its temporary folder's: ``ray``, session name, ``sockets`` and a file."""
+"""Longest suffix, in bytes, that Ray appends to its temporary folder's path: ``ray``, session, ``sockets``, a file."""
 LINKS = "/tmp/recipe-{user}"
 ORDINARY = re.compile(r"[\w./+@%:=,-]+", re.ASCII)
 """Matches paths that Ray can use in its workers' command lines, which it splits at spaces."""

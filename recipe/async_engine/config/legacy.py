@@ -104,7 +104,8 @@ def placement(config: Mapping[str, Any]) -> Any:
 def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with the settings of stock verl's asynchronous modes translated.
 
-    `UNREAD_OF_STOCK` is removed, `INTERRUPTS` becomes `weights.at_swap`, and `placement` gives the placement.
+    The settings in `UNREAD_OF_STOCK` are removed, `INTERRUPTS` becomes `async_training.weights.at_swap`, and
+    `async_training.placement` becomes what `placement` returns.
     """
     found = dict(config)
     if (where := placement(config)) is not None:

@@ -174,11 +174,11 @@ class SampleLedger:
         return self._update(replace(group, state=GroupState.RUNNING, start=self.announced, attempts=group.attempts + 1))
 
     def filter(self, group_id: int, reason: str) -> Group:
-        """Remove a group that is left out of training on purpose. Groups are counted by ``reason``."""
+        """Remove a group that is left out of training on purpose. Filtered groups are counted by ``reason``."""
         return self._give_up(group_id, "filter", GroupState.FILTERED, self._filtered, reason)
 
     def fail(self, group_id: int, reason: str) -> Group:
-        """Remove a group that cannot be generated. Groups are counted by ``reason``."""
+        """Remove a group that cannot be generated. Failed groups are counted by ``reason``."""
         return self._give_up(group_id, "fail", GroupState.FAILED, self._failed, reason)
 
     def may_take(self) -> bool:

@@ -334,7 +334,7 @@ def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
 
 
 MEMORY = 4
-"""Number of recently ended trajectories over which `Slots` averages, as a multiple of its ``least`` slots."""
+"""`Slots` averages over about this number times ``least`` of the trajectories that ended last."""
 
 
 class Slots:

@@ -52,7 +52,10 @@ class OutputWatch:
         raise NotImplementedError
 
     def experts(self, request_id: str, known: int, sampled: int) -> np.ndarray | None:
-        """Return the rows that tokens ``known`` to ``sampled - 1`` of an answer add, or None (`joined_experts`)."""
+        """Return the experts' rows that tokens ``known`` to ``sampled - 1`` of an answer add, as in `joined_experts`.
+
+        None means that the engine does not return the chosen experts.
+        """
         return None
 
     @contextmanager

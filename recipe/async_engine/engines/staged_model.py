@@ -138,7 +138,7 @@ class StagedModel(StagedWeights):
 
 
 class LiveModel(StagedWeights):
-    """Weights that are loaded over the live ones of ``model``, which must not compute meanwhile.
+    """Loads weights over the live weights of ``model``, which must not compute meanwhile.
 
     ``finish`` derives values from loaded weights, as for `StagedModel`.
     """
@@ -186,7 +186,7 @@ def fill_with_nan(model: nn.Module) -> None:
 
 def find_incomplete(model: nn.Module, loaded: Collection[str]) -> str | None:
     """Return a text that names an incomplete parameter, or None if there is none. A floating-point parameter is
-    incomplete if it contains NaN, any other one if its name is not in ``loaded``.
+    incomplete if it contains NaN, any other parameter if its name is not in ``loaded``.
     """
     parameters = dict(model.named_parameters())
     # A sum is NaN if any element is NaN. Unlike a mask, it needs no memory. Read all results from the device at
@@ -228,7 +228,7 @@ def _fits(pair: Pair) -> tuple[Any, ...]:
 
 
 def _replaceable(pair: Pair) -> Callable[[], None]:
-    """Return a function that assigns a pair's new object to the live model; raise StagingRefused if impossible."""
+    """Return a function that assigns a pair's new object to the live model, or raise StagingRefused."""
     if pair.put_theirs is None or pair.has_parts or not pair.are_alike:
         raise StagingRefused(f"the engine's {pair.path} cannot be assigned to the live model; {_ADVICE}")
     return functools.partial(pair.put_theirs, pair.mine)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
-"""The loader of `datasets` that verl uses, by file name suffix (verl/utils/dataset/rl_dataset.py:197)."""
+"""For each suffix of a file name, the loader of `datasets` that verl uses (verl/utils/dataset/rl_dataset.py:197)."""
 WORDS = 400
 """An error message of another library is shortened to this number of characters."""
 

@@ -214,7 +214,7 @@ class EngineActivity:
         self._kinds[request.answers][request.kind] -= 1
 
     def take(self) -> list[Span]:
-        """Return the spans since the last call. The first call returns none and starts recording them."""
+        """Return the spans recorded since the last call. The first call returns none and starts the recording."""
         self._cut()
         spans, self._spans = self._spans or [], []
         return spans

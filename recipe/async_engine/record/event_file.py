@@ -274,12 +274,12 @@ def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
 
 
 def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-    """Return the batch without invalid events, and the number of these; raise one of `BROKEN` for a damaged batch."""
+    """Return the batch without its invalid events, and their number; raise one of `BROKEN` for a damaged batch."""
     batch.validate(full=True)
     of = {name: batch.column(name) for name in COLUMNS.names}
     lane, what = of["lane"], of["what"]
     names_device = pc.and_(pc.equal(lane, RUN), pc.is_in(what, pa.array(NAMES_DEVICE)))
-    # A comparison with NaN is false, and one with null is null, which is filled below.
+    # A comparison with NaN is false, and one with null is null, which `fill_null` replaces below.
     conditions = [
         pc.and_(pc.greater(of["start"], -OFF_BY_S), pc.less(of["end"], LIMIT)),
         pc.less_equal(of["start"], pc.add(of["end"], OFF_BY_S)),

@@ -105,7 +105,7 @@ class Timeline:
         return self._entered[-1] if self._started else Class.START_UP
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the trainer's time in each phase, up to now. The shares add up to 1 once time has passed.
+        """Return the share of the trainer's time in each phase up to now: {} at first, later shares that add up to 1.
 
         Any thread may call this. A phase that ends during the call may be counted twice.
         """

@@ -246,7 +246,7 @@ class GroupRun:
 
     @property
     def cut_tokens(self) -> int:
-        """Number of tokens in the complete trajectories that were sampled before an interruption."""
+        """Number of the complete trajectories' tokens that were sampled before an interruption of their answer."""
         return sum(scored.cut_tokens for scored in self.complete)
 
     @property

@@ -171,7 +171,7 @@ def set_aside(root: str | Path, after: int) -> None:
 
 
 def require_ours(folder: str | Path) -> None:
-    """Raise `CheckpointError` if another trainer wrote this checkpoint, so that it has no rollout state."""
+    """Raise `CheckpointError` if another trainer wrote the checkpoint ``folder``, which then has no rollout state."""
     if not _is_ours(Path(folder)):
         raise CheckpointError(
             f"{folder} has no {ROLLOUT_STATE}: it was not written by this trainer, and its prompts cannot be accounted "

@@ -257,7 +257,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._fit_collect_metrics(batch)
         self._fit_experimental(batch)
 
-    # Each of the following overrides runs a method that computes in worker groups within a phase of the timeline.
+    # Each of the following overrides runs, within a phase of the timeline, a method that computes in worker groups.
 
     def _compute_values(self, batch: DataProto) -> DataProto:
         with self._phase(COMPUTE):

@@ -101,7 +101,7 @@ class Intake:
         # Keep only the error's text, because its traceback would keep the stream's buffers alive.
         self.problem: str | None = None
         self.checksum = ""
-        """Checksum of the loaded weights once they are complete, otherwise empty."""
+        """Checksum of the loaded weights if they are complete, otherwise empty."""
 
     def begin(self) -> None:
         self._unless_failed(self._staged.begin)

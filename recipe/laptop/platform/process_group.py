@@ -21,7 +21,7 @@ _MARK = "_recipe_cpu_backend"
 
 
 def install() -> None:
-    """Wrap ``initialize_global_process_group_ray`` once. Call this before a module imports the function by its name."""
+    """Wrap ``initialize_global_process_group_ray``, at most once, before any module imports the function by name."""
     original = verl_distributed.initialize_global_process_group_ray
     if hasattr(original, _MARK):
         return

@@ -90,7 +90,7 @@ class Server:
                         self._take(self._listener.accept()[0])
 
     def _take(self, connection: socket.socket) -> None:
-        """Fork a process for a launcher. The fork reads the request, so an invalid one does not harm the server."""
+        """Fork a process for a launcher. The fork reads the request, so an invalid request does not harm the server."""
         sys.stdout.flush()
         sys.stderr.flush()
         try:

@@ -35,11 +35,11 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ended: dict[str, int] = {}
-        """Number of tokens sampled for each of the last requests that ended since the last swap."""
+        """Number of tokens sampled for each request that ended since the last swap, at most `MOST_ENDED` requests."""
         super().__init__(*args, **kwargs)
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> UpdateWeightsFromTensorReqOutput:
-        """Execute a call of the server, or update weights as SGLang does."""
+        """Execute a call from the server (`calls`), or update weights as SGLang does."""
         if recv_req.load_format != CALL:
             return super().update_weights_from_tensor(recv_req)
         method, *args = json.loads(recv_req.serialized_named_tensors[0])
