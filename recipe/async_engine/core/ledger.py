@@ -10,8 +10,7 @@ and no prompt is issued or trained twice in an epoch, also after a restart from 
 (`core/gate.py`) decides whether a group may start and whether a batch may be trained; the admission policy
 (`core/policy.py`) chooses the batch. The ledger has no clock and no threads; its caller holds a lock. Of a group that
 has ended, the ledger keeps only its prompt's index, in a compact set, and otherwise only counts it. Proofs:
-docs/staleness.md.
-Tests: tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
+docs/staleness.md. Tests: tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
 """
 
 from collections import Counter

@@ -8,8 +8,8 @@ others are staged.
 
 `StagedWeights` has subclasses for a rollout engine's model (`recipe.async_engine.engines.staged_model`), for its LoRA
 adapter (`staged_adapter`, in the engine's folder), and for one rank of a training engine
-(`recipe.async_engine.log_prob_servers.adapter`). `Intake` passes a stream to one of them and records the
-stream's first error.
+(`recipe.async_engine.log_prob_servers.adapter`). `Intake` passes a stream to one of them and records the stream's first
+error.
 """
 
 from __future__ import annotations

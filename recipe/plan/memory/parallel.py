@@ -84,7 +84,10 @@ def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator
 
 
 def _split_sequences(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check that an engine splits sequences to train experts (megatron/core/transformer/moe/moe_layer.py:379)."""
+    """Check that a model with experts and tensor parallelism is trained with sequence parallelism.
+
+    Megatron requires this (megatron/core/transformer/moe/moe_layer.py:379).
+    """
     setting, tensor = f"{section}.sequence_parallel", f"{section}.tensor_{PARALLEL}"
     if shape.experts and (context.count(tensor) or 1) > 1 and not context.get(setting, True):
         advice = "Megatron's experts require it with tensor parallelism: remove the setting."
