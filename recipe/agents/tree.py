@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records which tokens of a trajectory were sampled after which, and makes the sequences in which they are trained.
+"""Records after which tokens each token of a trajectory was sampled, and makes the sequences that are trained.
 
 Contract:
 
 * An *exchange* is a request's prompt, as tokens, and the tokens that were sampled for it. The parent of an exchange is
-  the earlier exchange with which its prompt shares the longest beginning. That beginning has to include a sampled
-  token; otherwise there is no parent.
+  the earlier exchange whose tokens share the longest common prefix with its prompt. That prefix has to include a token
+  that the earlier exchange sampled; otherwise there is no parent.
 * A *segment* is a sequence to train: the tokens of one exchange, prompt and answer. A token may have mask 1 only where
   it was sampled after exactly the tokens that precede it in the segment.
-* Each sampled token has mask 1 in exactly one segment. If several exchanges continue one answer, the one that keeps
-  most of its tokens trains them, and they are context in the others. The tokens that it drops from the answer's end are
-  trained in a segment of their own.
+* Each sampled token has mask 1 in exactly one segment. If several exchanges continue one answer, the exchange
+  that keeps most of the answer's tokens trains those; in the other exchanges they are context. The tokens at the
+  answer's end that this exchange dropped are trained in a segment of their own.
 * A segment fits in ``prompt_length`` and ``response_length`` if no answer was longer than `TokenTree.room` allows.
 
 This module compares only tokens, not texts. So whatever an agent changes in its history, only sampled tokens are
@@ -54,7 +54,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Segment:
-    """A sequence to train: the tokens of the exchange with the number ``last``. It trains ``turns`` answers."""
+    """A sequence to train: the tokens of exchange number ``last``. ``turns`` is the number of trained answers in it."""
 
     prompt: list[int]
     response: list[int]
@@ -114,7 +114,7 @@ class TokenTree:
         return segments
 
     def _heirs(self) -> dict[int, Exchange]:
-        """Return, by the number of each exchange that is a parent, the child that keeps most of its tokens."""
+        """Return, for each exchange with children (by number), the child that keeps most of the exchange's tokens."""
         heirs: dict[int, Exchange] = {}
         for exchange in self.exchanges:
             if exchange.parent is not None and (

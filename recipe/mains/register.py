@@ -3,7 +3,7 @@
 
 A flag (``+recipe=...``) sets the environment variable `VARIABLE`, with which this package's plugin for verl calls
 `install` in the run's processes. Contract: `install` imports none of verl's trainers; it sets a hook that registers the
-trainers once verl's task runner imports `verl.trainer.ppo.v1`. Shown by tests/integration/test_flags.py and
+trainers when verl's task runner imports `verl.trainer.ppo.v1`. Shown by tests/integration/test_flags.py and
 tests/e2e/test_flags.py.
 """
 

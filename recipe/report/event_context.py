@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assigns a class of time to each event of a device, from what trainer, scheduler, engines and agent loops did then.
+"""Assigns a class of time to each event of a device, by what trainer, scheduler, engines and agents did meanwhile.
 
 Contract: if the activities that determine the class change during an event, the event is split, so that each part has
 one class. The tables in this module give the class of each activity; an activity that is in no table has the class
@@ -54,7 +54,7 @@ FREE_FOR: Mapping[str, Class] = {
     Why.LAST_OF_PROMPTS: Class.WAIT_PROMPTS,
     Why.LAST_OF_END: Class.WAIT_END,
 }
-"""How the account counts a free sequence slot while others of its engine are busy, by the scheduler's reason."""
+"""The class of a free sequence slot while other slots are busy, by the reason that the scheduler reports (`Why`)."""
 
 EMPTY_FOR: Mapping[str, Class] = {
     Why.DRAIN: Class.WAIT_WEIGHTS,
@@ -64,7 +64,7 @@ EMPTY_FOR: Mapping[str, Class] = {
     Why.END: Class.WAIT_END,
     Class.START_UP: Class.START_UP,
 }
-"""The class of an idle engine while no trajectory generates, by the reason that the scheduler reports."""
+"""The class of an idle engine while no trajectory generates, by the reason that the scheduler reports (`Why`)."""
 
 BUSY = frozenset({Class.DECODING, Class.PREFILL, Class.RE_PREFILL, Class.RETRY})
 """The classes in which an engine generates for training."""

@@ -74,7 +74,7 @@ def write_comparison(first: Run, second: Run, path: Path) -> None:
 
 
 def brief(run: Run) -> list[str]:
-    """Return three lines: how the run ended, the classes that took most accelerator time, and the first advice."""
+    """Return three lines: how the run ended, the activities that took most accelerator time, and the first advice."""
     total = sum(run.account.total.values()) or 1.0
     top = sorted(run.account.total.items(), key=lambda item: -item[1])[:5]
     took = ", ".join(f"{charts.words(what)} {seconds / total:.0%}" for what, seconds in top)
@@ -134,7 +134,7 @@ def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
-    """Return a table with a heading. A row's first cell is HTML; others are text, right-aligned with ``numbers``."""
+    """Return a table with a heading. A row's first cell is HTML; other cells are text, right-aligned if ``numbers``."""
     kind = ' class="number"' if numbers else ""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(
@@ -272,7 +272,7 @@ def _settings(runs: Mapping[str, Run]) -> str:
 
 
 def _account_a_step(runs: Mapping[str, Run]) -> str:
-    """Return a table of accelerator-seconds per step by class, for comparing runs of different numbers of steps."""
+    """Return a table of accelerator-seconds per step by class of time, to compare runs with different step counts."""
     first, second = (
         {what: seconds / max(1, _steps_of_start(run)) for what, seconds in run.account.total.items()}
         for run in runs.values()

@@ -81,7 +81,7 @@ class Replacements:
         self._timeout_s = timeout_s
         self._clear = clear
         self._attempts: list[_Attempt] = []
-        # Attempts that exceed the budget. They begin if a running attempt turns out not to count against it.
+        # Attempts that exceed the budget. They begin if a running attempt turns out not to count against the budget.
         self._waiting: list[_Attempt] = []
 
     @property

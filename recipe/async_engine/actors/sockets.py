@@ -29,7 +29,7 @@ LONGEST_PATH = 107
 LONGEST_NAME = 40
 """Longest name, in bytes, that an engine (a UUID) or multiprocessing (folder and file) appends to a folder's path."""
 LONGEST_OF_RAY = 72
-"""Longest path, in bytes, that Ray appends to its temporary folder's: ``ray``, session name, ``sockets`` and a file."""
+"""Longest suffix, in bytes, that Ray appends to its temporary folder's path: ``ray``, session, ``sockets``, a file."""
 LINKS = "/tmp/recipe-{user}"
 ORDINARY = re.compile(r"[\w./+@%:=,-]+", re.ASCII)
 """Matches paths that Ray can use in its workers' command lines, which it splits at spaces."""
@@ -82,7 +82,7 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
 
 
 def sockets_folder() -> str:
-    """Return Ray's folder of sockets or, without Ray or if its path is too long, the system's temporary folder."""
+    """Return Ray's folder of sockets if its path is short enough, or else the temporary folder (see `short`)."""
     node = ray._private.worker._global_node
     folder = None if node is None else str(node.get_sockets_dir_path())
     fits = folder is not None and len(folder.encode()) + 1 + LONGEST_NAME <= LONGEST_PATH

@@ -91,7 +91,9 @@ class WorkerSet:
         return not self.actors and not self._returning
 
     def choose(self, but: str | None = None) -> str | None:
-        """Return the name of the worker with the fewest open calls, if possible not ``but``; None if all are lost.
+        """Return the name of the worker with the fewest open calls, or None if all workers are lost.
+
+        The worker ``but`` is chosen only if no other one is available.
 
         A worker whose last n calls failed (`note`) is avoided in the next 2^n choices, at most 64, if others are alive.
         """

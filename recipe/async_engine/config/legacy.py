@@ -68,7 +68,7 @@ UNREAD_OF_STOCK = {
 }
 """Settings of stock verl's asynchronous modes that this package ignores, with their defaults."""
 INTERRUPTS = "async_training.partial_rollout"
-"""Stock verl's counterpart of `async_training.weights.at_swap`: true is `interrupt`, false is `drain`."""
+"""Stock verl's counterpart of `async_training.weights.at_swap`: true means `interrupt`, false means `drain`."""
 _GONE = {
     "async_training.weights.encoding": "Versions are now always sent whole, as with encoding=full; remove it.",
     "async_training.pipeline_depth": "Set async_training.staleness_threshold, which is the pipeline depth.",
@@ -104,7 +104,8 @@ def placement(config: Mapping[str, Any]) -> Any:
 def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with the settings of stock verl's asynchronous modes translated.
 
-    `UNREAD_OF_STOCK` is removed, `INTERRUPTS` becomes `weights.at_swap`, and `placement` gives the placement.
+    The settings in `UNREAD_OF_STOCK` are removed, `INTERRUPTS` becomes `async_training.weights.at_swap`, and
+    `async_training.placement` becomes what `placement` returns.
     """
     found = dict(config)
     if (where := placement(config)) is not None:

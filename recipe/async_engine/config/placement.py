@@ -3,8 +3,8 @@
 
 Contract: `wanted` lists what verl reserves for the trainer and for each server: groups of accelerators, each group on
 one node, with a number of CPUs per accelerator. If `unplaceable` returns a component, no arrangement fits it on the
-nodes together with those listed before it. If `unplaceable` returns None and all group sizes divide each other, all
-components fit, and reserving them in the order of `wanted`, larger groups first, never blocks. Shown by
+nodes together with the components listed before it. If `unplaceable` returns None and all group sizes divide each
+other, all components fit, and reserving them in the order of `wanted`, larger groups first, never blocks. Shown by
 tests/config/test_placement.py.
 """
 
@@ -86,8 +86,8 @@ def _replicas(
 def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | None:
     """Return the first of ``parts`` that does not fit on the nodes together with those before it; None if all may fit.
 
-    ``rooms`` are the nodes. For each group size, their capacity and the needs of ``parts`` are counted in groups of
-    this size, and compared. This is exact if the sizes divide each other. The trainer's process needs one more CPU.
+    ``rooms`` are the nodes. For each group size, the nodes' capacity and the needs of ``parts`` are counted in groups
+    of this size, and compared. This is exact if the sizes divide each other. The trainer's process needs one more CPU.
     """
     groups = [(part.on_a_node, part.on_a_node * part.cpus) for part in parts for _ in range(part.groups)]
     groups.append((0, 1))

@@ -101,7 +101,7 @@ class PromptSet:
 
 
 class OnNonFinite(StrEnum):
-    """Whether a group with a reward or log-prob that is NaN or infinite counts as failed or as filtered."""
+    """Whether a group counts as failed or as filtered if a reward or log-prob in it is NaN, infinite or missing."""
 
     FAIL = "fail"
     DROP = "drop"
@@ -184,8 +184,8 @@ class FilterCount:
     """Counts how many groups are filtered until a batch is full, to stop a run that filters too many.
 
     Groups are counted in the order in which they were issued, as in synchronous training, so the count does not depend
-    on which answers finish first. It starts again from 0 after ``batch_groups`` groups were kept. Failed groups are not
-    counted. `exceeded` becomes True at ``limit`` filtered groups; a limit of 0 means never.
+    on which answers finish first. The count starts again from 0 after ``batch_groups`` groups were kept. Failed groups
+    are not counted. `exceeded` becomes True at ``limit`` filtered groups; a limit of 0 means never.
     """
 
     def __init__(self, batch_groups: int, limit: int) -> None:

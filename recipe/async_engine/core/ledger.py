@@ -8,9 +8,9 @@ present step), TRAINED, FILTERED or FAILED. At all times
 
 and no prompt is issued or trained twice in an epoch, also after a restart from a checkpoint. The staleness gate
 (`core/gate.py`) decides whether a group may start and whether a batch may be trained; the admission policy
-(`core/policy.py`) chooses the batch. The ledger has no clock and no threads; its caller holds a lock. For a group that
-has ended, the ledger stores only its prompt's index, in a compact set, and counts. Proofs: docs/staleness.md.
-Tests: tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
+(`core/policy.py`) chooses the batch. The ledger has no clock and no threads; its caller holds a lock. Of a group that
+has ended, the ledger keeps only its prompt's index, in a compact set, and otherwise only counts it. Proofs:
+docs/staleness.md. Tests: tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
 """
 
 from collections import Counter
@@ -45,9 +45,9 @@ class SampleLedger:
     target_groups: number of groups that the run will train, a multiple of the batch size; None means no limit. The
     ledger never issues more groups than can still be trained.
     issue_limit: largest number of groups that may be issued; None means no limit.
-    policy: the admission policy, which chooses the next batch among those that the gate allows. If its batches are
-    fixed, each group gets a batch number when it is issued: that of the first batch with a free slot. A group that is
-    filtered or fails frees its slot.
+    policy: the admission policy, which chooses the next batch among those that the gate allows. If the policy has
+    ``fixed_batches``, each group gets a batch number when it is issued: that of the first batch with a free slot. A
+    group that is filtered or fails frees its slot.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class SampleLedger:
 
     @property
     def version(self) -> int:
-        """Return the current policy version, which is the number of versions that have been sealed in the run."""
+        """Return the current policy version: the number of times that `seal` has been called since the run began."""
         return self._gate.version
 
     @property
     def announced(self) -> int:
-        """Return the newest version that generates: the current one, or an older one during a weight sync."""
+        """Return the version with which replicas generate: the current one, or an older one during a weight sync."""
         return self._gate.announced
 
     @property
@@ -138,7 +138,7 @@ class SampleLedger:
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
 
     def issue(self, prompt: PromptRef) -> Group:
-        """Add a running group for this prompt, whose generation starts with the announced version's weights."""
+        """Add a running group for this prompt. Its generation starts with the weights of the version `announced`."""
         if prompt.key in self._issued_prompts:
             raise LedgerError(f"prompt {prompt.index} of epoch {prompt.epoch} has already been issued")
         if not self.can_issue():
@@ -173,11 +173,11 @@ class SampleLedger:
         return self._update(replace(group, state=GroupState.RUNNING, start=self.announced, attempts=group.attempts + 1))
 
     def filter(self, group_id: int, reason: str) -> Group:
-        """Remove a group that is left out of training on purpose. Groups are counted by ``reason``."""
+        """Remove a group that is left out of training on purpose. Filtered groups are counted by ``reason``."""
         return self._give_up(group_id, "filter", GroupState.FILTERED, self._filtered, reason)
 
     def fail(self, group_id: int, reason: str) -> Group:
-        """Remove a group that cannot be generated. Groups are counted by ``reason``."""
+        """Remove a group that cannot be generated. Failed groups are counted by ``reason``."""
         return self._give_up(group_id, "fail", GroupState.FAILED, self._failed, reason)
 
     def may_take(self) -> bool:
@@ -240,7 +240,7 @@ class SampleLedger:
         return self._gate.seal()
 
     def announce(self) -> int:
-        """Record that every rollout replica now generates with the next sealed version, and return this version."""
+        """Record that every rollout replica now generates with the version after `announced`; return this version."""
         return self._gate.announce()
 
     def counts(self) -> LedgerCounts:
@@ -342,7 +342,10 @@ class SampleLedger:
         return ledger
 
     def _choice(self) -> Batch | None:
-        """Return the policy's batch, or the oldest groups if the gate refuses that batch; None if none can be taken."""
+        """Return the batch to take now, or None if no batch can be taken.
+
+        It is the policy's batch. If the gate refuses that one and batches are not fixed, it is the oldest groups.
+        """
         if self._live.count(GroupState.READY) < self.settings.batch_groups:
             return None
         ready = self._ready()

@@ -81,7 +81,7 @@ class ReadyGroups:
         return group if group is not None and group.state is GroupState.READY else None
 
     def oldest(self) -> Batch:
-        """Return the batch of the oldest ready groups: by the version of their oldest token, then in issue order."""
+        """Return a batch of the oldest ready groups, ordered by the version of their oldest token, then by issue."""
         ready, count = GroupState.READY, self.batch_groups
         return Batch(self._live.oldest_starts(ready, count), lambda: self._live.oldest(ready, count))
 
@@ -155,7 +155,10 @@ class WholeBatches(OldestReady):
 
 
 class Turns(OldestReady):
-    """Like `OldestReady`, but fills each free slot with a trajectory of any group; used for generation in turns."""
+    """Like `OldestReady`, but fills each free slot with a trajectory of any group.
+
+    It is used if generation and training alternate.
+    """
 
     whole_groups = False
 

@@ -41,6 +41,11 @@ class Why(StrEnum):
 
     GENERATING: trajectories use all slots. LAST_OF_...: some trajectories generate, but slots are free, and the named
     reason keeps further trajectories from starting. All other values: no trajectory generates, for the named reason.
+
+    The reasons are DRAIN: no slots are assigned (see `PromptManager.drain`). TURN: the number of slots is 0, because
+    trainer and engines use the same accelerators in turns. GATE: the ledger admits no further group. PROMPTS: the next
+    prompt has not been read yet. END: the run needs no further prompt, or the data has none. REWARD: the run waits only
+    for rewards.
     """
 
     GENERATING = "generating"
@@ -80,7 +85,8 @@ class PromptCounts:
     """Numbers of incomplete groups, or of trajectories where the name says so.
 
     pending: groups with no running trajectory and at least one that waits for a slot. interrupted: groups with running
-    trajectories while there are no slots. sampled: groups whose trajectories are all sampled, but not all rewarded.
+    trajectories while the number of slots is 0. sampled: groups whose trajectories are all sampled, but not all
+    rewarded.
     """
 
     pending: int
@@ -155,8 +161,8 @@ class PromptManager:
 
         Args:
             issue: issues a group for the next prompt; returns False if there is no prompt now.
-            portion: number of trajectories after which to stop, so that the caller's lock is held only briefly; the
-                group of the last one is still completed. None for no limit.
+            portion: number of trajectories after which to stop, so that the caller's lock is held only briefly. The
+                rest of the last one's group is still yielded if slots are free. None for no limit.
         """
         count, last = 0, None
         while portion is None or count < portion or self.first_waiting() == last:
@@ -328,7 +334,7 @@ def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
 
 
 MEMORY = 4
-"""Number of recently ended trajectories over which `Slots` averages, as a multiple of its ``least`` slots."""
+"""`Slots` averages over about this number times ``least`` of the trajectories that ended last."""
 
 
 class Slots:

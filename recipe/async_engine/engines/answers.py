@@ -22,7 +22,7 @@ ABORTED = ("aborted", "abort")
 
 GOES_ON = "recipe_goes_on"
 """Extra field of an answer that was interrupted for another reason than a weight sync: `SERVER_DIED` or `CHECKPOINT`.
-The version that sampled such an answer may still be live, and can continue it.
+The version that sampled such an answer may still be live, and can then continue the answer.
 """
 VERSION_RUNS = "recipe_version_runs"
 """Extra field of an answer: (version, token count) for each run of tokens that one version sampled."""
@@ -52,8 +52,8 @@ def joined_experts(known: np.ndarray | None, more: np.ndarray | None, tokens: in
     The arrays have a row (layers, experts per token) for each token of prompt and answer that the engine has read. The
     newest token of an answer has no row, because the engine reads it only to sample the next one. So each token adds
     the row of the token before it, and the first token of an answer adds the rows of the whole prompt. ``more`` ends
-    with the rows that the new tokens add. Rows of earlier tokens in it are not used: the engine may have read these
-    tokens again, with other weights than those that sampled them.
+    with the rows that the new tokens add. Rows of earlier tokens in ``more`` are not used: the engine may have read
+    these tokens again, with other weights than those that sampled them.
     """
     if more is None or not tokens:
         return known

@@ -52,12 +52,15 @@ class OutputWatch:
         raise NotImplementedError
 
     def experts(self, request_id: str, known: int, sampled: int) -> np.ndarray | None:
-        """Return the rows (`joined_experts`) that the tokens from ``known`` to ``sampled`` add, or None if unknown."""
+        """Return the experts' rows that tokens ``known`` to ``sampled - 1`` of an answer add, as in `joined_experts`.
+
+        None means that the engine does not return the chosen experts.
+        """
         return None
 
     @contextmanager
     def _request(self, request_id: str, before: int) -> Iterator[None]:
-        """Watch a request while it is in the engine. It continues an answer that has ``before`` tokens."""
+        """Watch a request while it is in the engine. The request brings ``before`` tokens of an interrupted answer."""
         self._activity.enter(request_id)
         self._before[request_id] = before
         try:
@@ -76,7 +79,7 @@ class OutputWatch:
         return 0 if answer is None else answer.prompt_tokens + self._before[request_id]
 
     def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
-        """Return the tokens of an answer after the first ``known`` ones, possibly none, or None if it is complete.
+        """Return an answer's tokens after the first ``known`` ones, possibly none, or None if the answer is complete.
 
         A complete answer is already in transit to the client. If this method returned its tokens too, the client might
         treat the answer as incomplete, and request tokens beyond its end.

@@ -11,12 +11,12 @@ components is loaded.)
 
 The second instance is created once. The engine's own loaders fill it, and values that the engine derives from loaded
 weights (packed layers, for example) are computed in it while the engine generates. A swap overwrites the live tensors,
-so that everything that refers to them has the new values: objects other than modules (for a router's bias or an
-attention backend's sinks), views, captured CUDA graphs, and compiled code. To find the tensors to copy, both instances
-are traversed in parallel (`recipe.async_engine.weights.held`). A swap copies parameters, buffers, all tensors that
-share their storage, and all derived tensors. A derived object other than a tensor (a kernel's own packed format) is
-assigned to the live instance. If a tensor has no counterpart of the same shape and dtype, the version is refused before
-the swap.
+so that everything that refers to them has the new values: objects other than modules (such as those with a router's
+bias or an attention backend's sinks), views, captured CUDA graphs, and compiled code. To find the tensors to copy, both
+instances are traversed in parallel (`recipe.async_engine.weights.held`). A swap copies parameters, buffers, all tensors
+that share storage with one of these, and all derived tensors. A derived object other than a tensor (a kernel's own
+packed format) is assigned to the live instance. If a tensor has no counterpart of the same shape and dtype, the version
+is refused before the swap.
 
 With ``staging=host`` the second instance is in host memory. In that case the swap copies parameters and buffers from
 host memory, and the engine then derives the other values from the live weights. Shown by
@@ -43,7 +43,8 @@ class StagedModel(StagedWeights):
     Args:
         live: the instance with which the engine generates.
         spare: another instance of the same model, without weights.
-        finish: the engine's function that derives values in an instance from its loaded weights, for every version.
+        finish: the engine's function that derives values in an instance from its loaded weights. It is called for every
+            version.
         in_host: whether ``spare`` is in host memory, so that values can be derived only in ``live``.
     """
 
@@ -137,7 +138,7 @@ class StagedModel(StagedWeights):
 
 
 class LiveModel(StagedWeights):
-    """Weights that are loaded over the live ones of ``model``, which must not compute meanwhile.
+    """Loads weights over the live weights of ``model``, which must not compute meanwhile.
 
     ``finish`` derives values from loaded weights, as for `StagedModel`.
     """
@@ -185,7 +186,7 @@ def fill_with_nan(model: nn.Module) -> None:
 
 def find_incomplete(model: nn.Module, loaded: Collection[str]) -> str | None:
     """Return a text that names an incomplete parameter, or None if there is none. A floating-point parameter is
-    incomplete if it contains NaN, any other one if its name is not in ``loaded``.
+    incomplete if it contains NaN, any other parameter if its name is not in ``loaded``.
     """
     parameters = dict(model.named_parameters())
     # A sum is NaN if any element is NaN. Unlike a mask, it needs no memory. Read all results from the device at
@@ -227,7 +228,7 @@ def _fits(pair: Pair) -> tuple[Any, ...]:
 
 
 def _replaceable(pair: Pair) -> Callable[[], None]:
-    """Return a function that assigns a pair's new object to the live model; raise StagingRefused if impossible."""
+    """Return a function that assigns a pair's new object to the live model, or raise StagingRefused."""
     if pair.put_theirs is None or pair.has_parts or not pair.are_alike:
         raise StagingRefused(f"the engine's {pair.path} cannot be assigned to the live model; {_ADVICE}")
     return functools.partial(pair.put_theirs, pair.mine)

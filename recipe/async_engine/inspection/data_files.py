@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
-"""The loader of `datasets` that verl uses, by file name suffix (verl/utils/dataset/rl_dataset.py:197)."""
+"""For each suffix of a file name, the loader of `datasets` that verl uses (verl/utils/dataset/rl_dataset.py:197)."""
 WORDS = 400
 """An error message of another library is shortened to this number of characters."""
 
@@ -256,7 +256,7 @@ def _is_text(kind: pyarrow.DataType) -> bool:
 
 
 def _limit(config: Mapping[str, Any]) -> int | None:
-    """Return the greatest number of tokens of a prompt; None if verl filters longer prompts out."""
+    """Return how many tokens a prompt may have; None if that is not set, or if verl filters longer prompts out."""
     limit = lookup(config, "data.max_prompt_length")
     if lookup(config, "data.filter_overlong_prompts") or isinstance(limit, bool) or not isinstance(limit, int):
         return None

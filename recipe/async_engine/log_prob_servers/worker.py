@@ -76,7 +76,10 @@ def _shifted(of_next_token: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's data-parallel rank (``share``), the data-parallel size (``shares``), and whether it has output."""
+    """A worker's data-parallel rank (``share``), the data-parallel size (``shares``), and whether it returns results.
+
+    verl's engine has output (``has_output``) only on one of the ranks that compute the same share.
+    """
 
     share: int
     shares: int

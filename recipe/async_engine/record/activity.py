@@ -32,17 +32,17 @@ class Work(StrEnum):
 
 
 OF_ITS_OWN = {Work.RETRY: Class.RETRY, Work.VALIDATION: Class.VALIDATING}
-"""The class of time of requests for this work; requests for other work change from prefill to decoding."""
+"""The one class of time for all requests of these kinds; other requests count as prefill and then as decoding."""
 TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
 class AwayActivity:
-    """Records what an agent-loop worker's trajectories do between requests. Only its event loop may call the methods.
+    """Records what an agent-loop worker's trajectories do between requests. Only the worker's event loop may use it.
 
     Attributes:
         lane: records the activities that at least one trajectory is in, joined by "+".
-        goes_on: whether the trajectories of an agent loop, by its name, have so far sent further requests after an
-            answer. If they have not, the loop uses no tools, and the time after an answer is not tool time.
+        goes_on: for each agent loop, by name: whether one of its trajectories has sent a further request after an
+            answer. If none has, the loop uses no tools, and the time after an answer is not tool time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -159,7 +159,7 @@ class EngineActivity:
             self._closed = None
 
     def expect(self, name: str, work: Work) -> None:
-        """Record the purpose of a request before it arrives. Without it, the request counts as `Work.OTHER`."""
+        """Record the purpose of a request before it arrives. Without this call, the request counts as `Work.OTHER`."""
         self._told[name] = work
 
     def answer(self, name: str, tokens: int) -> None:
@@ -214,7 +214,7 @@ class EngineActivity:
         self._kinds[request.answers][request.kind] -= 1
 
     def take(self) -> list[Span]:
-        """Return the spans since the last call. The first call returns none and starts recording them."""
+        """Return the spans recorded since the last call. The first call returns none and starts the recording."""
         self._cut()
         spans, self._spans = self._spans or [], []
         return spans

@@ -71,7 +71,7 @@ def files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 class EventFile:
-    """Writes the events of this launch to a new file. `lost` counts those that could not be written.
+    """Writes the events of this launch to a new file. `lost` is the number of events that could not be written.
 
     The constructor raises OSError if the file cannot be created.
     """
@@ -138,10 +138,10 @@ NEEDS = {
     TOKENS: ("version", "tokens"),
     WEIGHTS: ("version",),
 }
-"""Fields that every event on one of these lanes must have."""
+"""For some values of the column ``lane``: the columns that must have a value in every event with this lane."""
 MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
 OFF_BY_S = 1.0
-"""Seconds by which hosts' clocks may differ: events may start that long before the run, or after their own end."""
+"""Seconds by which hosts' clocks may differ. An event may start this long before the run does, or after its own end."""
 NAMES_DEVICE = (BEGINS, ENDS, LOST, JOINED, SAMPLED)
 
 
@@ -211,11 +211,11 @@ class Tail:
         self.left_out = 0
 
     def new(self) -> list[Event]:
-        """Return the valid events since the last call as a list."""
+        """Return the valid events that were added since the last call, as a list."""
         return events_of(self.table())
 
     def table(self) -> pa.Table:
-        """Return the valid events since the last call as a table.
+        """Return the valid events that were added since the last call, as a table.
 
         Raises:
             OtherFormat: the file has another format version.
@@ -274,12 +274,12 @@ def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
 
 
 def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-    """Return the batch without invalid events, and the number of these; raise one of `BROKEN` for a damaged batch."""
+    """Return the batch without its invalid events, and their number; raise one of `BROKEN` for a damaged batch."""
     batch.validate(full=True)
     of = {name: batch.column(name) for name in COLUMNS.names}
     lane, what = of["lane"], of["what"]
     names_device = pc.and_(pc.equal(lane, RUN), pc.is_in(what, pa.array(NAMES_DEVICE)))
-    # A comparison with NaN is false, and one with null is null, which is filled below.
+    # A comparison with NaN is false, and one with null is null, which `fill_null` replaces below.
     conditions = [
         pc.and_(pc.greater(of["start"], -OFF_BY_S), pc.less(of["end"], LIMIT)),
         pc.less_equal(of["start"], pc.add(of["end"], OFF_BY_S)),

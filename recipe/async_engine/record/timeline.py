@@ -95,7 +95,7 @@ class Timeline:
         return self._clock() - max(self._noted.values())
 
     def notes(self) -> list[tuple[str, float]]:
-        """Return each text passed to `note`, with the seconds since its last call, newest first."""
+        """Return each text passed to `note`, with the seconds since it was last passed, newest first."""
         now = self._clock()
         return sorted(((what, now - at) for what, at in dict(self._noted).items()), key=lambda note: note[1])
 
@@ -105,7 +105,7 @@ class Timeline:
         return self._entered[-1] if self._started else Class.START_UP
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the trainer's time in each phase, up to now. The shares add up to 1 once time has passed.
+        """Return the share of the trainer's time in each phase up to now: {} at first, later shares that add up to 1.
 
         Any thread may call this. A phase that ends during the call may be counted twice.
         """

@@ -38,7 +38,7 @@ from recipe.async_engine.rewards.in_transit import InTransit
 from recipe.async_engine.rewards.pool import COUNTS, RewardFailed, RewardProcessDied, ScoringPool, checked, number_of
 
 HELD = ("compute_score", "compute_score_batch", "compute_score_disrm")
-"""The methods of a reward worker whose calls take long. Calls of its other methods do not wait for them."""
+"""Methods of a reward worker that run for long. Calls of the worker's other methods do not wait for them."""
 # File and name of verl's default reward function, which applies a rule that depends on the row's data source.
 DEFAULT_RULES = "pkg://verl.utils.reward_score", "default_compute_score"
 

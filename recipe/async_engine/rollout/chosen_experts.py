@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the experts that were chosen when the tokens of a trajectory were sampled, over its turns.
+"""Keeps the experts that were chosen when the tokens of a trajectory were sampled, over all its turns.
 
-Contract: a request of a later turn sends the earlier turns again, and the engine reads them again, possibly with newer
-weights, whose routers choose other experts. The experts that a trainer replays for the tokens of an earlier turn are
-those of that turn, because they belong to the log-probs of its tokens. Shown by tests/integration/test_client.py and,
-with real engines, test_router_replay.py.
+A turn is a request and its answer. Contract: a request of a later turn sends the earlier turns again, and the engine
+reads them again, possibly with newer weights, whose routers choose other experts. The experts that a trainer replays
+for the tokens of an earlier turn are those of that turn, because they belong to the log-probs of its tokens. Shown by
+tests/integration/test_client.py and, with real engines, test_router_replay.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class ChosenExperts:
         self._known: list[tuple[np.ndarray, np.ndarray]] = []
 
     def first_chosen(self, token_ids: list[int], experts: np.ndarray | None) -> np.ndarray | None:
-        """Return ``experts``, in which the rows of known tokens are replaced by their first ones.
+        """Return ``experts``, but with the earlier values of all rows that are known from an earlier turn.
 
         ``token_ids`` has the tokens of a request and its answer. A row depends on its token and on all tokens before
-        it, so it is known if an earlier request or answer began with these tokens.
+        this token, so the row is known if the tokens of an earlier turn began with these tokens.
         """
         if experts is None:
             return None
@@ -32,7 +32,7 @@ class ChosenExperts:
         if most is not None:
             rows = self._known[most][1][: shared[most]]
             experts = np.concatenate([rows, experts[len(rows) :]])
-        # Keep what this answer does not contain: an agent loop may begin several conversations.
+        # Keep earlier turns that are not a prefix of this one: an agent loop may hold several conversations.
         self._known = [known for known, same in zip(self._known, shared, strict=True) if same < len(known[0])]
         self._known.append((tokens, experts))
         return experts

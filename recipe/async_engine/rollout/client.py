@@ -10,12 +10,12 @@ Contract:
 * With ``async_training.weights.at_swap=keep`` the engine holds its requests during a sync, and the server reports which
   version sampled which tokens.
 * With ``async_training.partial_rollout=False`` the scheduler lets all answers finish before a sync. If a sync
-  interrupts an answer nevertheless, ``generate`` raises an error. An answer whose server died, or that comes from a
-  checkpoint, may then continue only under the version that began it.
+  interrupts an answer nevertheless, ``generate`` raises an error. With this setting, an answer whose server died, or
+  that comes from a checkpoint, continues only under the version that began it.
 * With ``rollout.scheduling_policy=priority`` a full engine takes the requests of the oldest groups first, so
   interrupted answers continue before younger ones begin.
-* The experts that a router chose for a token are those of the pass that sampled the next token, in whichever parts and
-  turns an answer came (:class:`ChosenExperts`).
+* The experts returned for a token are those that the router chose in the forward pass that sampled the next token, even
+  if an interruption or a later request makes an engine read the token again (``rollout/chosen_experts.py``).
 * The client keeps every server's answer, complete or interrupted. If a checkpoint has the answer to a request, no
   server is asked (``kept_answers``). :meth:`ResumingClient.fetch` gets the tokens sampled so far for open requests.
 * If generation and training alternate, requests wait in the client during training (:class:`TurnGate`).

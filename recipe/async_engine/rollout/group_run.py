@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rollout scheduler's settings, its objects for live groups and trajectories, and the errors that it handles.
 
-The scheduler has one `TrajectoryRun` for each trajectory, from the issue of the trajectory's group to the end of its
+The scheduler has one `TrajectoryRun` for each trajectory, from the issue of the group to the end of the trajectory's
 last attempt. The scheduler decides when to make an attempt. The worker pool makes the attempt and writes the result
 into the `TrajectoryRun`. Validation uses the same objects.
 """
@@ -59,7 +59,7 @@ class SchedulerSettings:
     """The settings of the scheduler, which do not change during a run.
 
     Attributes:
-        group_size: number of trajectories in a group (``rollout.n``), unless its data row says another one.
+        group_size: number of trajectories in a group (``rollout.n``), unless the prompt's data row sets another.
         slots: number of trajectories that may generate at once, over all replicas.
         max_retries: number of attempts at one trajectory after the first.
         max_consecutive_failures: number of groups that have to fail in a row to end the run.
@@ -246,7 +246,7 @@ class GroupRun:
 
     @property
     def cut_tokens(self) -> int:
-        """Number of tokens in the complete trajectories that were sampled before an interruption."""
+        """Number of the complete trajectories' tokens that were sampled before an interruption of their answer."""
         return sum(scored.cut_tokens for scored in self.complete)
 
     @property

@@ -2,7 +2,7 @@
 """Checks the output of an agent loop, and converts it to plain Python values.
 
 Contract: whatever a user's agent loop returns, `plain_outputs` either returns ``AgentLoopOutput``s of plain values that
-any process can unpickle, or raises an error that names the wrong field. Token ids, masks and log-probs become
+any process can unpickle, or raises an error that names the faulty field. Token ids, masks and log-probs become
 lists of Python numbers. A value in ``extra_fields`` is accepted if it can be pickled. A field with the name of one of
 verl's columns is renamed.
 

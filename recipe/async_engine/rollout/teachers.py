@@ -57,8 +57,8 @@ class TeacherClient(LLMServerClient):
 
 
 def teacher_clients(config: Any) -> dict[str, LLMServerClient] | None:
-    """Return a client by each of verl's teacher keys, or None without distillation. `TeacherClient.use` sets its
-    servers.
+    """Return a client for each of verl's teacher keys, or None without distillation. The clients have no servers before
+    `TeacherClient.use` is called.
     """
     if not config.distillation.enabled:
         return None

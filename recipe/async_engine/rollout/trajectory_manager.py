@@ -45,7 +45,7 @@ from recipe.async_engine.rollout.worker_pool import TracedGroups, WorkerPool
 logger = logging.getLogger(__name__)
 
 HELD = ("run_trajectory", "finish_trajectory", "rescore")
-"""The methods of a worker whose calls take long. Calls of its other methods do not wait for them (`Restartable`)."""
+"""Methods of a worker that run for long. Calls of the worker's other methods do not wait for them (`Restartable`)."""
 CALLS_AT_ONCE = 15_000
 """Largest number of open calls of one worker. With Ray's default of 1,000, trajectories would have to wait."""
 AS_OFTEN_AS_IT_DIES = -1
@@ -77,7 +77,7 @@ class TrajectoryManager(AgentLoopManager):
         self._columns: tuple[Any, ...] | None = None
 
     def worker_class(self) -> type[TrajectoryWorker]:
-        """Return the class of the workers, which `UsersManager` overrides to add the user's worker class as a base."""
+        """Return the class of the workers. `UsersManager` overrides this method to add the user's class as a base."""
         return TrajectoryWorker
 
     def tell(self, method: str, *arguments: Any, timeout_s: float) -> None:

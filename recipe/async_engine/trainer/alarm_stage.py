@@ -75,7 +75,7 @@ def note_rewards(batch: DataProto, alarms: Alarms) -> None:
 
     Rewards are uniform if, for every prompt, all its answers have the same reward. If every prompt has only one answer,
     they are uniform if all answers of the batch have the same reward. The batch has ``token_level_scores``, (rows, R),
-    and the ``uid`` of each row's prompt. Of a trajectory with several outputs the last one counts.
+    and the ``uid`` of each row's prompt. If a trajectory has several outputs, only the last one counts.
     """
     by_prompt: defaultdict[str, list[float]] = defaultdict(list)
     scores = batch.batch["token_level_scores"].sum(dim=-1).numpy()

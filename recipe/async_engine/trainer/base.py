@@ -240,12 +240,12 @@ class AsyncPPOTrainer(SavedRun):
         self.alarms.finish()
 
     def fail(self, error: BaseException) -> None:
-        """Make the training loop raise this error when it next waits for a batch. Any thread may call this method."""
+        """Make the training loop raise ``error`` when it next waits for a batch. Any thread may call this method."""
         if self.scheduler is not None:
             self.scheduler.fail(error)
 
     def irreplaceable_actors(self) -> dict[str, Any]:
-        """Return the actors, by name, without which the run cannot continue."""
+        """Return, by name, the actors without which the run cannot continue."""
         names: dict[Any, tuple[str, Any]] = {
             None: ("the load balancer of the rollout servers", self.publisher.known.load_balancer)
         }
@@ -333,7 +333,7 @@ class AsyncPPOTrainer(SavedRun):
             self.logger.log(data=self.metrics, step=self.global_steps)
 
     def _save_and_validate(self) -> None:
-        """Save and validate if that is due at this version or at the end of the run, at most once in a step."""
+        """Save if a checkpoint is due now, and validate if that is due. Each is done at most once in a step."""
         version = self.ledger.version
         self.save_if_due()
         if self._is_due(self.config.trainer.test_freq) and self._validated_at != self.global_steps:
@@ -390,7 +390,7 @@ class AsyncPPOTrainer(SavedRun):
     def account(self) -> dict[str, Any]:
         """Return a summary of the run so far, with the keys of ``summary.json`` (docs/run-record.md).
 
-        It includes a description of the event record once that is closed.
+        As soon as the event record is closed, the summary includes a description of it.
         """
         counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
         rollout = {} if self.scheduler is None else self.scheduler.metrics()

@@ -22,8 +22,8 @@ class Beside(Generic[Result]):
 
     Args:
         timeout_s: seconds that a function may take in total.
-        late: a function that takes the ``number`` of work that has exceeded its deadline, and returns the error that
-            `wait` raises.
+        late: a function that returns the error for `wait` to raise if work has exceeded its deadline. It takes the
+            number of that work (see `begin`).
         alarm: a function that is called on the other thread with an error of the work.
     """
 

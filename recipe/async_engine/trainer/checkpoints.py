@@ -2,8 +2,8 @@
 """Writes checkpoints that have verl's files and the rollout state, and finds the checkpoint to resume from.
 
 Contract. A checkpoint is complete if it has model, optimizer, position in the data and rollout state. Then all its
-files are on disk and its folder has the marker ``committed.json``. The marker lists all files with their sizes, and
-small files and the rollout state also with digests. A folder with a marker is never changed, only removed as a whole or
+files are on disk and its folder has the marker ``committed.json``. The marker lists the size of every file, and also
+the digests of small files and of the rollout state. A folder with a marker is never changed, only removed as a whole or
 renamed. `RunState.save` has verl write its files, and returns a function that writes the other files, the marker last,
 on another thread while training continues. Until the marker is written, verl's ``latest_checkpointed_iteration.txt``
 (the tracker) names the previous checkpoint. `RunState.find` tries the complete checkpoints in the order of
@@ -11,8 +11,8 @@ on another thread while training continues. Until the marker is written, verl's 
 continue from it. After a kill the tracker may be empty, or name an incomplete checkpoint.
 
 A folder without a marker was not written completely, so it is removed. Folders of other trainers are left alone. Shown
-by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (every write fails or is the last
-one) and test_crash_fuzz.py (`kill -9`).
+by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (kills, power cuts and full disks
+at any write) and test_crash_fuzz.py (`kill -9`).
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ def clear(root: str | Path) -> None:
 
 
 def require_room(root: str | Path, after: int) -> None:
-    """Raise `CheckpointError` if ``root`` has a later checkpoint than that of step ``after`` from stock verl's trainer.
+    """Raise `CheckpointError` if another trainer's checkpoint in ``root`` is of a later step than ``after``.
 
-    The run would write a checkpoint of its own to the same folder.
+    When the run reached that step, it would write its own checkpoint to the same folder.
     """
     foreign = [str(folder) for step, folder in _folders(root).items() if step > after and not _is_ours(folder)]
     if foreign:
@@ -171,7 +171,7 @@ def set_aside(root: str | Path, after: int) -> None:
 
 
 def require_ours(folder: str | Path) -> None:
-    """Raise `CheckpointError` if another trainer wrote this checkpoint, so that it has no rollout state."""
+    """Raise `CheckpointError` if another trainer wrote the checkpoint ``folder``, which then has no rollout state."""
     if not _is_ours(Path(folder)):
         raise CheckpointError(
             f"{folder} has no {ROLLOUT_STATE}: it was not written by this trainer, and its prompts cannot be accounted "
@@ -198,9 +198,9 @@ def _folders(root: str | Path) -> dict[int, Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether this trainer wrote the folder, or began to write it.
+    """Return whether this trainer wrote ``folder``, or began to write it. An empty folder counts as begun.
 
-    Such a folder has the file `BEGUN` until the rollout state is written, and the marker once the folder is complete.
+    Such a folder has the file `BEGUN` until the rollout state is written, and the marker when the folder is complete.
     """
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     return not names or not names.isdisjoint({MARKER, *BEGUN_BY})
@@ -252,8 +252,8 @@ class RunState:
         limit = config.trainer.get("max_actor_ckpt_to_keep")
         self._kept = 1 if config.trainer.get("remove_previous_ckpt_in_save") else limit
         with open_dict(config):
-            # Switch off verl's retention, which would remove a checkpoint before the next one is committed, and would
-            # leave the other files of that checkpoint.
+            # Switch off verl's retention, which would remove verl's files of a checkpoint before the next checkpoint is
+            # committed, and would leave this trainer's files of the removed checkpoint behind.
             config.trainer.update({"max_actor_ckpt_to_keep": None, "max_critic_ckpt_to_keep": None})
             config.trainer.remove_previous_ckpt_in_save = False
         self._root = config.trainer.default_local_dir

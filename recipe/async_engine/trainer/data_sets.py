@@ -57,7 +57,7 @@ def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
 
 
 def defaults(config: Any) -> dict[str, Any]:
-    """Return verl's default values for fields that a row may lack, by name."""
+    """Return, by name, verl's default values for fields that a row may lack."""
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     return {
         "agent_name": agent,

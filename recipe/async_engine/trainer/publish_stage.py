@@ -64,7 +64,7 @@ class PublishStage:
         self._way = self._new_way(fail)
 
     def _new_way(self, fail: Callable[[BaseException], None]) -> Beside[dict[str, float]]:
-        # A publication has 4 + `ATTEMPTS` steps, each with the deadline ``weight_sync``: a check which replicas are
+        # A publication has 4 + `ATTEMPTS` steps, each with the deadline ``weight_sync``: a check of which replicas are
         # alive, at most `ATTEMPTS` transfers, the pause, the swap and the resumption.
         timeouts, parts = self._plan.settings.async_training.timeouts, 4 + ATTEMPTS
         setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"

@@ -69,7 +69,10 @@ def is_kept(group: int) -> bool:
 
 @dataclass
 class _Device:
-    """A process that is asked for its activity, recorded up to ``known_until`` (seconds since the run began)."""
+    """A server or agent-loop worker that is asked for its activity.
+
+    Its activity is recorded up to the time ``known_until``, in seconds since the run began.
+    """
 
     name: str
     handle: Any
@@ -96,7 +99,8 @@ class Recording:
     Args:
         devices: the number of accelerators of each kind of process.
         header: further facts about the run for the record's header.
-        parts: a function that returns the actors whose activity is recorded, by the names of their lanes in the record.
+        parts: a function that returns the actors whose activity is recorded, by the names that their events have in the
+            record's column ``lane``.
         clock: the clock of this process, in seconds.
 
     Attributes:
@@ -142,7 +146,7 @@ class Recording:
         self._told.append(event._replace(start=event.start - self._began, end=event.end - self._began))
 
     def follow(self, name: str, lane: Lane) -> None:
-        """Copy what this process collects in ``lane`` to the event record from now on, under the given name."""
+        """From now on, copy what ``lane`` collects in this process to the event record, under the given name."""
         lane.take()
         self._lanes[name] = lane
 
@@ -260,7 +264,7 @@ class Recording:
                 self._take(asked[reference], reference)
 
     def _again(self, name: str, handle: Any) -> _Device | None:
-        """Return the device that was lost under this name, if any, so that its lane goes on with a new process."""
+        """Return the device that was lost under this name, if any, after giving it the new process's handle."""
         for device in self._gone:
             if device.name == name:
                 self._gone.remove(device)

@@ -134,7 +134,7 @@ class Rehearsal:
         check.seconds = time.monotonic() - began
         self.result.checks.append(check)
 
-    # The following methods send the weights. `HybridRehearsal` overrides this part.
+    # The following methods send the weights. `HybridRehearsal` overrides `send_again`.
 
     def send_again(self, before: list[Answer]) -> None:
         """Send the version again with the run's settings, or with fallbacks if that fails, and compare log-probs."""
@@ -144,7 +144,7 @@ class Rehearsal:
         self.compare(before)
 
     def _sent(self) -> Check:
-        """Send the weights once with the publisher's present settings, and return this check with its outcome.
+        """Send the weights once with the publisher's present settings, and return the check that has the outcome.
 
         If the weights do not arrive, change the publisher's settings to a fallback, which the caller may try.
         """
@@ -260,8 +260,8 @@ class Rehearsal:
 
     @property
     def _longest_s(self) -> float:
-        # A transfer has four steps, each with this deadline: it checks which replicas are alive, connects in two steps
-        # and sends. One more deadline and a minute are a margin.
+        # A transfer has four steps, each with the deadline `timeout_s`: it checks which replicas are alive, connects in
+        # two steps, and sends. One more such deadline and a minute are a margin.
         return 5 * self.publisher.known.timeout_s + 60
 
     # The following methods make the trainer's ranks compute.
@@ -346,7 +346,7 @@ class Rehearsal:
 def _same_tokens(before: list[Answer], after: list[Answer]) -> Pairs:
     """Return the log-probs of each token in ``before`` and in ``after``, as pairs by replica.
 
-    Only the tokens of an answer before the first one that differs are compared.
+    In each answer, only the tokens before the first difference are compared.
     """
     pairs: Pairs = {}
     for one, other in zip(before, after, strict=True):

@@ -5,8 +5,8 @@ Contract: one file has a consistent state of all three. The file is in the folde
 whenever it exists, and is written before the checkpoint is committed (``checkpoints``). A scheduler's snapshot has
 object references of the payloads (packed trajectories). They are fetched while the file is written, on any thread, and
 written from the object store's memory without a copy. In a resumed run, ready groups are trained as they are, and
-running groups continue from their kept answers. The file is read with ``torch.load``, which unpickles it, so
-checkpoints must be as trustworthy as the code, like verl's own ``data.pt``. `Snapshot` describes the content, and
+running groups continue from their saved answers (``kept``). The file is read with ``torch.load``, which unpickles it,
+so checkpoints must be as trustworthy as the code, like verl's own ``data.pt``. `Snapshot` describes the content, and
 `checked` refuses any other content as damaged. Shown by tests/integration/test_rollout_state.py, test_damaged_files.py
 and tests/e2e/test_faults.py.
 """

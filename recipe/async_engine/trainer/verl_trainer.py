@@ -46,7 +46,7 @@ class TrainerGroup(RayWorkerGroup):
         super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> Any:
-        """Bind the workers' methods like verl, but call `make_tokens_ragged` on arguments before verl divides them."""
+        """Bind the workers' methods like verl, but call `make_tokens_ragged` on each argument before verl splits it."""
 
         def bound(*args: Any, **kwargs: Any) -> Callable[..., Any]:
             method = func_generator(*args, **kwargs)
@@ -217,7 +217,10 @@ class VerlTrainer(SeparateRayPPOTrainer):
         return without_added(computed, batch), mfu
 
     def advantages(self, batch: DataProto) -> DataProto:
-        """Add advantages and returns: `compare_last_outputs` for GRPO, if trajectories have several outputs."""
+        """Add the columns ``advantages`` and ``returns`` to the batch.
+
+        For GRPO with several outputs in a trajectory, `compare_last_outputs` then replaces verl's values.
+        """
         batch = self._fit_compute_advantage(batch)
         algorithm, keys = self.config.algorithm, batch.non_tensor_batch.get(OUTPUT_KEYS)
         if keys is not None and algorithm.adv_estimator == AdvantageEstimator.GRPO:
@@ -254,7 +257,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._fit_collect_metrics(batch)
         self._fit_experimental(batch)
 
-    # Each of the following overrides runs a method that computes in worker groups within a phase of the timeline.
+    # Each of the following overrides runs, within a phase of the timeline, a method that computes in worker groups.
 
     def _compute_values(self, batch: DataProto) -> DataProto:
         with self._phase(COMPUTE):

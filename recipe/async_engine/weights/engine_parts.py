@@ -40,9 +40,10 @@ def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
 
 
 class CycleCollector:
-    """Frees the buckets of failed weight syncs, which reference cycles with the error and its waiters keep alive.
+    """Frees the buckets of failed weight syncs.
 
-    Python's own garbage collector would free the buckets only later, and never in an idle process.
+    Reference cycles with the error and its waiters keep these buckets alive. Python's own garbage collector would free
+    the buckets only later, and never in an idle process.
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,7 @@ def _merged(base: torch.Tensor, layer: LoraLayer, device: Any) -> torch.Tensor:
 
 
 class LoraSending(FSDPEngine):
-    """Mixin for verl's FSDP engines that sends merged weights or only adapters; verl's code merges for FSDP1."""
+    """Mixin for verl's FSDP engines that sends merged weights or only adapters. With FSDP1, verl's own code merges."""
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any

@@ -25,7 +25,7 @@ def plain_cause(error: BaseException) -> BaseException:
 
 
 def generates(replica: RolloutReplica) -> bool:
-    """Return whether this is a rollout replica and not a log-prob server."""
+    """Return whether ``replica`` is a rollout replica and not a log-prob server."""
     return getattr(replica, "generates", True)
 
 
@@ -93,7 +93,7 @@ class ReplicaSet:
         timeout_s: float | None = None,
         or_absent: bool = False,
     ) -> None:
-        """Run ``action`` on all of these replicas concurrently.
+        """Run ``action`` on all ``records`` concurrently.
 
         A replica that fails or is late is marked as dead; with ``or_absent`` a late one is marked as absent instead.
         ``what`` names the action in error messages, as a verb phrase.
@@ -120,7 +120,7 @@ class ReplicaSet:
         await asyncio.gather(*[guarded(record) for record in records])
 
     async def route(self, records: Iterable[ReplicaRecord]) -> None:
-        """Add the rollout replicas among these to the load balancer, unless it has them already."""
+        """Add the rollout replicas among ``records`` to the load balancer, except those that it has already."""
         fresh = [record for record in records if record.generates and not record.routed]
         if fresh:
             servers = {record.server_id: record.replica.server_handle for record in fresh}
@@ -129,7 +129,7 @@ class ReplicaSet:
             record.routed = True
 
     async def unroute(self, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
-        """Remove the rollout replicas among these from the load balancer; return the replicas that it had."""
+        """Remove the rollout replicas among ``records`` from the load balancer; return those that it contained."""
         records = [record for record in records if record.generates]
         leaving = [record for record in records if record.routed]
         for record in records:

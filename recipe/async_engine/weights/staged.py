@@ -8,7 +8,8 @@ others are staged.
 
 `StagedWeights` has subclasses for a rollout engine's model (`recipe.async_engine.engines.staged_model`), for its LoRA
 adapter (`staged_adapter`, in the engine's folder), and for one rank of a training engine
-(`recipe.async_engine.log_prob_servers.adapter`). `Intake` passes a stream to one of them and records its errors.
+(`recipe.async_engine.log_prob_servers.adapter`). `Intake` passes a stream to one of them and records the stream's first
+error.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class StagedWeights(ABC):
 
     @torch.no_grad()
     def load(self, weights: NamedTensors) -> None:
-        """Load tensors of the stream, which are valid only during this call; raise an error if one is unusable."""
+        """Load tensors of the stream; raise an error if one is unusable. They are valid only during this call."""
         self._load(weights)
 
     @torch.no_grad()
@@ -100,13 +101,13 @@ class Intake:
         # Keep only the error's text, because its traceback would keep the stream's buffers alive.
         self.problem: str | None = None
         self.checksum = ""
-        """Checksum of the loaded weights once they are complete, otherwise empty."""
+        """Checksum of the loaded weights if they are complete, otherwise empty."""
 
     def begin(self) -> None:
         self._unless_failed(self._staged.begin)
 
     def take(self, weights: NamedTensors) -> None:
-        """Load tensors of the stream, unless it has had an error. They are valid only during this call."""
+        """Load tensors of the stream, unless the stream has had an error. They are valid only during this call."""
         self._unless_failed(lambda: self._load(weights))
 
     def _load(self, weights: NamedTensors) -> None:

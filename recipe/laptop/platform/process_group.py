@@ -5,9 +5,9 @@ verl composes the name of the group's backend as ``cpu:gloo,<device>:<backend>``
 CPU the result is ``cpu:gloo,cpu:gloo``, and torch refuses a device that is named twice. verl has no setting for the
 backend, so the wrapper passes ``cpu:gloo``.
 
-The wrapper also registers the CPU engines, because verl calls it just before a training worker looks up its engine
-(verl/workers/engine_workers.py:89,136). Registering them at ``import verl`` would import them in every process, which
-takes 15 s.
+The wrapper also registers the CPU engines, because verl calls that function just before a training worker looks up its
+engine (verl/workers/engine_workers.py:89,136). Registering them at ``import verl`` would import them in every process,
+which takes 15 s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK = "_recipe_cpu_backend"
 
 
 def install() -> None:
-    """Wrap ``initialize_global_process_group_ray`` once. Call this before a module imports the function by its name."""
+    """Wrap ``initialize_global_process_group_ray``, at most once, before any module imports the function by name."""
     original = verl_distributed.initialize_global_process_group_ray
     if hasattr(original, _MARK):
         return

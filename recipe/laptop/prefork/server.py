@@ -90,7 +90,7 @@ class Server:
                         self._take(self._listener.accept()[0])
 
     def _take(self, connection: socket.socket) -> None:
-        """Fork a process for a launcher. The fork reads the request, so an invalid one does not harm the server."""
+        """Fork a process for a launcher. The fork reads the request, so an invalid request does not harm the server."""
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -178,7 +178,7 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """Make modules read again the environment variables that they read at import, except Ray's job id (see `run`)."""
+    """Update what modules read from the environment at import, except two of Ray's values (see `prefork/run.py`)."""
     tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config

@@ -33,7 +33,7 @@ WARM_UP_STEPS = 50
 
 
 def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Return a new fp32 model with 2 layers, hidden size 64 and 2 heads of 32, which engines support on a CPU."""
+    """Return a new fp32 model with 2 layers, hidden size 64 and 2 heads of size 32: engines can run it on a CPU."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = {
@@ -111,7 +111,7 @@ def _imitate(
 
 
 class _Demonstrations:
-    """Creates batches of demonstrations: (token ids ``[batch, tokens]``, number of answer tokens with end token)."""
+    """Creates batches of demonstrations: (token ids ``[batch, tokens]``, length of each answer with its end token)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random, excluded_keys: frozenset[str]) -> None:
         self._tokenizer = tokenizer

@@ -45,7 +45,7 @@ def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
 
 
 def _rollout(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check a rollout engine's parallel sizes, which its layers assert."""
+    """Check, as the engine's layers do, that a rollout engine's parallel sizes fit the model."""
     in_parallel = (context.count(f"{section}.expert_parallel_size") or 1) > 1
     yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {} if in_parallel else _experts(shape))
     if in_parallel and not shape.experts:
@@ -69,7 +69,7 @@ def _ulysses(context: RuleContext, section: str, shape: ModelShape) -> Iterator[
 def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
     """Check Megatron's sizes (megatron/core/transformer/transformer_config.py:920, core/tensor_parallel/layers.py)."""
     of_experts = f"{section}.expert_tensor_parallel_size"
-    # If no tensor-parallel size is set for experts, Megatron uses that of the other layers for them.
+    # If no tensor-parallel size is set for experts, Megatron splits them like the other layers.
     inherited = {} if context.count(of_experts) else _experts(shape)
     # mbridge does not pad the vocabulary, so the tensor-parallel size must divide it. Megatron-Bridge is not checked.
     vocabulary = {"entries of the vocabulary": shape.vocab} if context.get(f"{section}.vanilla_mbridge") else {}
@@ -84,7 +84,10 @@ def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator
 
 
 def _split_sequences(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check that a training engine with experts splits sequences (megatron/core/transformer/moe/moe_layer.py:379)."""
+    """Check that a model with experts and tensor parallelism is trained with sequence parallelism.
+
+    Megatron requires this (megatron/core/transformer/moe/moe_layer.py:379).
+    """
     setting, tensor = f"{section}.sequence_parallel", f"{section}.tensor_{PARALLEL}"
     if shape.experts and (context.count(tensor) or 1) > 1 and not context.get(setting, True):
         advice = "Megatron's experts require it with tensor parallelism: remove the setting."
@@ -139,7 +142,7 @@ def _tensor(context: RuleContext, setting: str, shape: ModelShape, more: Mapping
 
 
 def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check that a parallel size divides the number of attention heads, and divides that of KV heads or vice versa."""
+    """Check that a parallel size divides the attention heads, and that it divides the KV heads or is their multiple."""
     size = context.count(setting) or 1
     if shape.heads % size:
         yield from _divides(context, setting, {"attention heads": shape.heads})

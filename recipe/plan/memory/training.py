@@ -122,7 +122,7 @@ def fsdp_rank(shape: ModelShape, layout: FSDP, update: Work | None, forward: Wor
     trained = 0 if not layout.trains else parameters if layout.trained is None else layout.trained
     outside = parameters - shape.layer_parameters - shape.expert_parameters
     share, trained_share = -(-parameters // layout.shards), -(-trained // layout.shards)
-    # FSDP2 has the current layer and the next one gathered on each rank, and all parameters outside of layers.
+    # On each rank, FSDP2 holds the gathered weights of the current and the next layer and of everything outside layers.
     gathered = (outside + 2 * shape.largest_layer if layout.reshards else parameters) * layout.compute_bytes
     return Rank(
         weights=share * layout.model_bytes,
@@ -176,7 +176,8 @@ def layer_activations(shape: ModelShape) -> int:
     """Return the bytes per token that a transformers layer keeps for its backward pass, with flash attention in bf16.
 
     Norms compute in fp32 and keep their input, its fp32 copy, the normed and the scaled values. Attention keeps q, k, v
-    and its output; head norms add copies of q and k. The MLP keeps gate, its activation, up, and their product.
+    and its output; norms of q and k add copies of these. The MLP keeps the gate projection before and after its
+    activation, the up projection, and the product.
     """
     width = shape.q_width + shape.kv_width
     norms = 2 * 12 * shape.hidden + (8 * width if shape.head_norms else 0)

@@ -35,11 +35,11 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ended: dict[str, int] = {}
-        """Number of tokens sampled for each of the last requests that ended since the last swap."""
+        """Number of tokens sampled for each request that ended since the last swap, at most `MOST_ENDED` requests."""
         super().__init__(*args, **kwargs)
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> UpdateWeightsFromTensorReqOutput:
-        """Execute a call of the server, or update weights as SGLang does."""
+        """Execute a call from the server (`calls`), or update weights as SGLang does."""
         if recv_req.load_format != CALL:
             return super().update_weights_from_tensor(recv_req)
         method, *args = json.loads(recv_req.serialized_named_tensors[0])
@@ -148,8 +148,8 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
     def drop_computed(self, pause: bool) -> bool:
         """Drop the KV cache if no batch is being computed, and return whether it was dropped.
 
-        With ``pause`` nothing is computed after that until generation resumes, not even for an HTTP request that the
-        server admitted before its pause and that arrives only now.
+        With ``pause`` the engine then computes nothing until generation resumes, not even for an HTTP request that the
+        server admitted before its pause and that reaches the engine only afterwards.
 
         SGLang's own method would refuse while requests wait, although retracted requests hold no part of the cache.
         """
@@ -170,12 +170,12 @@ def sampled_before(sampling_params: Any) -> list[int]:
 
 
 def sampled_here(req: Any) -> int:
-    """Return the number of a request's tokens that this engine has sampled, without those from before its start."""
+    """Return how many tokens this engine has sampled for a request, without those that came with the request."""
     return len(req.output_ids) - len(sampled_before(req.sampling_params))
 
 
 def continue_answer(req: Any, before: list[int]) -> None:
-    """Give a new request the tokens that its answer has already, and let SGLang return only those after them."""
+    """Give a new request the tokens ``before`` that its answer has already; SGLang returns only the later tokens."""
     count = len(before)
     req.output_ids = list(before)
     req.send_token_offset = req.send_output_token_logprobs_offset = count

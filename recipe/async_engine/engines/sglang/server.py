@@ -143,13 +143,13 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
         await self._call_each_worker("begin_staging", version, use_shm, timeout_s, self._stages_in_host, handle)
 
     async def begin_loading(self, version: int, use_shm: bool, timeout_s: float) -> None:
-        """Close the server, and make the engine ready to receive version ``version`` over its live weights."""
+        """Let no requests pass, and make the engine ready to load version ``version`` over its live weights."""
         await self.begin_load(version)
         handle = socket_address(self.replica_rank, self.node_rank)
         await self._call_each_worker("begin_loading", version, use_shm, timeout_s, handle)
 
     async def commit(self, version: int, checksum: str) -> None:
-        """Open the server, because version ``version`` has been loaded over the live weights."""
+        """Let requests pass again, because version ``version`` has been loaded over the live weights."""
         await self._drop_computed()
         await self.loaded(checksum)
         await self.set_global_steps(version)

@@ -44,7 +44,7 @@ from recipe.async_engine.core.versions import NOT_SAMPLED
 
 BYPASS, LOGLINEAR = "recipe_bypass", "recipe_loglinear"
 CHOSEN = "loss_mode"
-"""The key for the chosen loss that this package adds to the section ``rollout_correction`` of the workers."""
+"""This package adds the chosen loss's name, under this key, to ``rollout_correction`` in the workers' settings."""
 SAFETY_BOUND = 20.0
 """The absolute value to which verl clamps log ratios before it exponentiates them."""
 
