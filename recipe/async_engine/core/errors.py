@@ -49,7 +49,10 @@ class CheckpointError(RecipeError):
 
 
 class WrongInstallation(RecipeError):
-    """A package other than the required one is installed, or comes first on Python's path. The message names it."""
+    """A package other than the required one is installed, or comes first on Python's path.
+
+    The message names that package.
+    """
 
 
 class VersionRecordError(RecipeError):

@@ -41,7 +41,7 @@ from recipe.async_engine.core.plain import MOST, NotPlain, plain, told, traced
 
 
 class RewardFailed(RecipeError):
-    """The reward function raised an error, returned an invalid value, or timed out. Its traceback is in a note."""
+    """The reward function raised an error (whose traceback is in a note), returned an invalid value, or timed out."""
 
 
 class RewardProcessDied(RewardFailed):

@@ -125,7 +125,7 @@ class TrajectoryRecorder:
         received_tokens: number of tokens that servers returned, including interrupted parts.
         scorer: sends the answers to log-prob servers. None if there are none, or if they cannot score this trajectory.
         text_only: whether no request has images, video or audio, which log-prob servers cannot score.
-        order: the number of the group in the order of issue. Engines that schedule by priority serve lower ones first.
+        order: the group's number in the order of issue. Engines that schedule by priority serve lower numbers first.
         asked_s: seconds for which the trajectory waited for servers.
         sampled: a future that is done when the last token is sampled.
         told: a future that is done when the trajectory's cancellation was requested.
@@ -259,7 +259,7 @@ class AnswerBook:
             self._account.dropped += recorder.received_tokens
 
     def close(self) -> None:
-        """Count the tokens of attempts that end from now on without a payload as unfinished, since the run is over."""
+        """From now on, count the tokens of attempts that end without a payload as unfinished: the run is over."""
         self._is_closed = True
 
     def interrupted_in_tools(self, trajectories: int) -> None:

@@ -85,7 +85,7 @@ class Buckets:
         return cls([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
 
     def room(self, turn: int, nbytes: int) -> torch.Tensor:
-        """Return uint8[nbytes] in the bucket of frame ``turn``; raise WeightStreamError if memory is too small."""
+        """Return uint8[nbytes] in the bucket for frame number ``turn``; raise WeightStreamError if it is too small."""
         place = turn % len(self._memory)
         largest = self._memory[place].numel()
         if nbytes > largest:
