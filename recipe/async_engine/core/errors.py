@@ -45,7 +45,7 @@ class SnapshotError(LedgerError):
 
 
 class CheckpointError(RecipeError):
-    """A checkpoint, or a copy of its weights, cannot be used by this run, or was not written in time."""
+    """A checkpoint, or a copy of the published weights, is unusable for this run or was not written in time."""
 
 
 class WrongInstallation(RecipeError):

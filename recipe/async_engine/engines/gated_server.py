@@ -48,7 +48,7 @@ else:
 STRAGGLER_S = 0.002
 """Seconds between two attempts to pause an engine, or to drop its KV cache, while requests are still in it."""
 REPETITION = "repetition"
-"""vLLM's finish reason of an answer that ``repetition_detection`` ended, and that counts as complete."""
+"""vLLM's finish reason for an answer that ``repetition_detection`` ended; such an answer counts as complete."""
 HELD = ("generate",)
 """Methods whose calls take long. Other methods have another concurrency group, so that their calls need not wait."""
 

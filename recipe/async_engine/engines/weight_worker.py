@@ -67,7 +67,7 @@ class DeadlineAdapter:
         return await self._stream(weights, version, "begin_staging", "stage")
 
     async def _stream(self, weights: NamedTensors, version: int, begin: str, verb: str) -> str | None:
-        """Call the server's method ``begin``, send ``weights`` to the engine, and return the checksum that it reports.
+        """Call the server's method ``begin``, send ``weights`` to the engine, and return the engine's checksum of them.
 
         The result is None on ranks other than the leading one. ``verb`` says in errors what the engine does.
         """

@@ -100,7 +100,7 @@ class TokenAccount:
 def digest(token_ids: Sequence[int], media: Sequence[Any] = ()) -> bytes:
     """Return a digest of 16 bytes that identifies a request: its tokens, and its images, videos and audio.
 
-    Images of equal size have the same tokens, so the tokens alone do not identify the request after a tool's image.
+    The tokens alone do not identify a request, because different images of the same size have the same tokens.
     """
     shown = pickle.dumps(media) if any(media) else b""
     return hashlib.blake2b(array("q", token_ids).tobytes() + shown, digest_size=16).digest()
@@ -181,7 +181,7 @@ class TrajectoryRecorder:
             self.scorer.add(version, context, token_ids)
 
     def again(self, asked: bytes) -> Any | None:
-        """Return an unused answer from the checkpoint to a request with the digest ``asked``, or None."""
+        """Take the first unused answer of the checkpoint to a request with the digest ``asked``; return it, or None."""
         found = next((kept for kept in self.replay if kept.asked == asked), None)
         if found is None:
             return None

@@ -115,7 +115,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_timeout_s = float(limits.reward)
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
-        # Besides the score, advantages are computed from these fields of the reward function's result.
+        # Advantages are computed from the score and from these fields of the reward function's result.
         algorithm = self.config.algorithm
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(limits.trajectory)
@@ -159,7 +159,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reference = ScoringClient(servers, timeout_s)
 
     async def use_teachers(self, servers: Mapping[str, Sequence[Any]]) -> None:
-        """Use these servers of the teachers, given as actor handles by verl's keys of the teachers."""
+        """Use these servers of the teachers: ``servers`` has the actor handles of each teacher, by verl's key of it."""
         for key, handles in servers.items():
             self.teacher_client[key].use(handles)
 
@@ -370,7 +370,7 @@ class TrajectoryWorker(AgentLoopWorker):
                 self._running[key].told.set_result(None)
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:
-        """Return the answers of each unfinished trajectory, including the tokens of open requests, and token counts."""
+        """Return each unfinished trajectory's answers (for open requests, the tokens so far), and the token counts."""
         await self.llm_client.fetch(self._answers.flights(), timeout_s)
         return self._answers.export(), self._answers.account()
 

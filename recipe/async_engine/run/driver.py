@@ -174,7 +174,7 @@ def only_rehearse(config: DictConfig) -> None:
 
 
 def _write_settings(config: DictConfig) -> None:
-    """Write the run's settings without secrets. Hydra's own copies would contain the secrets, so they are off."""
+    """Write the run's settings without secrets. Hydra's own copies, which would have the secrets, are off."""
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
     file = Path(config.trainer.default_local_dir, SETTINGS_FILE)
     durable.write(file, OmegaConf.to_yaml(OmegaConf.create(settings)))

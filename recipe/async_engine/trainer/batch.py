@@ -70,7 +70,7 @@ def balanced(
     Args:
         outputs: for each group, the outputs of each of its trajectories.
         balance: verl's function that reorders a batch in place (``RayPPOTrainer._balance_batch``).
-        ranks: number of training ranks, which has to divide the number of rows.
+        ranks: number of training ranks. It need not divide the number of rows.
     """
     rows = [
         (int(output.attention_mask.sum()), group.group.prompt.uid)
@@ -273,8 +273,8 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
     """Set the advantages of tokens that were sampled more than ``limit`` versions before ``version`` to 0, in place.
 
     These tokens thus have no policy gradient. They stay in ``response_mask``, because verl's mean over a mini-batch
-    with an empty mask would be NaN (core_algos.py:1175). The result has as metrics the number of these tokens, and
-    their share of the tokens in ``response_mask``.
+    with an empty mask would be NaN (core_algos.py:1175). The returned metrics are the number of these tokens,
+    and their share of the tokens in ``response_mask``.
     """
     versions = batch.batch[TOKEN_VERSIONS]
     old = (versions != NOT_SAMPLED) & (versions < version - limit) & batch.batch["response_mask"].bool()

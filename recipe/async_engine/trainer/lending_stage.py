@@ -54,7 +54,8 @@ class LendingStage:
         hybrid: wakes the hybrid replicas and puts them to sleep.
         standalone: sends weights to the standalone replicas, if there are any.
         publishing: publishes versions, and is told the checksum of the weights with which a generation turn begins.
-        published: the trainer's copy of the published weights, for lending within a version.
+        published: the trainer's copy of the published weights, which a loan uses if batches have been trained since the
+            publication.
         timeline: receives the phase `SWITCH`.
     """
 

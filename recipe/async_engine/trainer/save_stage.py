@@ -71,7 +71,7 @@ class SaveStage:
         committed: a function that is called with the step of each complete checkpoint.
 
     Attributes:
-        step: the step of the newest checkpoint, written by this run or resumed from, or -1.
+        step: the step of the newest checkpoint that this run wrote or resumed from, or -1 if there is none.
     """
 
     def __init__(

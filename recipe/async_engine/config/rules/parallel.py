@@ -95,7 +95,7 @@ class Sizing:
     Attributes:
         dynamic: the switch for sizing micro-batches by tokens instead of by sequences.
         rows: the number of sequences in a rank's micro-batch.
-        old_rows: verl's older setting for the sequences of all ranks, which its engines do not read.
+        old_rows: verl's older setting for the number of sequences on all ranks together. verl's engines ignore it.
         tokens: the number of tokens in a rank's micro-batch.
     """
 
