@@ -54,7 +54,7 @@ def _dumped(value: Any) -> str:
 
 
 def meaning(message: Message) -> dict[str, Any]:
-    """Return what is compared of a message, without what client libraries change when they send it back."""
+    """Return those parts of a message that are compared, without anything that client libraries may change."""
     said = to_render(message)
     role = said["role"]
     content = said["content"].strip() if isinstance(said["content"], str) else said["content"]

@@ -3,13 +3,13 @@
 
 Contract: if a request continues an earlier answer (`History`), its prompt repeats the answer's tokens as they were
 sampled, and verl's Continuous-Token builder adds the tokens of the later messages. The messages of other requests are
-rendered anew by the chat template. Answers in them are context, unless their tokens come out as they were sampled. A
-request is sent by the client of verl's agent loops, in the context of its trajectory, so interruptions, versions, turn
-gates and deadlines apply as to every agent loop. An answer is recorded only when it is complete. If the agent stops
-waiting for an answer, the answer is not trained. If the engines fail a request, the trajectory fails with their error,
-even if the agent handles the error. Temperature, top_p and similar fields of requests are ignored: with other values
-than the run's, the policy that samples would differ from the one that is trained. Shown by
-tests/integration/test_agents.py.
+rendered anew by the chat template. An earlier answer in such a prompt is context, which is not trained, unless the
+rendered tokens are those that were sampled. A request is sent by the client of verl's agent loops, in the context of
+its trajectory, so interruptions, versions, pauses between generation turns and deadlines apply as to every agent loop.
+An answer is recorded only when it is complete. If the agent stops waiting for an answer, the answer is not trained. If
+the engines fail a request, the trajectory fails with their error, even if the agent handles the error. Temperature,
+top_p and similar fields of requests are ignored: with other values than the run's, the policy that samples would differ
+from the one that is trained. Shown by tests/integration/test_agents.py.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Session:
         failure: the first error with which the engines failed a request, or None.
         overlong: whether a request was refused because its conversation left no room for an answer.
         matched: number of requests that continue an earlier answer with its tokens as they were sampled.
-        unmatched: number of answers in requests after the first that were not found in this way, and became context.
+        unmatched: number of answers that the agent sent back in later requests, but whose sampled tokens could not be
+            used again, so that they became context.
     """
 
     def __init__(
@@ -163,7 +164,10 @@ class Session:
         return tokens + self.tokenizer.encode(rest, add_special_tokens=not tokens)
 
     def _repeated(self, text: str, before: str, sampled: Sequence[int]) -> int:
-        """Return how many tokens of ``sampled``, the answer to ``before``, ``text`` repeats, without the end token."""
+        """Return how many tokens of an answer a text repeats, not counting the end token.
+
+        ``sampled`` are the answer's tokens, and ``before`` is the text of the prompt that it answers.
+        """
         if not text.startswith(before):
             return 0
         told = len(sampled) - (sampled[-1] == self.tokenizer.eos_token_id)
@@ -285,7 +289,7 @@ async def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any)
 
 
 def schemas(tools: Sequence[Any]) -> list[OpenAIFunctionToolSchema]:
-    """Return the tools that verl's types can describe. A parser does not know the types of other tools' arguments."""
+    """Return the tools that verl's types can describe. Parsers do not know the argument types of the other tools."""
     described = []
     for tool in tools:
         try:
@@ -296,7 +300,7 @@ def schemas(tools: Sequence[Any]) -> list[OpenAIFunctionToolSchema]:
 
 
 def pixels(address: str) -> Image.Image:
-    """Return the image in a ``data:`` URL. Other URLs could make the worker contact any server that an agent names."""
+    """Return the image in a ``data:`` URL. Other URLs are refused, since the worker would contact any server named."""
     head, _, data = address.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
         raise Refused(400, "images have to be data: URLs in base64", param="messages")

@@ -94,7 +94,7 @@ READ_STEPS = 4
 class Engine:
     """A simulated rollout engine with continuous batching.
 
-    It plans all decode steps until the next event (an answer ends or a request joins) at once.
+    All decode steps until the next event (an answer ends or a request joins) are planned at once.
 
     Args:
         places: number of requests that the engine decodes at once.

@@ -14,7 +14,8 @@ NOBODY = 65534
 
 
 def execute(source, call):
-    """Run a program. With ``call`` (name, arguments), then call its function ``name`` and print only the JSON result.
+    """Run a program. If ``call`` is given (name, arguments), then call the program's function of this name, and print
+    only its result, as JSON.
 
     A Sandbox Fusion service gets only the text of this function, so the function contains its imports.
     """

@@ -176,7 +176,7 @@ def close(
 
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:
-    """Yield each device's time up to ``until`` as pieces of one class each, with start-up and without unknown time."""
+    """Yield each device's time up to ``until`` as pieces of one class each, including start-up but not unknown time."""
     context = Context.of(events)
     lives = _lives(events, devices, until)
     starting = dict(lives)

@@ -21,7 +21,7 @@ from recipe.async_engine.record.events import LOG_PROBS, ROLLOUT, TRAINER, Class
 from recipe.report.account import KINDS, Account, Kind
 
 WORTH_SAYING = 0.03
-"""Losses below this share of all accelerator time without start-up are not reported."""
+"""Losses below this share of all accelerator time, start-up excluded, are not reported."""
 LITTLE = 0.1
 MOST = 0.5
 SLOW = 0.75
@@ -59,7 +59,7 @@ class Advice:
     Attributes:
         what: the class of time that was lost.
         seconds: lost accelerator-seconds.
-        share: `seconds` as a share of all accelerator-seconds without start-up.
+        share: `seconds` as a share of all accelerator-seconds, start-up excluded.
         device: the device that causes the loss, if it is a single one.
     """
 
@@ -127,7 +127,7 @@ def charged(facts: Facts) -> dict[Class, float]:
             if what in CHARGED_TO_TRAINER if waited != Class.WAIT_BATCH else KINDS[what] is not Kind.USEFUL:
                 seconds[waited] -= value
                 seconds[what] += value
-    # If the staleness gate makes trainer and engines wait in turn, the shorter of both waits is charged to the gate.
+    # If the staleness gate makes trainer and engines wait in turn, the shorter of the two waits is charged to it.
     training = facts.meanwhile.get(Class.WAIT_GATE, {}).get(Class.TRAINING, 0.0)
     if training:
         held = min(seconds[Class.WAIT_GATE], seconds[Class.WAIT_BATCH])

@@ -65,7 +65,7 @@ COLORS: Mapping[Class, str] = {
 """Colors of the classes of time, in the order in which the charts stack them."""
 
 Bar = tuple[str | int, float, float, str, str]
-"""A bar of a chart: lane, start, end, description, color."""
+"""A bar of a chart: the row of the chart in which it is drawn, its start and end, description, and color."""
 
 
 def words(what: str) -> str:
@@ -127,7 +127,7 @@ def _binned(pieces: Iterable[Piece], edges: np.ndarray) -> dict[Class, np.ndarra
 
 
 def lanes(run: Run) -> figure:
-    """Return a chart with rows for weight versions, and a row per device that shows the main class of each bin."""
+    """Return a chart with a row for versions, one for weight syncs, and one per device with each bin's main class."""
     edges = np.linspace(0, run.until, BINS + 1)
     names = [*run.account.devices][:MOST_LANES]
     bars: list[Bar] = []

@@ -4,8 +4,8 @@
 Contract: the trace contains the whole time account (device seconds by class) as slices of the category `account`. Each
 slice has the share of the device's sequence slots that the class used, so the sum of length times share over slices
 gives the seconds in the time account. Flows (Perfetto's arrows) lead from a prompt group to its answers, from an answer
-to the batch that trained it, and from a batch to the version that it produced. Runs that go on or were killed can be
-traced too. Shown by tests/integration/test_trace.py.
+to the batch that trained it, and from a batch to the version that it produced. Runs that have not ended, or were
+killed, can be traced too. Shown by tests/integration/test_trace.py.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _lane(file: TraceFile, parent: int, name: str, events: Iterable[Event], cate
 
 
 def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> None:
-    """Write how a device spent its time: on one track for a trainer, else on one for each kind of work (`Class`)."""
+    """Write how a device spent its time: the trainer's on a single track, another device's on a track per `Class`."""
     tracks: dict[str, int] = {}
     for piece in sorted(_joined(pieces), key=lambda piece: piece.start):
         name = ACCOUNT if device == TRAINER else str(piece.what)

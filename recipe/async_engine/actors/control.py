@@ -60,7 +60,7 @@ def sign_of_life(actor: Any) -> Any:
 class EarlyCancellations:
     """Remembers cancellations of calls that have not begun yet, because a cancellation may arrive before its call.
 
-    Only the newest `LIMIT` cancellations are kept: an older cancellation belongs to a call that had already ended.
+    Only the newest `LIMIT` cancellations are kept: older ones are for calls that had ended before their cancellation.
     """
 
     LIMIT = 20_000

@@ -135,7 +135,7 @@ class RunWatch:
         self._questions = Questions({name: _ask(actor) for name, actor in actors.items()}, HELD_AGAIN_S)
 
     def cause_of(self, error: Exception) -> Exception:
-        """Return the cause of a trainer's error: the death of an actor of `hold` if one died, else the error itself.
+        """Return the cause of a trainer's error: the death of an actor passed to `hold`, if any, else the error itself.
 
         The error may hide that death. Ray's error names no actor if a connection broke before Ray noticed the loss of
         the node. And if one rank dies, a collective of another rank may fail first.
@@ -157,7 +157,10 @@ class RunWatch:
         return lost
 
     def _found_dead(self) -> CannotGoOn | None:
-        """Return an error that names a dead actor of `hold`, or None; wait at most `BLAME_S` seconds for answers."""
+        """Return an error that names a dead actor of those passed to `hold`, or None.
+
+        Wait at most `BLAME_S` seconds for the actors' answers.
+        """
         asked = {_ask(actor)(): name for name, actor in self._held.items()}
         until = time.monotonic() + BLAME_S
         waiting = list(asked)
@@ -211,7 +214,7 @@ class RunWatch:
         return None
 
     def _report(self) -> str:
-        """Return the report on what each process does; give up after `REPORT_S` s, as it may ask a stuck process."""
+        """Return the report on what each process does. Give up after `REPORT_S` s: a stuck process may not answer."""
         said = [f"the report was not done within {REPORT_S:g} s"]
 
         def describe() -> None:

@@ -3,8 +3,8 @@
 
 Contract: an argument is refused if verl or this package passes it itself, or if it would break a promise of
 `recipe.async_engine.engines.protocol`. All other arguments reach the engine unchanged.
-tests/integration/test_engine_arguments.py checks that the engine has each argument in its list, and that its default
-value is not refused.
+tests/integration/test_engine_arguments.py checks that each engine has all arguments in the list for it, and that the
+default values of these arguments are not refused.
 """
 
 from typing import Any, NamedTuple

@@ -76,7 +76,7 @@ BLAME_S = 5.0
 # Deadlines for agent-loop and reward workers.
 
 TEACHER_S = 30.0
-"""Time for a teacher's server to answer a ping after a call timed out, made longer like `REWARD_WORKER_S`."""
+"""Time for a teacher's server to answer a ping after a call timed out. It is lengthened like `REWARD_WORKER_S`."""
 REWARD_WORKER_S = 30.0
 """Time for a reward worker to answer a ping after a call timed out. Each caller makes it longer by a random share, at
 most by half, so that usually only one caller kills the worker.

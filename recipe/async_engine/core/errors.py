@@ -45,11 +45,14 @@ class SnapshotError(LedgerError):
 
 
 class CheckpointError(RecipeError):
-    """A checkpoint, or a copy of its weights, cannot be used by this run, or was not written in time."""
+    """A checkpoint, or a copy of the published weights, is unusable for this run or was not written in time."""
 
 
 class WrongInstallation(RecipeError):
-    """A package other than the required one is installed, or comes first on Python's path. The message names it."""
+    """A package other than the required one is installed, or comes first on Python's path.
+
+    The message names that package.
+    """
 
 
 class VersionRecordError(RecipeError):

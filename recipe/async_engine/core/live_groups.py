@@ -34,7 +34,7 @@ class LiveGroups:
         return self._groups.get(group_id)
 
     def put(self, group: Group) -> None:
-        """Add a group, or replace the object of the same group in its previous state."""
+        """Add ``group``. If there already is a group with its id, replace it, because its state has changed."""
         before = self._groups.get(group.id)
         if before is not None:
             self._leave(before)
@@ -62,7 +62,7 @@ class LiveGroups:
         return [self._groups[group_id] for group_id in sorted(set().union(*self._by_start[state].values()))]
 
     def oldest(self, state: GroupState, count: int) -> list[Group]:
-        """Return the ``count`` oldest groups in this state, or all if there are fewer, by start version, then by id."""
+        """Return the ``count`` oldest groups in this state (all if there are fewer), sorted by start version and id."""
         found: list[Group] = []
         for _, ids in sorted(self._by_start[state].items()):
             if len(found) == count:
@@ -71,7 +71,10 @@ class LiveGroups:
         return found
 
     def oldest_starts(self, state: GroupState, count: int) -> dict[int, int]:
-        """Return the groups that `oldest` would return as numbers of groups by start version, in ascending order."""
+        """Return the start versions of the groups that `oldest` would return, and the number of groups with each.
+
+        The versions are in ascending order.
+        """
         found: dict[int, int] = {}
         for start, ids in sorted(self._by_start[state].items()):
             if count <= 0:

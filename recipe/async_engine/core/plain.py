@@ -22,7 +22,7 @@ MOST = 4 << 20
 DEEPEST = 64
 """Deepest nesting of lists and dicts."""
 LONGEST_MESSAGE, LONGEST_TRACE = 2000, 8000
-"""Numbers of characters after which the message and the traceback of an exception are cut off."""
+"""Largest numbers of characters of an exception's message (the beginning is kept) and traceback (the end is kept)."""
 LARGEST_BITS = 1024
 """Largest allowed size of an int in bits; the largest float has as many."""
 

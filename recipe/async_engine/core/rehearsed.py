@@ -15,7 +15,7 @@ from typing import Any
 PASSED, FELL_BACK, FAILED, LEFT_OUT = "passed", "fell back", "failed", "left out"
 
 SHARES = {"float32": 0.02, "float16": 0.1}
-"""Allowed difference between two computations of log-probs, as a share of their spread, for dtypes of the engine."""
+"""Allowed difference between two computations of log-probs, as a share of their spread, by the engine's dtype."""
 USUAL_SHARE = 0.25
 """The allowed share for dtypes that `SHARES` lacks: bfloat16 and narrower ones."""
 LEAST_SPREAD = 0.2

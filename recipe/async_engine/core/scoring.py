@@ -103,7 +103,7 @@ class ScoringQueue:
         return max((version for version in (self.live, staged, self._loading) if version is not None), default=None)
 
     def submit(self, request: ScoringRequest) -> bool:
-        """Queue a request; return False if this server cannot score it, because it does not get the version needed."""
+        """Queue a request; return False if this server cannot score it, because it will not have the needed version."""
         if request.id in self._waiting:
             raise ValueError(f"request {request.id} is already queued")
         if not self._comes(request.version):

@@ -79,7 +79,7 @@ RULES: dict[str, Changed] = {
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> list[str]:
-    """Return a text for each setting whose value in ``present`` differs from that of the checkpoint, in ``saved``.
+    """Return a text for each setting whose value in ``present`` differs from the checkpoint's value, in ``saved``.
 
     ``live`` is the number of unfinished prompt groups in the checkpoint.
 

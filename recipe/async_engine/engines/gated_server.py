@@ -6,9 +6,9 @@ Contract:
 * A server that was started with dummy weights answers nothing before its first complete load. Until then requests wait,
   and fail with :class:`RolloutServerError` after ``first_weights_timeout_s`` seconds.
 * Weights are staged next to the live ones, and ``swap`` makes them live while the engine is paused. If weights are
-  loaded over the live weights instead, ``begin_load`` closes the server, and ``set_global_steps``, which the adapter
-  calls after the last tensor, opens it. An interrupted swap or load leaves the server closed, so that it never answers
-  with incomplete weights. Calls to abort, resume or wake up do not open the server.
+  loaded over the live weights instead, ``begin_load`` closes the server (requests wait), and ``set_global_steps``,
+  which the adapter calls after the last tensor, opens it. An interrupted swap or load leaves the server closed, so that
+  it never answers with incomplete weights. Calls to abort, resume or wake up do not open the server.
 * An answer is returned only if its finish reason is stop, length, repetition, or abort. (Stock verl accepts any finish
   reason, vllm_async_server.py:726, and trains the partial output of a failed request as a complete answer.)
 * Every answer has the version at its submission (``submitted_version``) and at its end (``global_steps``). (Stock verl
@@ -48,9 +48,9 @@ else:
 STRAGGLER_S = 0.002
 """Seconds between two attempts to pause an engine, or to drop its KV cache, while requests are still in it."""
 REPETITION = "repetition"
-"""vLLM's finish reason of an answer that ``repetition_detection`` ended, and that counts as complete."""
+"""vLLM's finish reason for an answer that ``repetition_detection`` ended; such an answer counts as complete."""
 HELD = ("generate",)
-"""Methods whose calls take long. All other methods are in another concurrency group, so they do not have to wait."""
+"""Methods whose calls take long. Other methods have another concurrency group, so that their calls need not wait."""
 
 
 class GatedServer(HttpServer):
@@ -96,11 +96,11 @@ class GatedServer(HttpServer):
         raise NotImplementedError
 
     async def _pause_engine(self, keep: bool) -> None:
-        """Pause generation, and abort all requests of the engine, or keep them."""
+        """Pause generation, and abort all requests of the engine unless ``keep`` is true."""
         raise NotImplementedError
 
     async def _drop_computed(self) -> None:
-        """Drop everything that the old weights computed, also for requests that a pause keeps."""
+        """Drop all cached results of the old weights, such as the KV cache, even for requests that a pause keeps."""
         raise NotImplementedError
 
     async def _call_each_worker(self, method: str, *args: Any) -> list[Any]:
@@ -108,7 +108,7 @@ class GatedServer(HttpServer):
         raise NotImplementedError
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
-        """Return the token counts of all workers by the server's request ids."""
+        """Merge the token counts of all workers into one mapping by the server's request ids."""
         return {name: count for of_worker in counts for name, count in of_worker.items()}
 
     async def generate(

@@ -31,7 +31,7 @@ from recipe.async_engine.weights.staged import NamedTensors as Bucket
 try:
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
 except PackageNotFoundError:
-    # verl does not import the package `vllm_rollout` without vLLM, but this module of it does not need vLLM.
+    # verl's package `vllm_rollout` cannot be imported without vLLM, but this module of the package does not need vLLM.
     _file = Path(verl.__file__).parent / "workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
     _transfer: Any = load_module(str(_file), "recipe_bucketed_weight_transfer")
     BucketedWeightReceiver, BucketedWeightSender = _transfer.BucketedWeightReceiver, _transfer.BucketedWeightSender

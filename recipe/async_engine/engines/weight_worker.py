@@ -2,10 +2,10 @@
 """The Ray actor that receives weights from the trainer and passes them to the engine on the same node.
 
 Contract: weights are either staged (`stage_weights`) while the server continues to answer with the live weights, or
-loaded over the live weights (`update_weights`) while the server is closed. Either call succeeds completely, or fails
-within its deadline and leaves the engine ready for another attempt. If `update_weights` fails, the server stays closed
-(`recipe.async_engine.engines.gated_server`). The worker's event loop is never blocked. (Stock verl's
-``BucketedWeightSender`` has no deadline, and blocks the event loop while it waits on a socket,
+loaded over the live weights (`update_weights`) while the server keeps requests waiting. Either call succeeds
+completely, or fails within its deadline and leaves the engine ready for another attempt. If `update_weights` fails,
+requests go on waiting (`recipe.async_engine.engines.gated_server`). The worker's event loop is never blocked. (Stock
+verl's ``BucketedWeightSender`` has no deadline, and blocks the event loop while it waits on a socket,
 bucketed_weight_transfer.py:163.)
 """
 
@@ -67,7 +67,7 @@ class DeadlineAdapter:
         return await self._stream(weights, version, "begin_staging", "stage")
 
     async def _stream(self, weights: NamedTensors, version: int, begin: str, verb: str) -> str | None:
-        """Call the server's method ``begin``, send ``weights`` to the engine, and return the checksum that it reports.
+        """Call the server's method ``begin``, send ``weights`` to the engine, and return the engine's checksum of them.
 
         The result is None on ranks other than the leading one. ``verb`` says in errors what the engine does.
         """
@@ -119,7 +119,7 @@ class DeadlineAdapter:
 
 
 async def error_of(load: Awaitable[Any] | None) -> Exception | None:
-    """Await ``load``, a call to the engine or None, and return the error of the call, or None if it has no error."""
+    """Await the call ``load`` and return the error that it raises, or None without an error or if ``load`` is None."""
     try:
         if load is not None:
             await load

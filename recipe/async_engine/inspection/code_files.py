@@ -2,8 +2,8 @@
 """Checks the existence of the code files, modules and YAML descriptions that a configuration names.
 
 Contract: no code is run or imported, and files on remote file systems (`scheme://`) are skipped. Modules are checked
-only if workers have the same modules as this process: if the run starts its own Ray, without a `runtime_env` that
-changes packages. Shown by tests/integration/test_code_files.py.
+only if workers have the same modules as this process, which holds if the run starts its own Ray, without a
+`runtime_env` that changes packages. Shown by tests/integration/test_code_files.py.
 """
 
 import importlib.util

@@ -2,10 +2,10 @@
 """Builds verl's own config types from a configuration, as verl's workers do, and reports the values that they refuse.
 
 Contract: `verl_problems` builds each type that a run would build in its workers (actor, rollout, checkpoint engine,
-reference policy, critic, the log-prob servers' engine, algorithm) and calls verl's `validate_config`. Each exception
-becomes a `Problem` of its section. The model's type is not built, since that would read the model's files; only the
-names of its settings are compared. The checks import verl, so for a run on a CPU the main process leaves them to the
-trainer's process. Shown by tests/integration/test_documented_commands.py.
+reference policy, critic, teachers, the log-prob servers' engine, algorithm) and calls verl's `validate_config`. Each
+exception becomes a `Problem` of the section that caused it. The model's type is not built, since that would read the
+model's files; only the names of its settings are compared. The checks import verl, so for a run on a CPU the main
+process leaves them to the trainer's process. Shown by tests/integration/test_documented_commands.py.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The serving loop of a log-prob server, which takes requests, sends batches to the engine, and promotes versions.
 
-To promote a version means to make its staged weights the live ones.
+A version is *staged* when its weights are complete in memory, next to those in use, and *live* when its weights are in
+use. To promote a version means to make its staged weights the live ones.
 :class:`~recipe.async_engine.core.scoring.ScoringQueue` decides what to do next, and this module does it. Contract:
 
 - Every request ends in one of three ways: with its scores; with `Unscored`, if this server will not get the request's

@@ -30,10 +30,10 @@ class RolloutBooks:
     Args:
         clock: clock for capacity and rewards, in seconds; it may be stopped.
         capacity: number of trajectories that can generate at once on all live replicas together.
-        lane_clock: clock of the lane, by default ``clock``.
+        lane_clock: clock for the attribute ``lane``, by default ``clock``.
 
     Attributes:
-        lane: records why no further trajectory begins to generate.
+        lane: a `Lane` that records why no further trajectory begins to generate.
         seconds: seconds counted so far.
         offered: capacity-seconds so far (capacity multiplied by time).
         used: capacity-seconds that trajectories used. Trajectories beyond the capacity do not count.

@@ -41,7 +41,7 @@ from recipe.async_engine.core.plain import MOST, NotPlain, plain, told, traced
 
 
 class RewardFailed(RecipeError):
-    """The reward function raised an error, returned an invalid value, or timed out. Its traceback is in a note."""
+    """The reward function raised an error (whose traceback is in a note), returned an invalid value, or timed out."""
 
 
 class RewardProcessDied(RewardFailed):
@@ -53,7 +53,9 @@ COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
 of the finished calls, including their wait for a process.
 """
 LINE_BYTES = 16 * MOST
-"""Limit in bytes on an answer, a line of JSON. JSON needs at most 12 bytes for a character and 25 for a float."""
+"""Largest size in bytes of an answer, which is a line of JSON. JSON needs at most 12 bytes for a character and 25 for a
+float.
+"""
 NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
 ATTEMPTS = 4
 """Number of attempts to start a process."""
@@ -315,7 +317,7 @@ TRACE = "trace"
 OUT_OF_MEMORY = 112
 """Exit status of a process that ran out of memory, which may have been unable to send a message about this."""
 
-# Keep these functions, because a reward function may replace them in their modules.
+# Keep references to these functions, because a reward function may replace them in their modules.
 _exit, _getpid, _setitimer, _sendall = os._exit, os.getpid, signal.setitimer, socket.socket.sendall
 _dumps, _loads = json.dumps, pickle.loads
 

@@ -100,7 +100,7 @@ class TokenAccount:
 def digest(token_ids: Sequence[int], media: Sequence[Any] = ()) -> bytes:
     """Return a digest of 16 bytes that identifies a request: its tokens, and its images, videos and audio.
 
-    Images of equal size have the same tokens, so the tokens alone do not identify the request after a tool's image.
+    The tokens alone do not identify a request, because different images of the same size have the same tokens.
     """
     shown = pickle.dumps(media) if any(media) else b""
     return hashlib.blake2b(array("q", token_ids).tobytes() + shown, digest_size=16).digest()
@@ -125,7 +125,7 @@ class TrajectoryRecorder:
         received_tokens: number of tokens that servers returned, including interrupted parts.
         scorer: sends the answers to log-prob servers. None if there are none, or if they cannot score this trajectory.
         text_only: whether no request has images, video or audio, which log-prob servers cannot score.
-        order: the number of the group in the order of issue. Engines that schedule by priority serve lower ones first.
+        order: the group's number in the order of issue. Engines that schedule by priority serve lower numbers first.
         asked_s: seconds for which the trajectory waited for servers.
         sampled: a future that is done when the last token is sampled.
         told: a future that is done when the trajectory's cancellation was requested.
@@ -181,7 +181,7 @@ class TrajectoryRecorder:
             self.scorer.add(version, context, token_ids)
 
     def again(self, asked: bytes) -> Any | None:
-        """Return an unused answer from the checkpoint to a request with the digest ``asked``, or None."""
+        """Take the first unused answer of the checkpoint to a request with the digest ``asked``; return it, or None."""
         found = next((kept for kept in self.replay if kept.asked == asked), None)
         if found is None:
             return None
@@ -259,7 +259,7 @@ class AnswerBook:
             self._account.dropped += recorder.received_tokens
 
     def close(self) -> None:
-        """Count the tokens of attempts that end from now on without a payload as unfinished, since the run is over."""
+        """From now on, count the tokens of attempts that end without a payload as unfinished: the run is over."""
         self._is_closed = True
 
     def interrupted_in_tools(self, trajectories: int) -> None:

@@ -144,8 +144,8 @@ class UsableBatches:
 class LoaderInUse:
     """Replaces the data loader in verl's trainer, because only the thread of the prompt feed may call the real one.
 
-    With the real one, verl would read the position in the data when it saves a checkpoint, possibly while that thread
-    is taking a prompt.
+    If verl had the real data loader, it would read the position in the data when it saves a checkpoint, possibly while
+    that thread is taking a prompt.
     """
 
     def __init__(self, length: int) -> None:
@@ -170,10 +170,10 @@ def group_size(row: Mapping[str, Any], usual: int) -> int:
     """Return a prompt's number of trajectories: that in its column `ROLLOUT_N`, or ``usual`` if the row has none.
 
     Raises:
-        PromptFailed: the value of the column is not a whole number from 1 on.
+        PromptFailed: the value of the column is not a whole number of at least 1.
     """
     asked = row[ROLLOUT_N][0] if ROLLOUT_N in row else None
-    # In a column of numbers, NaN stands for a missing one.
+    # In a column of numbers, NaN stands for a missing number.
     if asked is None or (isinstance(asked, float | np.floating) and np.isnan(asked)):
         return usual
     if isinstance(asked, int | float | np.number) and asked >= 1 and asked % 1 == 0:
@@ -203,7 +203,7 @@ class PromptSource:
         self._taken_in_epoch = 0
         self._iterator: Iterator[dict[str, Any]] | None = None
         self._restored: dict[str, Any] | None = None
-        """The data loader's state from a checkpoint, from `restore` until a prompt is taken, and otherwise None."""
+        """The data loader's state that `restore` got from a checkpoint, until a prompt is taken; otherwise None."""
         self._put_back: deque[Prompt] = deque()
 
     @property

@@ -6,16 +6,17 @@ the packed trajectory, of which the scheduler only keeps the object reference. I
 last token is sampled, ``run_trajectory`` returns (None, None), so that the generation slot becomes free, and
 ``finish_trajectory`` returns the two objects later.
 
-Any agent loop for verl, including a user's, runs here unchanged. The client records the versions of tokens
-(`TrajectoryRecorder`), because agent loops do not know them. If an agent loop returns a list, each output becomes a row
-of the batch. The reward is computed once, for the last output, and the others get it unless they have their own. That
-is verl's rule (trainer/ppo/v1/agent_loop_tq.py:115), except that verl overwrites the others' own rewards. If a reward
-function fails, only the reward is computed again, for the same answer. If there are log-prob servers, they score
-answers while the trajectory runs, or score finished trajectories later (`rescore`). If a log-prob server does not
-answer, the trajectory succeeds without those log-probs. An agent loop has a deadline, which includes its tools. An
-agent loop that continues after its deadline or its cancellation is abandoned, and can send no further requests. After a
-failure the worker tests whether its process can still run a trajectory (`rehearsal`). Shown by
-tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
+Any agent loop for verl, including a user's, runs here unchanged. The client through which agent loops reach the rollout
+servers records which version sampled each token (`TrajectoryRecorder`), because agent loops do not know the versions.
+If an agent loop returns a list, each output becomes a row of the batch. The reward is computed once, for the last
+output, and the others get it unless they have their own. That is verl's rule (trainer/ppo/v1/agent_loop_tq.py:115),
+except that verl overwrites the others' own rewards. If a reward function fails, only the reward is computed again, for
+the same answer. If there are log-prob servers, they score answers while the trajectory runs, or score finished
+trajectories later (`rescore`). If a log-prob server does not answer, the trajectory succeeds without those log-probs.
+An agent loop has a deadline, which includes its tools. An agent loop that continues after its deadline or its
+cancellation is abandoned, and can send no further requests. After a failure the worker tests whether its process can
+still run a trajectory (`rehearsal`). Shown by tests/integration/test_trajectory_worker.py and
+tests/e2e/test_fully_async.py.
 """
 
 import asyncio
@@ -114,7 +115,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_timeout_s = float(limits.reward)
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
-        # Besides the score, advantages are computed from these fields of the reward function's result.
+        # Advantages are computed from the score and from these fields of the reward function's result.
         algorithm = self.config.algorithm
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(limits.trajectory)
@@ -158,17 +159,17 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reference = ScoringClient(servers, timeout_s)
 
     async def use_teachers(self, servers: Mapping[str, Sequence[Any]]) -> None:
-        """Use these servers of the teachers, given as actor handles by verl's keys of the teachers."""
+        """Use these servers of the teachers: ``servers`` has the actor handles of each teacher, by verl's key of it."""
         for key, handles in servers.items():
             self.teacher_client[key].use(handles)
 
     async def rescore(self, payload: np.ndarray, version: int, start: int) -> list[ResponseScores | None] | None:
-        """Have log-prob servers score a finished trajectory by ``version`` or a later version.
+        """Have log-prob servers score a finished trajectory with the weights of ``version`` or of a later version.
 
         Args:
             payload: the payload that :meth:`run_trajectory` returned.
             version: the newest published version.
-            start: the start version of the trajectory's group. Servers score the oldest groups first.
+            start: the version of the oldest token in the trajectory's group. Servers score the oldest groups first.
 
         Returns:
             For each output, log-probs and entropies of its padded response, or None if no server answered in time or
@@ -208,11 +209,11 @@ class TrajectoryWorker(AgentLoopWorker):
         """Run one trajectory until its last token is sampled, or until its end if the reward is ready soon after that.
 
         Args:
-            key: the name of the attempt, for :meth:`cancel` and :meth:`finish_trajectory`.
+            key: the name of this attempt at the trajectory, for :meth:`cancel` and :meth:`finish_trajectory`.
             sample: one row of verl's data loader, without tensors.
             sample_index: the index of the row in the data set, for traces.
             rollout_n: the number of the trajectory in its group.
-            version: the start version of the group.
+            version: the newest version at the time when the group's generation started.
             record: the answers that :meth:`export` returned for this trajectory before the run was resumed, if any.
             trace: whether verl's rollout trace, if it is on, includes this trajectory.
             validate: whether the trajectory belongs to a validation. It then uses the sampling parameters of validation
@@ -326,7 +327,7 @@ class TrajectoryWorker(AgentLoopWorker):
         """
 
         def now() -> float:
-            """Return the time, not counting the time for which this trajectory's requests were held between turns."""
+            """Return the time, not counting the time for which all requests were held between generation turns."""
             return time.monotonic() - (0.0 if running.validates else self.llm_client.gate.held_s)
 
         deadline = now() + self._trajectory_timeout_s
@@ -369,7 +370,7 @@ class TrajectoryWorker(AgentLoopWorker):
                 self._running[key].told.set_result(None)
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:
-        """Return the answers of each unfinished trajectory, including the tokens of open requests, and token counts."""
+        """Return each unfinished trajectory's answers (for open requests, the tokens so far), and the token counts."""
         await self.llm_client.fetch(self._answers.flights(), timeout_s)
         return self._answers.export(), self._answers.account()
 
@@ -383,7 +384,7 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.account()
 
     async def hold(self) -> TokenAccount:
-        """Hold all requests from now on, because the generation turn is over, and return the token counts."""
+        """Let no request reach a server from now on, because a generation turn has ended; return the token counts."""
         if not self.llm_client.gate.is_held:
             self.llm_client.gate.hold()
             self._answers.interrupted_in_tools(

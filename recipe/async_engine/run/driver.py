@@ -174,7 +174,7 @@ def only_rehearse(config: DictConfig) -> None:
 
 
 def _write_settings(config: DictConfig) -> None:
-    """Write the run's settings without secrets. Hydra's own copies would contain the secrets, so they are off."""
+    """Write the run's settings without secrets. Hydra's own copies, which would have the secrets, are off."""
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
     file = Path(config.trainer.default_local_dir, SETTINGS_FILE)
     durable.write(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
@@ -241,8 +241,8 @@ class _Run:
 
     def _follow(self, trainer_class: str, display: Display) -> None:
         """Start the trainer's actor and process its events until the run ends."""
-        # Place the trainer on the main process's node if that has a free CPU. On two nodes, the loss of either would
-        # end the run.
+        # Place the trainer on the main process's node if that node has a free CPU. If trainer and main process were on
+        # different nodes, the loss of either node would end the run.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         actor = ray.remote(concurrency_groups={"beside": 2, "live": 1})(TaskRunner)
         runner = actor.options(num_cpus=1, scheduling_strategy=here, **under_nsight(self.config)).remote()

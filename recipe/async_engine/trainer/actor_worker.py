@@ -43,7 +43,9 @@ LOSSES = (losses.BYPASS, losses.LOGLINEAR)
 
 
 PUBLISHED, TRAINED = "published", "trained"
-"""Names of two copies of the weights: the last published ones, and the newest ones while the others are in use."""
+"""Names of two copies of the weights: `PUBLISHED` for the last published ones, and `TRAINED` for the newest ones, which
+are put aside while the workers use the published ones.
+"""
 
 BESIDE_TRAINING = "weights"
 """Name of the actor's concurrency group for the methods in `BESIDE_METHODS`."""

@@ -70,7 +70,7 @@ def balanced(
     Args:
         outputs: for each group, the outputs of each of its trajectories.
         balance: verl's function that reorders a batch in place (``RayPPOTrainer._balance_batch``).
-        ranks: number of training ranks, which has to divide the number of rows.
+        ranks: number of training ranks. It need not divide the number of rows.
     """
     rows = [
         (int(output.attention_mask.sum()), group.group.prompt.uid)
@@ -110,8 +110,8 @@ def in_whole_mini_batches(
 
     verl's workers accept no other number, and trajectories with several outputs make any number of rows. The added rows
     are short sequences of the token ``filler`` whose ``response_mask`` is 0, so they do not contribute to any loss.
-    verl's v1 trainers add such rows too (trainer/ppo/padding_utils.py:68). The added rows are the last ones, unless
-    ``balance`` is given, verl's function that reorders a batch so that each rank gets about the same number of tokens.
+    verl's v1 trainers add such rows too (trainer/ppo/padding_utils.py:68). The added rows come last, unless ``balance``
+    is given: verl's function that reorders a batch so that each rank gets about the same number of tokens.
     """
     count = len(batch)
     if not (added := -count % size):
@@ -143,9 +143,9 @@ def without_added(computed: DataProto, batch: DataProto) -> DataProto:
 
 
 def last_outputs(keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row of each trajectory's last output, and for each row the index of its trajectory in that array.
+    """Return two arrays: for each trajectory, the row of its last output; for each row, the index of its trajectory.
 
-    ``keys`` is the column `OUTPUT_KEYS`.
+    The index is a position in the first array. ``keys`` is the column `OUTPUT_KEYS`.
     """
     last: dict[str, tuple[int, int]] = {}
     of_rows = [key.rpartition("_") for key in keys]
@@ -159,8 +159,8 @@ def last_outputs(keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 def compare_last_outputs(batch: DataProto, keys: Sequence[str], compute: Callable[[DataProto], DataProto]) -> None:
     """Set the advantages of a batch as verl's v1 trainers do for GRPO (trainer/ppo/v1/utils.py:131).
 
-    Only the last output of each trajectory is compared with those of the other trajectories of its prompt, and the
-    other outputs get the advantage of their trajectory's last one.
+    Only the last output of each trajectory is compared with the last outputs of the other trajectories of its prompt.
+    The other outputs of a trajectory get the advantage of its last output.
 
     Args:
         keys: the column `OUTPUT_KEYS`.
@@ -212,7 +212,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     """Return metrics of the ages of a batch's sampled tokens when it is trained at ``version``.
 
     A token's age is ``version`` minus the version that sampled it. The metrics include the age of the oldest token, the
-    mean age of tokens, and verl's statistics over trajectories. Ratios are shares of the trajectories.
+    mean age of tokens, and verl's statistics over trajectories, for which each row counts as a trajectory.
 
     Raises:
         StalenessViolation: a token is older than ``bound``. The batch must not be trained.
@@ -224,7 +224,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     ages = version - sampled_by
     if (ages < 0).any():
         raise VersionRecordError(f"tokens of version {sampled_by.max()} cannot be trained at version {version}")
-    # `oldest` and `newest` are the ages of each trajectory's oldest and newest token, or 0 if no token was sampled.
+    # `oldest` and `newest` are the ages of each row's oldest and newest token, or 0 if no token was sampled.
     oldest = np.zeros(len(batch), np.int64)
     np.maximum.at(oldest, row, ages)
     newest = oldest.copy()
@@ -254,13 +254,13 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
 
 
 def _of_agents(batch: DataProto) -> dict[str, float]:
-    """Return the share of answers that agents sent back in another form than the policy had given them."""
+    """Return the mean share of sent-back answers that agents had changed, so that their tokens could not be reused."""
     shares = [share for share in batch.non_tensor_batch.get(UNMATCHED_SHARE, ()) if share is not None]
     return {"agents/unmatched_share": float(np.mean(shares))} if shares else {}
 
 
 def _of_all(name: str, values: np.ndarray) -> dict[str, float]:
-    """Return mean, maximum and minimum of ``values`` over the trajectories, under the names of verl's v1 trainers."""
+    """Return mean, maximum and minimum of ``values`` (one value per row), under the names of verl's v1 trainers."""
     prefix = f"training/off_policy/{name}"
     return {
         f"{prefix}/mean": float(values.mean()),
@@ -273,8 +273,8 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
     """Set the advantages of tokens that were sampled more than ``limit`` versions before ``version`` to 0, in place.
 
     These tokens thus have no policy gradient. They stay in ``response_mask``, because verl's mean over a mini-batch
-    with an empty mask would be NaN (core_algos.py:1175). The result has as metrics the number of these tokens, and
-    their share of the tokens in ``response_mask``.
+    with an empty mask would be NaN (core_algos.py:1175). The returned metrics are the number of these tokens,
+    and their share of the tokens in ``response_mask``.
     """
     versions = batch.batch[TOKEN_VERSIONS]
     old = (versions != NOT_SAMPLED) & (versions < version - limit) & batch.batch["response_mask"].bool()

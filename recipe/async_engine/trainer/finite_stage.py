@@ -91,7 +91,7 @@ def with_scores(
 
 
 def _averaged(values: list[Any]) -> list[Any]:
-    """Return ``values`` as strings, which verl's means skip, if one of them is a string, else as numbers or None."""
+    """Return ``values`` as numbers or None. If one is a string, return all as strings, which verl's means skip."""
     if any(isinstance(value, str) for value in values):
         return [None if value is None else str(value) for value in values]
     return [value if isinstance(value, float) or is_number(value) else None for value in values]

@@ -3,11 +3,11 @@
 
 Contract: hybrid replicas are on the trainer's accelerators and sleep while it trains, saves or publishes. While the
 trainer waits, the lending policy (`recipe.async_engine.core.lending`) decides when they wake and when they go back to
-sleep. They wake with the announced version, which each trainer rank passes to the engine on its accelerators. If a
-publication is under way, they wake only after it is complete. Then they get requests, and more trajectories may run.
-Before they sleep, they get no more requests; their unfinished answers are interrupted, keep their tokens, and continue
-on the standalone replicas. If a hybrid replica dies, its answers continue elsewhere, and the next wake-up first starts
-it again. If it cannot be started, nothing is lent for the rest of the run.
+sleep. They wake with the announced version (the newest that may generate), which each trainer rank passes
+to the engine on its accelerators. If a publication is under way, they wake only after it is complete. Then they get
+requests, and more trajectories may run. Before they sleep, they get no more requests; their unfinished answers are
+interrupted, keep their tokens, and continue on the standalone replicas. If a hybrid replica dies, its answers continue
+elsewhere, and the next wake-up first starts it again. If it cannot be started, nothing is lent for the rest of the run.
 
 Without standalone replicas (``placement=shared``), the accelerators are lent whenever there is something to generate,
 until a batch may be taken. Such a loan is called a generation turn. Its end interrupts answers, which keep their tokens
@@ -47,14 +47,15 @@ OF_TURNS = (INTERRUPT_S, *(f"partial_rollout/{name}" for name in ("cut_tokens", 
 
 
 class LendingStage:
-    """Decides with the lending policy whether to wait for a batch with or without hybrid replicas.
+    """Decides with the lending policy whether hybrid replicas generate while the trainer waits for a batch.
 
     Args:
         scheduler: tells what the trainer needs and how many trajectories wait, and has the policy's measurements.
         hybrid: wakes the hybrid replicas and puts them to sleep.
         standalone: sends weights to the standalone replicas, if there are any.
-        publishing: publishes versions, and gets the checksum of the weights that a generation turn begins with.
-        published: the trainer's copy of the published weights, for lending within a version.
+        publishing: publishes versions, and is told the checksum of the weights with which a generation turn begins.
+        published: the trainer's copy of the published weights, which a loan uses if batches have been trained since the
+            publication.
         timeline: receives the phase `SWITCH`.
     """
 

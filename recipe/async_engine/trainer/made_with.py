@@ -56,7 +56,7 @@ def made_with(config: Any, plan: RunPlan, dataset: Any, tokenizer: Any) -> dict[
 
 
 def _distillation(config: Any) -> str:
-    """Return what decides the teachers' columns of an answer, as text."""
+    """Return, as text, the settings that determine which columns the teachers add to an answer."""
     section = OmegaConf.to_container(config.get("distillation") or OmegaConf.create())
     sections = teachers({"distillation": section})
     if not sections:

@@ -71,7 +71,7 @@ class SaveStage:
         committed: a function that is called with the step of each complete checkpoint.
 
     Attributes:
-        step: the step of the newest checkpoint, written by this run or resumed from, or -1.
+        step: the step of the newest checkpoint that this run wrote or resumed from, or -1 if there is none.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ def loading(folder: str | Path | None) -> Iterator[None]:
 
 
 class SavedRun(TrainingStep):
-    """The part of a trainer that saves the run whenever a version is complete, and resumes it from a checkpoint."""
+    """The part of a trainer that saves the run when a checkpoint is due, and resumes the run from a checkpoint."""
 
     saved: RunState
     saving: SaveStage
@@ -198,7 +198,7 @@ class SavedRun(TrainingStep):
             self.published.save(folder_of(self.config.trainer.default_local_dir, self.global_steps))
 
     def _load(self) -> dict[int, dict[str, Any]]:
-        """Load the checkpoint to resume from, if there is one, and return its live groups by id."""
+        """Load the checkpoint to resume from, if there is one, and return its untrained groups by id."""
         folder = self.saved.find()
         with loading(folder):
             self.global_steps = self.stages.load()

@@ -10,7 +10,7 @@ from recipe.async_engine.trainer.actor_worker import ActorWorker
 
 
 def neighbour_adapter(engine: str) -> Any:
-    """Return the engine's adapter class, which looks up the engine's server again for each transfer of weights.
+    """Return a subclass of the engine's adapter that looks up the engine's server anew for each transfer of weights.
 
     The server may have died, and a new one may have replaced it under the same name.
     """

@@ -144,7 +144,7 @@ class BoundedTrainer(PPOTrainer):
         return batch
 
     def _scored(self, batch: KVBatchMeta) -> DataProto:
-        """Return the servers' log-probs and entropies for a batch, and columns to compare them with, (rows, R) each."""
+        """Return the servers' log-probs and entropies of a batch, and columns to evaluate them with, (rows, R) each."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
         if padding:
             # verl's padding rows are copies of an answer, shortened to one token, without these two columns: add zeros.

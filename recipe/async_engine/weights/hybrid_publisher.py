@@ -86,7 +86,7 @@ class HybridPublisher(WeightPublisher):
         self._each("free its memory", lambda record: record.replica.sleep())
         asyncio.run(self._unroute_dead())
         for record in (record for record in self.known.records if record.dead):
-            # A replica that counts as dead may only be late, and would keep the memory that the trainer needs.
+            # A replica that counts as dead may merely be slow, and would keep the memory that the trainer needs.
             end_servers(record.replica, SERVERS_END_S)
         return seconds
 
@@ -115,7 +115,7 @@ class HybridPublisher(WeightPublisher):
         await asyncio.gather(*[server.check_engine.remote() for server in record.replica.servers])
 
     def stage(self, version: int) -> StagedVersion:
-        """Restart lost replicas. Nothing is staged: `swap` loads the weights in place, when the memory is free again.
+        """Restart lost replicas. Nothing is staged, as sleeping engines have no memory: `swap` loads weights in place.
 
         Raises:
             CannotRestart: a lost replica could not be restarted, or the restart budget is used up.

@@ -23,8 +23,8 @@ Contract:
   each bucket, and Ray's stream and the default stream wait for each other. Weights in pinned memory are copied directly
   into a bucket.
 - A bucket is not refilled before it has been sent. verl starts a broadcast on a thread and synchronizes the device
-  (nccl_checkpoint_engine.py:353). If the thread issues the broadcast only after that, it sends the contents of the next
-  bucket, to all receivers alike. Here the broadcast is issued synchronously.
+  (nccl_checkpoint_engine.py:353). If the thread issues the broadcast only after this synchronization, all receivers get
+  the contents of the next bucket instead. Here the broadcast is issued synchronously.
 - The sender computes the checksum (`recipe.async_engine.weights.checksum`) from the buckets that it sends, and
   ``send_weights`` returns it.
 
@@ -94,7 +94,10 @@ class Group:
         threading.Thread(target=self._abort, name="leave-nccl-group", daemon=True).start()
 
     def join(self, world_size: int, rank: int, stream: Any) -> None:
-        """Join the group. Its collectives use ``stream``: Ray's own stream and the default one wait for each other."""
+        """Join the group, and let its collectives use ``stream``.
+
+        Ray's own stream is not used, because it and the default stream wait for each other.
+        """
         collective.init_collective_group(world_size, rank, "nccl", self.name)
         rays, device = collective.get_group_handle(self.name), torch.cuda.current_device()
         rays._get_nccl_collective_communicator(str(device), [device])
@@ -205,8 +208,8 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return verl's topology, with the name of the group that the members join.
 
-        This is the name of the present group if all members report this group with the topology's ranks, else a new
-        one.
+        If all members report that they are in the same group, with the ranks of the topology, the name is that of this
+        group; otherwise it is a new name.
         """
         topology = super().build_topology(actor_wg_world_size, rollout_world_size, metadata)
         ranks = [rank for side in topology for rank in side["rank"]]

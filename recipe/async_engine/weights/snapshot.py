@@ -88,7 +88,7 @@ class WeightSnapshot:
             self._version = version
 
     def _copy(self, weights: Iterable[NamedTensor], wire: Wire) -> bool:
-        """Copy the weights and return True; if the memory is not of their shapes, allocate it anew and return False."""
+        """Copy the weights and return True. If the memory has other shapes, allocate it anew and return False."""
         forms: list[tuple[str, Form]] = []
         pinned = False
         for name, tensor in weights:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transfer of weights: calls to its members (the trainer's ranks and the receivers), and its outcome for each.
+"""One transfer of weights: the calls to its members (trainer ranks and receivers), and the outcome for each member.
 
 Contract: every call has a deadline. A collective waits for every member, so as soon as one member fails, all members
 leave the group, if their checkpoint engine has a method ``reset``. Shown by tests/integration/test_publisher.py and
@@ -34,7 +34,7 @@ async def outcomes(references: list[Any], timeout_s: float) -> list[Any]:
 
 
 class TransferGroup:
-    """The members of one transfer. Each call of their checkpoint engines may take ``timeout_s`` seconds."""
+    """The members of one transfer. Each call to a member's checkpoint engine may take ``timeout_s`` seconds."""
 
     def __init__(self, trainer: RayWorkerGroup, receivers: RayWorkerGroup, engine_class: Any, timeout_s: float) -> None:
         self._trainer, self._receivers = trainer, receivers
@@ -72,7 +72,7 @@ class TransferGroup:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def tell(self, method: str, **arguments: Any) -> None:
-        """Call ``method`` on every member's engine, and only log failures, because a later call finds dead members."""
+        """Call ``method`` on every member's engine. Log failures, but ignore dead members, which a later call finds."""
         calls = []
         for group in (self._trainer, self._receivers):
             count = group.world_size
@@ -110,7 +110,7 @@ def evaluated(
 
     Returns:
         The records of the replicas that loaded the version, the sender's metrics, the checksum of what it sent, and the
-        trainer's error or None. The error of each replica that did not load it is stored in its record.
+        trainer's error or None. If a replica did not load the version, its record has the error afterwards.
     """
     trainer, receivers = results[:ranks], results[ranks:]
     trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
@@ -133,6 +133,9 @@ def evaluated(
 
 
 def failed_by_itself(record: ReplicaRecord, trainer_error: BaseException | None) -> bool:
-    """Return whether this member failed by itself, and not only because its stream broke when another member failed."""
+    """Return whether the replica of ``record`` failed by itself.
+
+    This is False if the replica did not fail, or failed only because the trainer or another member failed.
+    """
     cause = None if record.error is None else plain_cause(record.error)
     return cause is not None and record.error is not trainer_error and not isinstance(cause, WeightStreamError)

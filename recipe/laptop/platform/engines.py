@@ -29,7 +29,7 @@ DEFAULT_ATTENTION = "sdpa"
 
 
 class _CPUEngineMixin(FSDPEngine):
-    """The changes that both engines need; a class must inherit from this one before it inherits from verl's engine."""
+    """The changes that both engines need. A class must list this base class before verl's engine."""
 
     engine_config: Any
 

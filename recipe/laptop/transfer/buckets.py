@@ -38,7 +38,7 @@ MAX_NAME_BYTES = 200
 
 @dataclass(frozen=True)
 class Entry:
-    """The description of one tensor of a frame, whose data begin ``offset`` bytes into the payload."""
+    """The description of one tensor of a frame. The tensor's data begin ``offset`` bytes into the payload."""
 
     name: str
     dtype: str
@@ -85,7 +85,7 @@ class Buckets:
         return cls([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
 
     def room(self, turn: int, nbytes: int) -> torch.Tensor:
-        """Return uint8[nbytes] in the bucket of frame ``turn``; raise WeightStreamError if memory is too small."""
+        """Return uint8[nbytes] in the bucket for frame number ``turn``; raise WeightStreamError for lack of memory."""
         place = turn % len(self._memory)
         largest = self._memory[place].numel()
         if nbytes > largest:

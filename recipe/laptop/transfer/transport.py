@@ -35,8 +35,8 @@ class Transport:
     before frame n has consumed frame n - 2. Before the sender sends frame n, it waits until all members have entered
     the barrier before frame n - 1; only then does it refill a segment that an earlier frame used.
 
-    While a barrier is pending, a member starts no operation that waits for another member. Members notice that another
-    member failed because its connections close, and a group closes them only when none of its operations is running.
+    While a barrier is pending, a member starts no operation that waits for another member. Members notice a failed
+    member by its closed connections, and its group closes them only when none of the group's operations is running.
     """
 
     def __init__(self, group: GlooGroup, shared: SharedSegments | None) -> None:
@@ -47,7 +47,7 @@ class Transport:
 
     def send(self, frame: Frame, deadline: Deadline, what: str) -> None:
         if self._is_shared and self._sent > 1:
-            self.group.finish(what, leaving=1)  # The operation that remains is the header after the previous barrier.
+            self.group.finish(what, leaving=1)  # The broadcast of the previous frame's header may remain.
             self.group.start_barrier(deadline, what)
         self.group.start_broadcast(frame.header, deadline, what)
         if not self._is_shared:
@@ -86,7 +86,8 @@ class SharedSegments:
     """
 
     def __init__(self, path: str, held: BinaryIO | None = None) -> None:
-        # Keep the sender's file open as long as this object exists, because the path is valid only until it is closed.
+        # Keep the sender's file open as long as this object exists, because the path becomes invalid when the file is
+        # closed.
         self._held = held
         self.path = path
         writes = held is not None

@@ -92,7 +92,7 @@ def weights(context: RuleContext) -> Iterator[Problem]:
 
 
 def _connectors(context: RuleContext, at_swap: str | None) -> Iterator[Problem]:
-    """Check that keys and values of older weights do not remain outside of vLLM, and that a replica is one engine."""
+    """Refuse to keep older weights' KV cache outside of vLLM, and replicas that only prefill or only decode."""
     arguments = f"{ROLLOUT}.engine_kwargs.vllm"
     for name in ("kv_transfer_config", "kv_offloading_size"):
         if at_swap == "keep" and context.get(f"{arguments}.{name}"):
@@ -105,7 +105,7 @@ def _connectors(context: RuleContext, at_swap: str | None) -> Iterator[Problem]:
 
 
 def _relays(context: RuleContext) -> Iterator[Problem]:
-    """Check that trainer ranks do not relay weights to replicas while they train."""
+    """Check that no trainer rank has to pass weights on to replicas during training."""
     setting = f"{ROLLOUT}.checkpoint_engine.engine_kwargs.nccl.multi_sender"
     if context.get(f"{ROLLOUT}.checkpoint_engine.backend") == "nccl" and context.get(setting):
         advice = (
@@ -142,7 +142,10 @@ def engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def _torchtitan(context: RuleContext) -> Iterator[Problem]:
-    """Check what verl lacks with torchtitan: a critic, and copies of weights (separation/engine_workers.py:118)."""
+    """Refuse, with torchtitan, a critic and the settings that need copies of published weights.
+
+    verl has neither for this engine (separation/engine_workers.py:118).
+    """
     setting, training = "async_training.trigger_parameter_sync_step", context.settings.async_training
     keeps = context.trainer_scores or training.placement == ELASTIC or (context.get("trainer.save_freq") or -1) > 0
     if context.get(f"{ACTOR}.strategy") == "torchtitan" and training.trigger_parameter_sync_step > 1 and keeps:
@@ -273,7 +276,7 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
 
 
 def _bucket(context: RuleContext) -> Iterator[Problem]:
-    """Check that a transfer bucket holds the largest tensor: on a CPU, an engine gets each tensor in one bucket."""
+    """Check that the largest tensor fits into a bucket: on a CPU, no tensor is split over several transfer buckets."""
     setting = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
     megabytes = context.count(setting)
     wide = context.get(f"{ACTOR}.fsdp_config.model_dtype", "fp32") in ("fp32", "float32")

@@ -39,7 +39,7 @@ def families(context: RuleContext) -> Iterator[Problem]:
 
 
 def replay_mode(context: RuleContext) -> str | None:
-    """Return the setting of the actor's replay mode if it is on, else None."""
+    """Return the name of the setting for the actor's replay mode if replay is on, else None."""
     strategy = context.get(f"{ACTOR}.strategy")
     if strategy not in REPLAYING:
         return None
@@ -48,7 +48,7 @@ def replay_mode(context: RuleContext) -> str | None:
 
 
 def router_replay(context: RuleContext) -> Iterator[Problem]:
-    """Check that the experts that one side chooses are replayed by the other, and that each engine supports it."""
+    """Check that the trainer replays the experts that engines return, and that all engines involved support replay."""
     strategy, returned, mode = context.get(f"{ACTOR}.strategy"), context.get(RETURNED), replay_mode(context)
     if returned and strategy not in REPLAYING:
         advice = f"verl 0.9.1 replays no experts in this training engine: remove it, or set {ACTOR}.strategy=megatron."
@@ -82,7 +82,7 @@ def _one_choice(context: RuleContext, mode: str) -> Iterator[Problem]:
 
 
 def _of_trainer(context: RuleContext, mode: str) -> Iterator[Problem]:
-    """Check what verl's training engines need to replay (megatron/transformer_impl.py:1269, config/actor.py:368)."""
+    """Check the settings that replay in training needs (megatron/transformer_impl.py:1269, config/actor.py:368)."""
     with_replay = f"with {mode}={context.get(mode)}"
     packed, padded = f"{MODEL}.use_remove_padding", f"{ACTOR}.megatron.pad_to_length"
     if not context.get(packed):
@@ -92,7 +92,7 @@ def _of_trainer(context: RuleContext, mode: str) -> Iterator[Problem]:
 
 
 def _of_engine(context: RuleContext) -> Iterator[Problem]:
-    """Check what vLLM refuses if it returns experts (vllm/config/vllm.py:1068)."""
+    """Refuse SGLang, and the settings with which vLLM cannot return the chosen experts (vllm/config/vllm.py:1068)."""
     if context.on_sglang:
         advice = "verl 0.9.1 cannot read the experts that SGLang returns: generate with vLLM, or remove it."
         yield context.problem(RETURNED, f"false with {ROLLOUT}.name=sglang", advice)
@@ -106,7 +106,7 @@ def _of_engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def expert_parallel(context: RuleContext) -> Iterator[Problem]:
-    """Check that an engine's expert-parallel size is all of a replica's ranks (verl/workers/config/rollout.py:295)."""
+    """Check that the expert-parallel size is 1 or tensor x data parallel size (verl/workers/config/rollout.py:295)."""
     for engine in context.engines:
         setting = f"{engine}.expert_parallel_size"
         size = context.count(setting) or 1

@@ -70,7 +70,10 @@ def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
 
 
 def shared_by(context: RuleContext, section: str) -> dict[str, int]:
-    """Return the parallel sizes by which an engine's ranks share a model or a sequence, by setting; 1 if not set."""
+    """Return the parallel sizes by which an engine's ranks share a model or a sequence.
+
+    The keys are the names of the settings. A size that is not set is 1.
+    """
     of_engine = SHARING.get(str(context.get(f"{section}.strategy")), OF_FSDP)
     return {setting: context.count(setting) or 1 for setting in (f"{section}.{name}" for name in of_engine)}
 
@@ -92,7 +95,7 @@ class Sizing:
     Attributes:
         dynamic: the switch for sizing micro-batches by tokens instead of by sequences.
         rows: the number of sequences in a rank's micro-batch.
-        old_rows: verl's older setting for the sequences of all ranks, which its engines do not read.
+        old_rows: verl's older setting for the number of sequences on all ranks together. verl's engines ignore it.
         tokens: the number of tokens in a rank's micro-batch.
     """
 
@@ -115,7 +118,7 @@ def updating(section: str) -> Sizing:
 
 
 def micro_batches(context: RuleContext) -> Iterator[Problem]:
-    """Check that micro-batches have a size, in sequences or tokens; one in tokens must fit the longest sequence."""
+    """Check that micro-batches have a size in sequences or tokens, and that one in tokens fits the longest sequence."""
     for section, sizing in _used(context).items():
         by_tokens = bool(context.get(sizing.dynamic))
         if not by_tokens and (context.get(sizing.rows) is None or context.get(sizing.old_rows) is not None):
@@ -150,7 +153,7 @@ def _used(context: RuleContext) -> dict[str, Sizing]:
 
 
 def division(context: RuleContext) -> Iterator[Problem]:
-    """Check that the parallel sizes divide the actor's ranks, and its data-parallel ranks divide the batches."""
+    """Check that the parallel sizes divide the actor's ranks, and that the data-parallel ranks divide the batches."""
     mini, answers = context.count(f"{ACTOR}.ppo_mini_batch_size"), context.count(f"{ROLLOUT}.n")
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     if mini is None or answers is None or nodes is None or per_node is None:

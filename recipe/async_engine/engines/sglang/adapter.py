@@ -2,7 +2,7 @@
 """Passes weights from a trainer rank or a weight worker to the SGLang server on its node.
 
 `recipe.async_engine.engines.weight_worker` has the contract. verl's own adapter sends pickled tensors over HTTP, to an
-endpoint that a rollout server of this package does not offer; this one streams buckets, as with vLLM.
+endpoint that a rollout server of this package does not offer. This package's adapter streams buckets, as with vLLM.
 """
 
 import os
@@ -52,7 +52,8 @@ class SGLangServerAdapter(DeadlineAdapter, BaseRollout):
         """Load all tensors of ``weights`` over the live weights, then commit version ``global_steps``.
 
         Raises:
-            WeightLoadError: the engine reported an error or did not answer in time. The server stays closed.
+            WeightLoadError: the engine reported an error or did not answer in time. The server refuses to answer
+                until a later load is complete.
         """
         assert wire_format == "named_tensors" and global_steps is not None
         self.checksum = await self._stream(weights, global_steps, "begin_loading", "load")

@@ -17,7 +17,7 @@ BY_PRIORITY = {
     "default_priority_value": 0,
     "schedule_policy": "fcfs",
 }
-"""SGLang's arguments for ``rollout.scheduling_policy=priority``, with which it means the same as in vLLM."""
+"""SGLang's arguments with which ``rollout.scheduling_policy=priority`` has the same meaning as in vLLM."""
 
 priority: ContextVar[int | None] = ContextVar("priority", default=None)
 """The priority of requests that the current task makes; None if the engine serves requests in the order of arrival."""
@@ -26,7 +26,8 @@ priority: ContextVar[int | None] = ContextVar("priority", default=None)
 def checking(manager: Any) -> Any:
     """Wrap ``manager.generate_request`` to set the priority of each request.
 
-    The wrapper raises RequestFailed for sampling parameters that would end the engine, because it has no tokenizer.
+    If the engine has no tokenizer, sampling parameters that need one would end the engine. For these the wrapper raises
+    RequestFailed.
     """
     generate = manager.generate_request
 

@@ -33,7 +33,7 @@ class GatedVLLMHttpServer(GatedServer, vLLMHttpServer):
     _outputs: VLLMOutputs
 
     def _post_init(self, cuda_visible_devices: str) -> None:
-        # The engine's worker derives the name of the socket through which weights arrive from this variable.
+        # From this variable, the engine's worker derives the name of the socket through which it gets weights.
         os.environ["VERL_RAY_JOB_ID"] = part_id(self.node_rank)
         choose_runner(os.environ)
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets_folder())
