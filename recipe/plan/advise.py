@@ -123,7 +123,7 @@ def _ranks(rows: int, wanted: int, most: int) -> int:
 
 
 def parts_of_nodes(trainer: int, rollout: int, per_node: int) -> tuple[int, int]:
-    """Return how many accelerators per node trainer and rollout use if both together need as few nodes as possible.
+    """Return how many accelerators of a node the trainer uses, and how many the rollout, with as few nodes as possible.
 
     trainer, rollout: total numbers of their accelerators. per_node: number of accelerators of a node.
     """

@@ -167,7 +167,7 @@ class Context(NamedTuple):
         elif why == Why.REWARD:
             yield from self._of_rewards(begin, stop)
         else:
-            # The scheduler reports a reason as soon as it has started, so time without a reason is start-up.
+            # The scheduler reports why it waits from its start on, so idle time before the first reason is start-up.
             yield begin, stop, EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN)
 
     def _of_empty(self, begin: float, stop: float, free: Class) -> Iterator[Part]:

@@ -236,7 +236,7 @@ class Devices:
     hybrid: int = 0
 
     def counts(self, lane: str) -> bool:
-        """Return whether ``lane`` is the lane of a device in the time account."""
+        """Return whether ``lane``, a row of the timeline, is a device's, so that the time account includes it."""
         kind = lane.partition(" ")[0]
         return kind in (ROLLOUT, LOG_PROBS) or (lane == TRAINER and not (self.shared or self.hybrid))
 

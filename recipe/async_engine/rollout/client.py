@@ -14,10 +14,12 @@ Contract:
   that comes from a checkpoint, continues only under the version that began it.
 * With ``rollout.scheduling_policy=priority`` a full engine takes the requests of the oldest groups first, so
   interrupted answers continue before younger ones begin.
-* The experts returned for a token are those that the router chose in the forward pass that sampled the next token, even
-  if an interruption or a later request makes an engine read the token again (``rollout/chosen_experts.py``).
-* The client keeps every server's answer, complete or interrupted. If a checkpoint has the answer to a request, no
-  server is asked (``kept_answers``). :meth:`ResumingClient.fetch` gets the tokens sampled so far for open requests.
+* The experts returned for a token are those that the router chose when an engine first read the token, in order to
+  sample the next one. Choices of later readings, after an interruption or in a later request, are ignored
+  (``rollout/chosen_experts.py``).
+* The client keeps every answer, complete or interrupted, for checkpoints. After a restart, a request whose answer is in
+  the checkpoint is answered without a server (``kept_answers``). :meth:`ResumingClient.fetch` gets the tokens sampled
+  so far for open requests.
 * If generation and training alternate, requests wait in the client during training (:class:`TurnGate`).
 * The version of a request is the server's version when the request is submitted. If the server reports another version
   for a complete answer, the client raises an error.

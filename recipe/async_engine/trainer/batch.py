@@ -254,7 +254,10 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
 
 
 def _of_agents(batch: DataProto) -> dict[str, float]:
-    """Return the mean share of sent-back answers that agents had changed, so that their tokens could not be reused."""
+    """Return which share of the answers that agents repeated in later requests they had changed, as a mean over rows.
+
+    The tokens of a changed answer cannot be reused.
+    """
     shares = [share for share in batch.non_tensor_batch.get(UNMATCHED_SHARE, ()) if share is not None]
     return {"agents/unmatched_share": float(np.mean(shares))} if shares else {}
 

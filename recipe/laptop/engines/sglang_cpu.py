@@ -73,7 +73,9 @@ class ImportWatch(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Provide the stand-ins in this process, and make SGLang choose its CPU engine. A second call does no harm."""
+    """Provide replacements for modules that SGLang imports but cannot use on a CPU, and make SGLang use its CPU engine.
+
+    A second call does no harm."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, ImportWatch())

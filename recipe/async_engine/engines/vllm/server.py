@@ -133,5 +133,5 @@ class GatedVLLMHttpServer(GatedServer, vLLMHttpServer):
 
 
 async def no_adapters() -> set[int]:
-    """Return no adapters, in place of the engine's ``list_loras``, because `_salted` adds the adapter to requests."""
+    """Return no adapters, in place of the engine's ``list_loras``: verl would add them to requests, as `_salted` does."""
     return set()
