@@ -57,7 +57,7 @@ class StagedModel(StagedWeights):
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._hands: list[Callable[[], None]] = []
         self._derived: list[torch.Tensor] = []
-        # Keep the tensors into which loaders write. After a load, the engine may replace them, for example by packed weights.
+        # Keep the tensors into which loaders write. After a load, the engine may replace them by packed weights.
         found = [pair for pair in pairs(spare, live) if isinstance(pair.mine, torch.Tensor) and not pair.is_shared]
         self._loadable = [(pair, pair.mine.data, pair.mine.untyped_storage().nbytes()) for pair in found]
 
