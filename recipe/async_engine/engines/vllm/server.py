@@ -133,5 +133,5 @@ class GatedVLLMHttpServer(GatedServer, vLLMHttpServer):
 
 
 async def no_adapters() -> set[int]:
-    """Return no adapters in place of the engine's ``list_loras``. verl would add them to requests; `_salted` does it here."""
+    """Return no adapters, in place of the engine's ``list_loras``. `_salted` adds the adapter to requests, not verl."""
     return set()
