@@ -411,7 +411,7 @@ def test_a_disk_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytes
     config = {"data": {"train_files": str(write(tmp_path / "a.jsonl", rows([message("x")])))}}
     config["async_training"] = {"timeouts": {"startup": 0.2}}
     fact = next(iter(data_facts(config)))
-    assert fact.fault is not None and "more than 0.2 s, async_training.timeouts.startup" in fact.fault
+    assert fact.fault is not None and "longer than async_training.timeouts.startup=0.2 s" in fact.fault
 
 
 def test_main_on_a_cpu_reads_data_without_torch_and_verl() -> None:

@@ -125,9 +125,7 @@ def _within(limit_s: float, path: str, reader: str) -> Dataset:
     try:
         return reading.result(limit_s)
     except TimeoutError:
-        raise Unreadable(
-            f"reading took longer than the limit of {limit_s:g} s (async_training.timeouts.startup)"
-        ) from None
+        raise Unreadable(f"reading took longer than async_training.timeouts.startup={limit_s:g} s") from None
 
 
 @lru_cache(maxsize=32)
