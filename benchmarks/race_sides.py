@@ -105,6 +105,9 @@ OURS = tuple(name for name, setting in SETTINGS.items() if not setting.bypass)
 IN_TURNS = tuple(name for name, setting in SETTINGS.items() if setting.at_swap is None)
 SIDES: Mapping[str, Side] = {
     "stock fully_async": Side(stock.FULLY_ASYNC_MAIN, False, False, BOTH),
+    "stock fully_async, lending": Side(
+        stock.FULLY_ASYNC_MAIN, False, False, BOTH, (f"{ASYNC}.use_dynamic_resource_scheduling=true",), lends=True
+    ),
     "stock one_step_off": Side(stock.ONE_STEP_MAIN, False, False, ("threshold 1",)),
     "stock separate_async": Side(V1, False, False, BOTH, ("trainer.v1.trainer_mode=separate_async", WAIT)),
     "stock colocate_async": Side(V1, False, True, BOTH, ("trainer.v1.trainer_mode=colocate_async", WAIT)),
@@ -148,7 +151,7 @@ def overrides(name: str, setting: str, task: Task) -> list[str]:
     side, asked = SIDES[name], SETTINGS[setting]
     found = [*side.own, *([] if side.shared else APART)]
     depth = [f"{ASYNC}.staleness_threshold={asked.threshold}", f"{ASYNC}.trigger_parameter_sync_step={asked.batches}"]
-    if name == "stock fully_async" or side.main == "recipe.fully_async.main":
+    if side.main in (stock.FULLY_ASYNC_MAIN, "recipe.fully_async.main"):
         found += [*depth, f"rollout.total_rollout_steps={task.steps * BATCH}"]
     if name == "partial_rollout" and setting != "defaults":
         found += [depth[0]]
@@ -165,11 +168,11 @@ def overrides(name: str, setting: str, task: Task) -> list[str]:
 
 def _stock(name: str, setting: str) -> list[str]:
     found = ["trainer.logger=[console,file]", "trainer.resume_mode=disable"]
-    if name in ("stock fully_async", "stock one_step_off"):
+    if SIDES[name].main in (stock.FULLY_ASYNC_MAIN, stock.ONE_STEP_MAIN):
         # This package's mains set these, while stock's need them by hand; the default search path works only in a verl
         # checkout.
         found += ["hydra.searchpath=[pkg://verl.trainer.config]", "actor_rollout_ref.hybrid_engine=false"]
-    if name == "stock fully_async":
+    if SIDES[name].main == stock.FULLY_ASYNC_MAIN:
         return [*found, "data.gen_batch_size=1", f"rollout.n={ANSWERS}"]
     found.append(f"data.train_batch_size={BATCH}")
     if name in ("stock separate_async", "stock colocate_async"):
