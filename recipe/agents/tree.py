@@ -22,7 +22,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,3 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     if one[:shorter] == other[:shorter]:
         return shorter
     return bisect_left(range(shorter), True, key=lambda end: one[: end + 1] != other[: end + 1])
-
-
-def trained_tokens(segments: Sequence[Segment]) -> int:
-    return sum(chain.from_iterable(segment.mask for segment in segments))

@@ -13,9 +13,10 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
-from main_runs import decode_steps, run_main, small, trained_answers
+from main_runs import FinishedRun, decode_steps, run_main, small, trained_answers
 from surroundings import CHECKOUT, user_environment
 from test_fully_async import check_books
 
@@ -41,31 +42,38 @@ def sampled_sequences(folder: Path) -> Counter[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_an_agent_is_trained_on_what_the_engines_sampled_under_interruptions(
-    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record, samples = tmp_path / "answers", tmp_path / "samples"
+def trained_agent(
+    agent: str, task: TaskPaths, folder: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[FinishedRun, list[dict[str, Any]], Counter[tuple[int, ...]]]:
+    """Train a function of `openai_agent`; return the run, what it trained, and what its engines sampled."""
+    record, samples = folder / "answers", folder / "samples"
     samples.mkdir()
     monkeypatch.setenv("RECORD_FOLDER", str(record))
     monkeypatch.setenv("ENGINE_SAMPLES", str(samples))
     decode_steps(monkeypatch, 0.08)
-    loops = tmp_path / "agent_loops.yaml"
-    loops.write_text("- name: agent\n  _target_: openai_agent.AgentLoop\n  agent: openai_agent.run\n")
+    loops = folder / "agent_loops.yaml"
+    loops.write_text(f"- name: agent\n  _target_: openai_agent.AgentLoop\n  agent: openai_agent.{agent}\n")
     overrides = [
-        *small(task, tmp_path / "run", ray_dir),
+        *small(task, folder / "run", ray_dir),
         f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=recorded_samples.RecordedSamples",
         f"{ROLLOUT}.agent.agent_loop_config_path={loops}",
         f"{ROLLOUT}.agent.default_agent_loop=agent",
         f"trainer.total_training_steps={STEPS}",
     ]
-    run = run_main("fully_async:recording_trainer.RecordingTrainer", overrides, tmp_path / "run")
+    run = run_main("fully_async:recording_trainer.RecordingTrainer", overrides, folder / "run")
     check_books(run, STEPS, bound=4)
+    return run, trained_answers(record), sampled_sequences(samples)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_an_agent_is_trained_on_what_the_engines_sampled_under_interruptions(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, answers, sampled_by_engines = trained_agent("run", task, tmp_path, ray_dir, monkeypatch)
     assert sum(run.column("fully_async/partial/interrupted_trajectories")) > 0
     assert set(run.column("agents/unmatched_share")) == {0.0}
 
-    answers = trained_answers(record)
     assert len(answers) == STEPS * 16
     trained: Counter[tuple[int, ...]] = Counter()
     for answer in answers:
@@ -73,7 +81,7 @@ def test_an_agent_is_trained_on_what_the_engines_sampled_under_interruptions(
         sampled = [place for place, version in enumerate(answer["versions"]) if version >= 0]
         assert 12 <= len(sampled) <= 24 and len(sampled) < len(answer["tokens"])
         trained.update(tuple(sequence[: len(answer["prompt"]) + place + 1]) for place in sampled)
-    assert not trained - sampled_sequences(samples)
+    assert not trained - sampled_by_engines
 
 
 @pytest.mark.e2e
@@ -81,33 +89,18 @@ def test_an_agent_is_trained_on_what_the_engines_sampled_under_interruptions(
 def test_an_agent_that_branches_and_rewrites_its_history_is_trained_once_on_what_was_sampled(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record, samples = tmp_path / "answers", tmp_path / "samples"
-    samples.mkdir()
-    monkeypatch.setenv("RECORD_FOLDER", str(record))
-    monkeypatch.setenv("ENGINE_SAMPLES", str(samples))
-    decode_steps(monkeypatch, 0.08)
-    loops = tmp_path / "agent_loops.yaml"
-    loops.write_text("- name: agent\n  _target_: openai_agent.AgentLoop\n  agent: openai_agent.rewriting\n")
-    overrides = [
-        *small(task, tmp_path / "run", ray_dir),
-        f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=recorded_samples.RecordedSamples",
-        f"{ROLLOUT}.agent.agent_loop_config_path={loops}",
-        f"{ROLLOUT}.agent.default_agent_loop=agent",
-        f"trainer.total_training_steps={STEPS}",
-    ]
-    run = run_main("fully_async:recording_trainer.RecordingTrainer", overrides, tmp_path / "run")
-    check_books(run, STEPS, bound=4)
+    _, answers, sampled_by_engines = trained_agent("rewriting", task, tmp_path, ray_dir, monkeypatch)
 
     trained: Counter[tuple[int, ...]] = Counter()
     tokens = 0
-    for answer in trained_answers(record):
+    for answer in answers:
         sequence = answer["prompt"] + answer["tokens"]
         sampled = [place for place, version in enumerate(answer["versions"]) if version >= 0]
         tokens += len(sampled)
         trained.update(tuple(sequence[: len(answer["prompt"]) + place + 1]) for place in sampled)
     # Four answers of six tokens to each of the 16 prompts of a step.
     assert tokens == STEPS * 16 * 4 * 6
-    assert not trained - sampled_sequences(samples)
+    assert not trained - sampled_by_engines
 
 
 @pytest.mark.e2e
