@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,12 @@ def run_module(
         timeout=timeout_s,
         check=False,
     )
+
+
+def last_words(run: subprocess.CompletedProcess[str]) -> str:
+    """Return what a test prints of a run that failed: the stacks of processes that crashed, then the output's end."""
+    crashes = re.findall(r"(?m)^.*(?:\*\*\* SIG|Fatal Python error|terminate called).*(?:\n.*){0,30}", run.stdout)
+    return "\n".join([*crashes, run.stdout[-8000:]])
 
 
 def short_run(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from main_process import last_words
 from main_runs import FinishedRun, decode_steps, run_main, small, trained_answers
 from surroundings import CHECKOUT, user_environment
 from test_fully_async import check_books
@@ -120,7 +121,7 @@ def test_the_commands_of_the_page_show_an_agent_and_train_it(tmp_path: Path) -> 
         timeout=900,
         check=False,
     )
-    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert finished.returncode == 0, last_words(finished)
     lines = [json.loads(line) for line in (tmp_path / "runs" / "trajectories.jsonl").read_text().splitlines()]
     assert [line["row"] for line in lines] == [0, 1, 2, 3]
     for line in lines:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import stock_overrides as stock
-from main_process import short_run
+from main_process import last_words, short_run
 from main_runs import FULLY_ASYNC, run_main, small
 from published import GRPO_GSM8K, SCALED_DOWN
 from surroundings import CHECKOUT
@@ -100,6 +100,6 @@ def test_a_main_with_a_flag_exits_with_alarms(task: TaskPaths, tmp_path: Path, r
     environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
     finished = stock.forked_main("verl.trainer.main_ppo", overrides, tmp_path, environment)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert finished.returncode == 3, finished.stdout[-8000:]
+    assert finished.returncode == 3, last_words(finished)
     assert (summary["ended"], summary["steps"]) == ("with_alarms", 4)
     assert summary["alarms"]["uniform_rewards"]["count"] == 4

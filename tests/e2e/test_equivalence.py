@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from main_process import last_words
 from main_runs import ONE_STEP_OFF, run_main, small
 from safetensors.torch import load_file
 from stock_overrides import forked_main, stock_environment
@@ -110,7 +111,7 @@ def run_stock(overrides: list[str], folder: Path) -> Record:
     metrics = folder / "stock_metrics.jsonl"
     environment = stock_environment(CHECKOUT) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
     finished = forked_main(SYNC_MAIN, overrides, folder, environment)
-    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert finished.returncode == 0, last_words(finished)
     steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
     return read(folder, [step for step in steps if "actor/grad_norm" in step])
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from main_process import FORKS, short_run
+from main_process import FORKS, last_words, short_run
 from main_runs import FinishedRun
 from surroundings import shared_forks, user_environment, with_helpers
 
@@ -84,7 +84,7 @@ def run_example(name: str, mode: str, task: TaskPaths, folder: Path, ray_dir: Pa
         timeout=RUN_S,
         check=False,
     )
-    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert finished.returncode == 0, last_words(finished)
     run = FinishedRun(finished.returncode, finished.stdout, folder)
     assert (run.summary["steps"], run.summary["error"]) == (STEPS, None)
     assert run.summary["ledger"]["trained"] == STEPS * GROUPS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import stock_overrides as stock
-from main_process import short_run
+from main_process import last_words, short_run
 from main_runs import ENGINE
 from published import DAPO, GRPO_GSM8K, PPO_CRITIC, SCALED_DOWN
 from teaching import taught_by
@@ -32,7 +32,7 @@ def train(mode: str, script: list[str], task: TaskPaths, folder: Path, ray_dir: 
         overrides = [*overrides, f"actor_rollout_ref.rollout.name={ENGINE}"]
     environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
     finished = stock.forked_main("verl.trainer.main_ppo", overrides, folder, environment)
-    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert finished.returncode == 0, last_words(finished)
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["mode"], summary["error"], summary["steps"]) == (mode, None, STEPS)
     assert summary["ledger"]["trained"] == STEPS * 8
@@ -108,7 +108,7 @@ def test_flag_with_rehearse_only_rehearses_and_ends(mode: str, task: TaskPaths, 
     # The table is written by the run's own process, as what else a flag shows.
     arguments += ["ray_kwargs.ray_init.log_to_driver=true", "rehearse_only=true"]
     finished = stock.forked_main("verl.trainer.main_ppo", arguments, tmp_path, environment)
-    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert finished.returncode == 0, last_words(finished)
     assert "log-probs agree" in finished.stdout
     summary = json.loads((tmp_path / "rehearsal" / "summary.json").read_text())
     assert {check["outcome"] for check in summary["rehearsal"]["checks"]} <= {"passed", "left out"}

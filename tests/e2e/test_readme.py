@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from main_process import last_words
 from surroundings import user_environment
 
 README = Path(__file__).parents[2] / "README.md"
@@ -36,7 +37,7 @@ def test_a_run_on_own_data_by_the_commands_of_the_readme(tmp_path: Path) -> None
         timeout=RUN_S,
         check=False,
     )
-    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert finished.returncode == 0, last_words(finished)
     summary = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
     assert (summary["steps"], summary["error"]) == (30, None)
     assert summary["validation"]["last"] > summary["validation"]["first"]

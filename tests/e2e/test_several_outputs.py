@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import stock_overrides as stock
 from accounts import check_account
-from main_process import short_run
+from main_process import last_words, short_run
 from main_runs import FinishedRun, check_metrics
 from published import GRPO_GSM8K, PPO_CRITIC, SCALED_DOWN
 from splitting_loop import count_of, token_ages, trajectories_of, with_rollout_n
@@ -75,7 +75,7 @@ def test_lists_by_a_flag_are_trained_as_they_were_sampled_and_the_books_close(
     ]
     environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
     finished = stock.forked_main("verl.trainer.main_ppo", overrides, tmp_path, environment)
-    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert finished.returncode == 0, last_words(finished)
     run = FinishedRun(finished.returncode, finished.stdout, tmp_path)
     check_account(run)
     check_metrics(run)

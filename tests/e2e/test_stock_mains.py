@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import stock_overrides as stock
 import torch
+from main_process import last_words
 from main_runs import FULLY_ASYNC, small, trainer_log
 from main_runs import run_main as run_ours
 from metric_names import row_of, rows
@@ -29,7 +30,7 @@ def run_main(main: str, overrides: list[str], out_dir: Path) -> tuple[str, list[
     metrics = out_dir / "metrics.jsonl"
     environment = stock.stock_environment(CHECKOUT) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
     finished = stock.forked_main(main, overrides, out_dir, environment, RUN_S)
-    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert finished.returncode == 0, last_words(finished)
     steps = stock.read_metrics(metrics)
     # docs/metrics.md has a row for each.
     assert sorted(name for step in steps for name in step if row_of(name, rows()) is None) == []

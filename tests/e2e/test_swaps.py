@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from main_process import last_words
 from surroundings import ray_folder, shared_forks, usual_environment
 from swap_scenario import WAYS, token_of
 
@@ -40,7 +41,7 @@ def played(task: TaskPaths, folder: Path, seconds: float, engine: str = "vllm", 
             timeout=240 + 8 * seconds,
             check=False,
         )
-    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert finished.returncode == 0, last_words(finished)
     return json.loads(result.read_text())
 
 

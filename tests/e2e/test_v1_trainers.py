@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import stock_overrides as stock
-from main_process import short_run
+from main_process import last_words, short_run
 
 from recipe.laptop.task import TaskPaths
 from recipe.mains.register import VARIABLE
@@ -72,7 +72,7 @@ def run_v1(
         # As the flag sets it, for workers that are forked from a process that has imported verl before.
         environment[VARIABLE] = "1"
     finished = stock.forked_main("verl.trainer.main_ppo", overrides, folder, environment)
-    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert finished.returncode == 0, last_words(finished)
     lines = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     steps = [line for line in lines if "actor/grad_norm" in line]
     assert len(steps) == STEPS
