@@ -20,7 +20,7 @@ from pathlib import Path
 from plan_runs import SCENARIOS
 
 from recipe.plan.__main__ import of_run
-from recipe.plan.simulation import Simulation
+from recipe.plan.lending import simulated
 from recipe.plan.times import Times, fitted
 from recipe.report.account import Account
 from recipe.report.advice import sides
@@ -76,7 +76,7 @@ def compared(folder: Path, times: Times) -> dict[str, float | str]:
     seen = (lines[-1] - lines[SKIP - 1]) / (len(lines) - SKIP)
     scenario = of_run(real, len(lines))
     # All runs have the same prompts in the same order.
-    result = Simulation(scenario, times, seed=None).run()
+    result = simulated(scenario, times, seed=None).run()
     said = result.step_s(SKIP)
     was, would = shares(real.account), shares(result.account)
     worst = max({*was, *would}, key=lambda key: abs(was.get(key, 0.0) - would.get(key, 0.0)))

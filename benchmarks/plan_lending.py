@@ -7,7 +7,7 @@ H100s, a 7B model on replicas of 2, batches of 16 prompts with 4 answers, 32 slo
 and with `--wide` 64 and 1,024, with batches and splits that grow alike. A cell has trained tokens a device-second:
 of the best fixed split, then the ratios to it of stock's rule, of ``elastic`` (half of the devices train) and of
 ``shared`` (all train), each with the number of switches, the mean staleness, and the useful share of all accelerators'
-time over that of the time outside switches. A switch takes `SWITCH`: an assumption, nothing here was measured.
+time over that of the time outside switches. A switch takes `ASSUMED_SWITCH`; nothing here was measured.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from documents import table
 from benchmarks.emulation.models import MODELS
 from recipe.async_engine.core.lending import Demand, LendingPolicy, Places
 from recipe.plan.device import H100, DeviceTimes
-from recipe.plan.lending import LendingSimulation, Switch
+from recipe.plan.lending import LendingSimulation
 from recipe.plan.memory.shape import shape_of
 from recipe.plan.simulation import Result, Scenario, Simulation
-from recipe.plan.times import Times, estimated
+from recipe.plan.times import ASSUMED_SWITCH, Times, estimated
 
 SIZE, BATCH, ANSWERS, SLOTS, PROMPT = 2, 16, 4, 32, 512
 STEPS, SKIP = 40, 8
 SHORT, LONG = 1_536, 30_720
-SWITCH = Switch(wake_s=2.0, sleep_s=1.0)
 REWARD_S = 12.5
 
 
@@ -145,9 +144,11 @@ class Cell:
 
     def lent(self, times: Times, ranks: int, policy: LendingPolicy) -> tuple[float, str]:
         scenario = replace(self.scenario, trainer_ranks=ranks, replicas=(self.devices - ranks) // SIZE)
-        run = LendingSimulation(scenario, times, SWITCH, policy, seed=None)
+        run = LendingSimulation(scenario, times, policy, seed=None)
         result = run.run()
-        switching = run.switches * (SWITCH.wake_s + SWITCH.sleep_s) * ranks / (self.devices * run.clock.now)
+        switching = (
+            run.switches * (ASSUMED_SWITCH.wake_s + ASSUMED_SWITCH.sleep_s) * ranks / (self.devices * run.clock.now)
+        )
         return self.rate(result), (
             f"{run.switches}, {result.staleness:.1f}, {run.useful_share(result) / (1 - switching):.2f}"
         )

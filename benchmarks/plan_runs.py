@@ -54,6 +54,8 @@ def every(batches: int) -> str:
 
 
 BASE = Scenario(bound(1))
+ELASTIC = "async_training.placement=elastic"
+LENDS = replace(DEVICES, trainer_devices=2, shared=True)
 SCENARIOS = {
     "base": BASE,
     "bound_0": Scenario(bound(0)),
@@ -80,6 +82,11 @@ SCENARIOS = {
     "one_step_off": Scenario(mode="one_step_off"),
     "partial_rollout": Scenario(bound(3), replace(DEVICES, shared=True), mode="partial_rollout"),
     "partial_rollout_bound_0": Scenario(bound(0), replace(DEVICES, shared=True), mode="partial_rollout"),
+    "elastic": Scenario((*bound(1), ELASTIC), LENDS),
+    "elastic_bound_3": Scenario((*bound(3), ELASTIC), LENDS),
+    "elastic_uniform": Scenario((*bound(1), ELASTIC), LENDS, lengths="uniform"),
+    "elastic_uniform_bound_2_k_2": Scenario((*bound(2), every(2), ELASTIC), LENDS, lengths="uniform"),
+    "elastic_trainer_1": Scenario((*bound(2), ELASTIC), replace(LENDS, trainer_devices=1)),
 }
 
 

@@ -17,21 +17,23 @@ from pydantic_core import from_json
 
 from recipe.async_engine.record.event_file import files
 from recipe.async_engine.record.schema import BadFile
-from recipe.plan.advise import PER_NODE, Advice, advise, most_staleness
+from recipe.plan.advise import ELASTIC, PER_NODE, Advice, advise, most_staleness
 from recipe.plan.device import PROFILES, DeviceTimes
 from recipe.plan.memory.shape import shape_of
 from recipe.plan.simulation import Scenario
 from recipe.plan.times import CannotPlan, Times, estimated, fitted, group_size, scorers, steps_trained
 from recipe.report.run import Run, about, lacking
 
+NOT_LENT = (
+    "candidates that lend the trainer's accelerators are left out, because the run has not measured a switch; "
+    "record one with async_training.placement=elastic to compare them"
+)
 SHOWN = 8
 WIDEST = 10.0
 
 
 def of_run(run: Run, steps: int) -> Scenario:
     """Return the settings of a recorded run as a scenario, to be simulated for ``steps`` steps."""
-    if run.devices.hybrid:
-        raise CannotPlan("a run with placement=elastic cannot be predicted yet: see benchmarks/plan_lending.py")
     said = run.settings
     replicas = max(1, said["rollout_replicas"])
     return Scenario(
@@ -45,6 +47,7 @@ def of_run(run: Run, steps: int) -> Scenario:
         batches_per_version=said["trigger_parameter_sync_step"],
         whole_batches=said["whole_batches"],
         shared=run.devices.shared,
+        lends=run.devices.hybrid > 0,
         at_swap=said["at_swap"],
         reward_processes=scorers(run),
         beside=said["publish"] == "beside",
@@ -103,12 +106,13 @@ def _lengths(text: str) -> tuple[float, float, float]:
 
 
 def table(found: Sequence[Advice]) -> str:
-    rows = [("trainer", "rollout", "bound", "k", "tokens/s", "over seeds", "staleness", "why not")]
+    rows = [("trainer", "rollout", "lent", "bound", "k", "tokens/s", "over seeds", "staleness", "why not")]
     for advice in found[:SHOWN]:
         row = advice.row(found[0])
         low, high = row["range"]
-        names = "trainer_accelerators", "rollout_accelerators", "max_staleness", "batches_per_version", "tokens_per_s"
-        rows.append((*(str(row[name]) for name in names), f"{low}..{high}", str(row["staleness"]), row["why_worse"]))
+        parts = row["trainer_accelerators"], row["rollout_accelerators"], "yes" if row["placement"] == ELASTIC else "no"
+        rest = row["max_staleness"], row["batches_per_version"], row["tokens_per_s"], f"{low}..{high}", row["staleness"]
+        rows.append((*map(str, (*parts, *rest)), row["why_worse"]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -184,6 +188,8 @@ def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
     else:
         times, run = fitted(options.run)
         sys.stderr.write("".join(f"{note}\n" for note in run.notes))
+        if times.switch is None:
+            sys.stderr.write(f"{NOT_LENT}\n")
         if run.devices.shared or run.settings["whole_batches"]:
             raise CannotPlan(f"the run in {options.run} is not fully asynchronous, so it has no split to plan")
         scenario = of_run(run, options.steps)

@@ -16,10 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recipe.async_engine.record.events import Class
-from recipe.plan.simulation import Result, Scenario, Simulation
+from recipe.plan.lending import simulated
+from recipe.plan.simulation import Result, Scenario
 from recipe.plan.times import CannotPlan, Times
 from recipe.report.account import KINDS, Kind
 
+SEPARATE, ELASTIC = "separate", "elastic"
+"""Values of ``async_training.placement``."""
 SKIP = 4
 BOUNDS = (0, 1, 2, 4)
 PER_NODE = 8
@@ -60,6 +63,10 @@ class Advice:
     also: str = ""
 
     @property
+    def placement(self) -> str:
+        return ELASTIC if self.scenario.lends else SEPARATE
+
+    @property
     def overrides(self) -> str:
         """Return the candidate's settings as Hydra overrides, for a command line."""
         scenario = self.scenario
@@ -68,7 +75,7 @@ class Advice:
         return (
             f"trainer.n_gpus_per_node={trainer_part} trainer.nnodes={scenario.trainer_ranks // trainer_part} "
             f"rollout.n_gpus_per_node={rollout_part} rollout.nnodes={rollout // rollout_part} "
-            f"async_training.max_staleness={scenario.max_staleness} "
+            f"async_training.placement={self.placement} async_training.max_staleness={scenario.max_staleness} "
             f"async_training.staleness_threshold={scenario.pipeline_depth:g} "
             f"async_training.trigger_parameter_sync_step={scenario.batches_per_version}{self.also}"
         )
@@ -78,6 +85,7 @@ class Advice:
         return {
             "trainer_accelerators": self.scenario.trainer_ranks,
             "rollout_accelerators": self.scenario.replicas * self.scenario.replica_size,
+            "placement": self.placement,
             "max_staleness": self.scenario.max_staleness,
             "batches_per_version": self.scenario.batches_per_version,
             "tokens_per_s": round(self.tokens_per_s, 2),
@@ -95,11 +103,12 @@ class Advice:
         return f"{name} +{100 * waits[name]:.0f}%" if name and waits[name] > 0 else "as much idle"
 
 
-def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
+def candidates(base: Scenario, accelerators: int, lends: bool) -> list[Scenario]:
     """Return the scenarios to compare: each split of the accelerators between trainer and rollout, in steps of an
     eighth, with each staleness bound in `BOUNDS`, and with ``base.batches_per_version`` batches per version or 1.
 
-    The number of trainer ranks divides the trajectories of a batch, as the configuration rules require.
+    With ``lends``, each of them is also compared with the trainer's accelerators lent, if replicas can fill them. The
+    number of trainer ranks divides the trajectories of a batch, as the configuration rules require.
     """
     size, rows = base.replica_size, base.batch_groups * base.answers
     if not 1 + size <= accelerators <= MOST:
@@ -113,7 +122,8 @@ def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
         for bound in BOUNDS:
             for batches in sorted({base.batches_per_version, 1}):
                 scenario = replace(base, trainer_ranks=trainer, replicas=replicas, batches_per_version=batches)
-                found.append(replace(scenario, max_staleness=bound, pipeline_depth=float(bound)))
+                for lent in (False, True) if lends and trainer % size == 0 else (False,):
+                    found.append(replace(scenario, max_staleness=bound, pipeline_depth=float(bound), lends=lent))
     return found
 
 
@@ -155,8 +165,8 @@ def advise(
     """Simulate all candidates, and return those that meet the goal, best first."""
     seeds, limit = list(seeds), most_staleness(goal)
     found = [
-        _judge(scenario, [Simulation(scenario, times, seed).run() for seed in seeds], per_node)
-        for scenario in candidates(base, accelerators)
+        _judge(scenario, [simulated(scenario, times, seed).run() for seed in seeds], per_node)
+        for scenario in candidates(base, accelerators, times.switch is not None)
     ]
     fit = [advice for advice in found if limit is None or advice.staleness <= limit]
 

@@ -13,23 +13,15 @@ tests/plan/test_lending_simulation.py.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
-from recipe.async_engine.core.lending import Demand, LendingPolicy, PlaceMeter, Places
-from recipe.async_engine.record.events import Class
+from recipe.async_engine.core.lending import Demand, LendingPolicy, PlaceMeter, Places, look
+from recipe.async_engine.record.events import SWITCH, Class
 from recipe.plan.engine import Engine, Process, Request
 from recipe.plan.simulation import Result, Scenario, Simulation
-from recipe.plan.times import Times
+from recipe.plan.times import CannotPlan, Times
 from recipe.report.account import KINDS, Kind
-
-
-@dataclass(frozen=True)
-class Switch:
-    """Seconds that hybrid replicas need to wake (`wake_s`), and to sleep and free the trainer's memory (`sleep_s`)."""
-
-    wake_s: float
-    sleep_s: float
 
 
 class LendingSimulation(Simulation):
@@ -43,18 +35,22 @@ class LendingSimulation(Simulation):
         self,
         scenario: Scenario,
         times: Times,
-        switch: Switch,
         policy: LendingPolicy | None = None,
         seed: int | None = 0,
     ) -> None:
-        """Create a run with ``scenario.replicas`` standalone replicas, and hybrid ones on all trainer accelerators."""
+        """Create a run with ``scenario.replicas`` standalone replicas, and hybrid ones on all trainer accelerators.
+
+        The hybrid replicas have the lowest numbers, as in a real run.
+        """
+        if times.switch is None:
+            raise CannotPlan("placement=elastic cannot be simulated: no switch was measured; record a run that lends")
+        self.switch, self.policy = times.switch, policy or LendingPolicy()
         self.standalone = scenario.replicas
         self.hybrid = scenario.trainer_ranks // scenario.replica_size
         super().__init__(replace(scenario, replicas=self.standalone + self.hybrid), times, seed)
-        self.switch, self.policy = switch, policy or LendingPolicy()
         self.switches = self.read_again = 0
         self.lent_s = self._taken_at = 0.0
-        self._asleep = set(range(self.standalone, self.standalone + self.hybrid))
+        self._asleep = set(range(self.hybrid))
         self._queue: list[tuple[int, int, int, Request]] = []
         self._numbers = count()
         self._meter = PlaceMeter(self.clock, self.standalone * scenario.places)
@@ -78,18 +74,22 @@ class LendingSimulation(Simulation):
         self._why()
         asked = self.clock.now
         while not self.ledger.may_take():
-            yield lambda: self.ledger.may_take() or self.policy.lends(*self._view())
+            yield lambda: self.ledger.may_take() or self._lends()
             if not self.ledger.may_take():
                 yield from self._lend()
         if self._ended:
             self.policy.train_s.add(asked - self._taken_at)
         self._taken_at = self.clock.now
 
+    def _lends(self) -> bool:
+        """Return whether to lend now; nothing is decided while a version is being published."""
+        return self.ledger.version == self.ledger.announced and self.policy.lends(*self._view())
+
     def _lend(self) -> Process:
         self.switches += 1
         decided = self.clock.now
-        yield self.switch.wake_s
-        yield lambda: not self._publishing
+        with self._timeline.phase(SWITCH):
+            yield self.switch.wake_s
         self.policy.woke(self.clock.now - decided)
         woken = self.clock.now
         for number in sorted(self._asleep):
@@ -101,18 +101,19 @@ class LendingSimulation(Simulation):
         yield lambda: self.policy.calls_back(*self._view())
         decided = self.clock.now
         self.lent_s += decided - woken
-        yield max(self._call_back(), self.switch.sleep_s)
+        with self._timeline.phase(SWITCH):
+            yield max(self._call_back(), self.switch.sleep_s)
         self.policy.sleep_s.add(self.clock.now - decided)
 
     def _call_back(self) -> float:
         """Interrupt the hybrid replicas; return the seconds until they have finished their current decode steps."""
-        hybrid = self.engines[self.standalone :]
+        hybrid = self.engines[: self.hybrid]
         rest = max(engine.rest_s for engine in hybrid)
         cut: list[Request] = []
         for engine in hybrid:
             cut += self._interrupt(engine)
             engine.close(Class.WAIT_OTHER_SIDE)
-        self._asleep = set(range(self.standalone, len(self.engines)))
+        self._asleep = set(range(self.hybrid))
         self._use_slots()
         self.read_again += sum(request.tokens for request in cut)
         self._resume(cut)
@@ -120,18 +121,8 @@ class LendingSimulation(Simulation):
 
     def _view(self) -> tuple[Places, Demand]:
         """Return what the lending policy decides by: the engines' places, and what the trainer needs next."""
-        scenario, counts = self.scenario, self.ledger.counts()
-        waiting = len(self._queue) + self.manager.pending
-        if self.ledger.can_issue():
-            waiting += (self.ledger.most_live - counts.running - counts.ready) * scenario.answers
-        if self._asleep:
-            waiting -= sum(max(0, scenario.slots - engine.load) for engine in self.engines[: self.standalone])
-        taken = sum(len(engine.running) for engine in self.engines[self.standalone :])
-        places = Places(self.standalone * scenario.places, self.hybrid * scenario.places, max(0, waiting), taken)
-        sampled, may_take = self.manager.counts().sampled, self.ledger.may_take()
-        return places, Demand(
-            scenario.batch_groups, counts.ready, sampled, self._meter.spent, may_take, self.ledger.most_live
-        )
+        standalone, hybrid = (self.scenario.places * count for count in (self.standalone, self.hybrid))
+        return look(self.manager, self._meter.spent, standalone, hybrid, is_awake=not self._asleep)
 
     def _use_slots(self) -> None:
         """Give trajectories the slots of the replicas that are awake."""
@@ -184,3 +175,8 @@ class LendingSimulation(Simulation):
             self.policy.reward_s.add(self.clock.now - self._sampled_at.pop(request.group))
             self.policy.group_place_s.add(self._meter.end(request.group))
         super()._scored(request)
+
+
+def simulated(scenario: Scenario, times: Times, seed: int | None = 0) -> Simulation:
+    """Return the simulation of a run, which lends the trainer's accelerators if the scenario says so."""
+    return LendingSimulation(scenario, times, seed=seed) if scenario.lends else Simulation(scenario, times, seed)

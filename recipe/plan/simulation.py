@@ -41,6 +41,8 @@ class Scenario:
         slots: largest number of trajectories that one replica has at the same time, decoding or queued.
         places: largest number of trajectories that one replica decodes at the same time.
         shared: whether training and generation take turns on the same accelerators.
+        lends: whether hybrid replicas generate on the trainer's accelerators while it waits (`recipe.plan.lending`);
+            `replicas` counts only the others.
         at_swap: what happens to unfinished answers at a weight sync: "drain", "interrupt" or "keep" (in the engine).
         beside: whether training continues while weights are sent to the replicas.
         replica_size: number of accelerators of a rollout replica.
@@ -57,6 +59,7 @@ class Scenario:
     batches_per_version: int = 1
     whole_batches: bool = False
     shared: bool = False
+    lends: bool = False
     at_swap: str = "interrupt"
     beside: bool = True
     steps: int = 20
@@ -110,13 +113,15 @@ class _Group:
 
 
 class Simulation:
-    """One simulated run.
+    """One simulated run, in which ``hybrid`` replicas are on the trainer's accelerators and lent to generation.
 
     Args:
         times: durations of steps, updates, transfers and rewards, and the answer lengths.
         seed: seed of random choices. If None, the groups get the answer lengths of the recorded groups in recorded
             order, instead of random ones, and all other choices use seed 0.
     """
+
+    hybrid = 0
 
     def __init__(self, scenario: Scenario, times: Times, seed: int | None = 0) -> None:
         self.scenario, self.times = scenario, times
@@ -427,7 +432,8 @@ class Simulation:
         sizes = {TRAINER: self.scenario.trainer_ranks, ROLLOUT: self.scenario.replica_size}
         under_way = self._books["sampled"] - self._books["trained"]
         books = TokenBooks(sampled=self._books["sampled"], trained=self._books["trained"], in_flight=under_way)
-        account = close(list(self._events()), Devices(sizes, shared=self.scenario.shared), self.clock.now, books)
+        devices = Devices(sizes, self.scenario.shared, self.hybrid)
+        account = close(list(self._events()), devices, self.clock.now, books)
         return Result(
             self._ended,
             self._tokens,

@@ -45,6 +45,18 @@ _UNDER_WAY = (
 
 
 @dataclass(frozen=True)
+class Switch:
+    """Seconds that hybrid replicas need to wake (`wake_s`), and to sleep and free the trainer's memory (`sleep_s`)."""
+
+    wake_s: float
+    sleep_s: float
+
+
+ASSUMED_SWITCH = Switch(wake_s=2.0, sleep_s=1.0)
+"""The switch of `estimated`: an assumption, not measured on a device."""
+
+
+@dataclass(frozen=True)
 class Times:
     """Durations in seconds of the operations of a run, and the lengths of its answers.
 
@@ -62,6 +74,7 @@ class Times:
         snapshot_s: time for which a weight sync keeps the trainer from training.
         stage_s: time to send a version's weights to the engines.
         swap_s: time to replace the weights in the engines.
+        switch: time to wake hybrid replicas and to put them to sleep; None if the run has lent nothing.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -78,6 +91,7 @@ class Times:
     snapshot_s: float = 0.0
     stage_s: float = 0.0
     swap_s: float = 0.0
+    switch: Switch | None = None
 
     def lengths(self, draw: random.Random) -> tuple[int, ...]:
         return draw.choice(self.groups)
@@ -134,9 +148,14 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         raise CannotPlan(f"the event record in {folder} has no trained group: let the run train some steps first")
     parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
     resumes = [event.end - event.start for event in synced if event.what == "resume"]
-    # If training and generation take turns, engines sleep and wake once per weight sync: add two switches to its time.
-    switch = 2 * statistics.mean(_phases(run, SWITCH) or [0.0])
-    swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0]) + switch
+    swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])
+    switches, switch = _phases(run, SWITCH), None
+    if not run.devices.hybrid:
+        # If training and generation take turns, engines sleep and wake once per weight sync: that is part of its time.
+        swap += 2 * statistics.mean(switches or [0.0])
+    elif len(switches) > 1:
+        # Hybrid replicas wake and sleep in turns; the first wake of a run takes longer than the others.
+        switch = Switch(statistics.median(switches[2::2] or switches[::2]), statistics.median(switches[1::2]))
     rewards = about(run.trajectories, "reward")
     scored = zip(rewards["start"].to_pylist(), rewards["end"].to_pylist(), strict=True)
     times = Times(
@@ -154,6 +173,7 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         snapshot_s=statistics.median(_phases(run, "sync") or [0.0]),
         stage_s=statistics.median(parts["stage"] or [0.0]),
         swap_s=swap,
+        switch=switch,
     )
     return times, run
 
@@ -240,6 +260,7 @@ def estimated(
         prompt=prompt,
         stage_s=rollout.transfer_s(),
         swap_s=rollout.load_s(),
+        switch=ASSUMED_SWITCH,
     )
 
 

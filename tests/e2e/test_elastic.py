@@ -10,6 +10,9 @@ from main_runs import FULLY_ASYNC, long_answers, run_main, small
 from test_fully_async import check_books
 
 from recipe.laptop.task import TaskPaths
+from recipe.plan.__main__ import of_run
+from recipe.plan.lending import LendingSimulation, simulated
+from recipe.plan.times import fitted
 
 LENDING = "fully_async/lending"
 
@@ -45,6 +48,13 @@ def test_accelerators_are_lent_while_the_trainer_waits_and_no_token_is_lost(
     # Trainer and hybrid replica are one device.
     assert seconds["rollout 0"]["training"] > 0 and seconds["rollout 0"]["decoding"] > 0
     assert seconds["rollout 0"]["wait_switch"] > 0 and "wait_switch" not in seconds["rollout 1"]
+    # Planning knows lending: the run is simulated from its own record.
+    times, recorded = fitted(tmp_path)
+    simulation = simulated(of_run(recorded, steps), times)
+    result = simulation.run()
+    assert result.trained_groups == run.summary["ledger"]["trained"] and result.staleness_max <= 4
+    assert set(result.account.devices) == set(seconds)
+    assert isinstance(simulation, LendingSimulation) and simulation.switches >= 2
 
 
 @pytest.mark.e2e

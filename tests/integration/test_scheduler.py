@@ -645,9 +645,10 @@ def test_a_trainer_that_waits_decides_by_what_it_needs_and_by_what_waits_for_a_p
     seen = []
 
     def decide() -> str | None:
-        demand, running, waiting = scheduler.demand()
-        seen.append((demand.ready, running, waiting))
-        return "take" if demand.may_take else "lend" if waiting and running < 2 else None
+        places, demand = scheduler.look(1, 1, is_awake=False)
+        running = scheduler.manager.running
+        seen.append((demand.ready, running, places.waiting))
+        return "take" if demand.may_take else "lend" if places.waiting and running < 2 else None
 
     assert scheduler.wait_for(decide, SOON) == "lend"
     assert seen[-1][:2] == (0, 1)

@@ -101,11 +101,13 @@ ESTIMATE = Scenario(batch_groups=64, answers=8, replicas=1, slots=320, places=25
 
 @pytest.mark.parametrize(("accelerators", "size"), [(2, 1), (8, 1), (17, 16), (10, 4), (64, 1), (64, 4), (1024, 8)])
 def test_each_split_can_be_trained_and_placed(accelerators: int, size: int) -> None:
-    found = candidates(replace(ESTIMATE, replica_size=size), accelerators)
+    found = candidates(replace(ESTIMATE, replica_size=size), accelerators, lends=True)
     assert found
+    assert any(scenario.lends for scenario in found) == (accelerators >= 2 * size)
     for scenario in found:
         trainer, rollout = scenario.trainer_ranks, scenario.replicas * size
         assert 64 * 8 % trainer == 0 and rollout > 0 and trainer + rollout <= accelerators
+        assert not scenario.lends or trainer % size == 0
         parts = parts_of_nodes(trainer, rollout, 8)
         assert max(parts) <= 8 and trainer % parts[0] == rollout % parts[1] == 0
 
@@ -125,13 +127,14 @@ def test_the_line_to_paste_is_one_that_the_configuration_accepts(accelerators: i
     others += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
     deeper = ["async_training.staleness_threshold=3", "async_training.max_staleness=3"]
     with initialize_config_module("recipe.fully_async.config", version_base=None):
-        for scenario in candidates(ESTIMATE, accelerators):
+        for scenario in candidates(ESTIMATE, accelerators, lends=True)[::3]:
             line = Advice(scenario, accelerators, 1.0, 1.0, 1.0, 0.0, {}, also=assumed(scenario)).overrides.split()
             composed = compose("fully_async_ppo_trainer", [*data, *others, *deeper, *line])
             config = OmegaConf.to_container(composed, resolve=True)
             assert not judge(config)[0], line
             plan = derive(config)
             assert (plan.trainer_ranks, plan.rollout_replicas) == (scenario.trainer_ranks, scenario.replicas)
+            assert plan.hybrid_replicas == scenario.trainer_ranks * scenario.lends
             assert (plan.max_staleness, plan.pipeline_depth) == (scenario.max_staleness, scenario.pipeline_depth)
             assert (plan.batch_groups * plan.answers_per_group, plan.engine_places) == (512, 256 * scenario.replicas)
 

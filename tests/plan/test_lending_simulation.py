@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_engine.core.lending import Demand, LendingPolicy, Places
-from recipe.plan.lending import LendingSimulation, Switch
+from recipe.plan.lending import LendingSimulation
 from recipe.plan.simulation import Scenario, Simulation
-from recipe.plan.times import Times
+from recipe.plan.times import Switch, Times
 
 SCENARIO = Scenario(
     batch_groups=4,
@@ -26,6 +26,7 @@ SCENARIO = Scenario(
     trainer_ranks=2,
     steps=12,
 )
+SWITCH = Switch(0.2, 0.1)
 LENGTHS = tuple((1 + draw % 7, 1 + (draw * draw) % 29) for draw in range(40))
 
 
@@ -102,13 +103,13 @@ def test_bound_and_books_hold_whatever_the_policy_says(
         batches_per_version=batches,
         at_swap=at_swap,
     )
-    check(LendingSimulation(scenario, times(), Switch(wake, sleep), Capricious(answers), seed))
+    check(LendingSimulation(scenario, times(switch=Switch(wake, sleep)), Capricious(answers), seed))
 
 
 def test_training_that_waits_for_generation_is_faster_with_its_accelerators_lent() -> None:
     scenario = replace(SCENARIO, steps=40)
     fixed = Simulation(scenario, times(), 0).run()
-    run = LendingSimulation(scenario, times(), Switch(0.2, 0.1), seed=0)
+    run = LendingSimulation(scenario, times(switch=SWITCH), seed=0)
     lent = run.run()
     assert run.switches > 0
     assert lent.tokens_per_s(8) > 1.2 * fixed.tokens_per_s(8)
@@ -116,7 +117,7 @@ def test_training_that_waits_for_generation_is_faster_with_its_accelerators_lent
 
 def test_generation_that_waits_for_training_is_lent_nothing_once_it_has_been_measured() -> None:
     scenario = replace(SCENARIO, steps=40)
-    run = LendingSimulation(scenario, times(update=200.0), Switch(0.2, 0.1), seed=0)
+    run = LendingSimulation(scenario, times(update=200.0, switch=SWITCH), seed=0)
     result = run.run()
     assert run.switches <= 2
     assert result.tokens_per_s(8) == pytest.approx(
@@ -125,11 +126,11 @@ def test_generation_that_waits_for_training_is_lent_nothing_once_it_has_been_mea
 
 
 def test_a_switch_that_takes_longer_than_the_wait_is_not_repeated_once_it_is_known() -> None:
-    run = LendingSimulation(replace(SCENARIO, steps=40), times(), Switch(500.0, 500.0), seed=0)
+    run = LendingSimulation(replace(SCENARIO, steps=40), times(switch=Switch(500.0, 500.0)), seed=0)
     run.run()
     assert run.switches == 2
 
 
 def test_the_same_seed_gives_the_same_result() -> None:
-    first, again = (LendingSimulation(SCENARIO, times(), Switch(0.2, 0.1), seed=3).run() for _ in range(2))
+    first, again = (LendingSimulation(SCENARIO, times(switch=SWITCH), seed=3).run() for _ in range(2))
     assert (first.ended, first.token_ages) == (again.ended, again.token_ages)

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recipe.async_engine.record.event_file import EventFile
-from recipe.async_engine.record.events import GROUPS, ROLLOUT, TOKENS, TRAINER, TRAJECTORIES, WEIGHTS, Event
+from recipe.async_engine.record.events import GROUPS, ROLLOUT, SWITCH, TOKENS, TRAINER, TRAJECTORIES, WEIGHTS, Event
 from recipe.plan.__main__ import main, of_run
-from recipe.plan.times import CannotPlan, fitted
+from recipe.plan.advise import advise
+from recipe.plan.lending import simulated
+from recipe.plan.times import CannotPlan, Switch, fitted
 
 SETTINGS = {
     "max_staleness": 2,
@@ -30,10 +33,11 @@ SETTINGS = {
 ENGINE = f"{ROLLOUT} 0"
 
 
-def record(folder: Path, events: list[Event], **settings: int) -> Path:
+def record(folder: Path, events: list[Event], hybrid: int = 0, **settings: int) -> Path:
     """Return the record of an engine with two places that read for 2 s and decoded for 16 s, and of a step."""
     folder.mkdir(exist_ok=True)
-    header = {"settings": SETTINGS | settings, "accelerators": {TRAINER: 1, ROLLOUT: 1}, "shared": False, "began": 0.0}
+    devices = {"accelerators": {TRAINER: 1, ROLLOUT: 1}, "shared": False, "hybrid": hybrid}
+    header = {"settings": SETTINGS | settings, **devices, "began": 0.0}
     file = EventFile(folder, header)
     decoding = [Event(ENGINE, "decoding", float(at), at + 1.0, tokens=2) for at in range(2, 18)]
     file.write([Event(ENGINE, "prefill", 0.0, 2.0, tokens=2), *decoding, *events])
@@ -72,6 +76,30 @@ def test_a_record_gives_back_the_times_of_its_run(tmp_path: Path) -> None:
     assert (scenario.batch_groups, scenario.answers, scenario.slots, scenario.places) == (1, 2, 4, 2)
     assert scenario.reward_processes == 2 * 3
     assert (scenario.max_staleness, scenario.pipeline_depth, scenario.beside) == (2, 1.5, True)
+
+
+def test_a_run_that_lent_gives_the_time_of_a_switch_without_the_first_wake(tmp_path: Path) -> None:
+    took = [9.0, 0.5, 2.0, 0.4, 1.0, 0.6, 3.0, 0.5]
+    switches = [Event(TRAINER, SWITCH, 40.0 + 10 * n, 40.0 + 10 * n + seconds) for n, seconds in enumerate(took)]
+    times, run = fitted(record(tmp_path, [*TRAINED, *switches], hybrid=1))
+    assert times.switch == Switch(pytest.approx(2.0), pytest.approx(0.5))
+    assert times.swap_s == pytest.approx(0.6)
+    assert of_run(run, 7).lends
+    # The advisor compares lending with the same splits without it.
+    found = {advice.placement for advice in advise(of_run(run, 7), times, 4, "throughput", [0])}
+    assert found == {"elastic", "separate"}
+
+
+def test_a_run_that_lent_nothing_says_that_lending_cannot_be_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = record(tmp_path, TRAINED)
+    assert main([str(folder), "--accelerators", "4", "--seeds", "1"]) == 0
+    said = capsys.readouterr()
+    assert "placement=elastic" in said.err and "placement=separate" in said.out
+    times, run = fitted(folder)
+    with pytest.raises(CannotPlan, match="record a run that lends"):
+        simulated(replace(of_run(run, 7), lends=True), times)
 
 
 def test_what_is_generated_and_not_trained_yet_makes_no_update_faster(tmp_path: Path) -> None:

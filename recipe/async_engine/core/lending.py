@@ -25,6 +25,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from recipe.async_engine.core.prompt_manager import PromptManager
+
 SWITCH_SHARE = 0.05
 """Largest share of a step's time that a switch may cost per batch; a switch collects enough batches to stay below."""
 
@@ -78,6 +80,25 @@ class Demand:
     spent: float
     may_take: bool
     most_live: int
+
+
+def look(
+    manager: PromptManager, spent: float, standalone: int, hybrid: int, is_awake: bool, prompts_left: bool = True
+) -> tuple[Places, Demand]:
+    """Return what the policy decides by, given the places of all live replicas and the place-seconds ``spent``.
+
+    is_awake: whether the hybrid replicas generate, so that the manager's slots include theirs. prompts_left: whether
+    the data has a further prompt. Trajectories are assumed to be spread evenly over the places.
+    """
+    ledger, running = manager.ledger, manager.running
+    counts = ledger.counts()
+    new = max(0, ledger.most_live - counts.live) if ledger.can_issue() and prompts_left else 0
+    waiting = manager.pending + new * manager.group_size - (manager.slots - running)
+    places = standalone + hybrid
+    taken = min(running, places) * hybrid // places if is_awake and places else 0
+    sampled, batch = manager.counts().sampled, ledger.settings.batch_groups
+    demand = Demand(batch, counts.ready, sampled, spent, ledger.may_take(), ledger.most_live)
+    return Places(standalone, hybrid, max(0, waiting), taken), demand
 
 
 class PlaceMeter:

@@ -96,6 +96,7 @@ class Validated(TypedDict, total=False):
 
 class Staleness(TypedDict, total=False):
     max: Long
+    mean: Annotated[float, Field(allow_inf_nan=False, ge=0, le=MOST)]
 
 
 class Rehearsal(TypedDict, total=False):

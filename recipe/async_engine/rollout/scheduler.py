@@ -48,7 +48,7 @@ from recipe.async_engine.core.groups import (
     Prompt,
 )
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.lending import Demand, LendingPolicy, PlaceMeter
+from recipe.async_engine.core.lending import Demand, LendingPolicy, PlaceMeter, Places, look
 from recipe.async_engine.core.prompt_manager import PromptManager, Slots, Trajectory
 from recipe.async_engine.record.events import Event, TokenBooks
 from recipe.async_engine.record.timeline import Timeline
@@ -242,24 +242,12 @@ class RolloutScheduler:
         self._poke()
         return held
 
-    def demand(self) -> tuple[Demand, int, int]:
-        """Return what the trainer needs next, how many trajectories run, and how many more could start now.
+    def look(self, standalone: int, hybrid: int, is_awake: bool) -> tuple[Places, Demand]:
+        """Return what the lending policy decides by (`recipe.async_engine.core.lending.look`).
 
         The caller must hold the lock, for example in ``decide`` of `wait_for`.
         """
-        ledger, manager, n = self.ledger, self.manager, self._settings.group_size
-        counts = ledger.counts()
-        sampled = manager.counts().sampled
-        demand = Demand(
-            ledger.settings.batch_groups,
-            counts.ready,
-            sampled,
-            self.places.spent,
-            ledger.may_take(),
-            ledger.most_live,
-        )
-        new = ledger.most_live - counts.live if ledger.can_issue() and self._prompts.left else 0
-        return demand, manager.running, manager.pending + max(0, new) * n
+        return look(self.manager, self.places.spent, standalone, hybrid, is_awake, bool(self._prompts.left))
 
     def want_no_more(self) -> None:
         """Make all present and later calls of :meth:`take_batch` return None. Any thread may call this."""

@@ -155,16 +155,9 @@ class LendingStage:
             self._hybrid.sleep()
 
     def _view(self) -> tuple[Places, Demand]:
-        demand, running, waiting = self._scheduler.demand()
-        free = self._scheduler.manager.slots - running
-        alone, more = self._places_of(self._standalone), self._places_of(self._hybrid)
-        taken = min(running, alone + more) * more // (alone + more) if self._is_awake and more else 0
-        if not self._is_awake:
-            more = self._at_each * len(self._hybrid.replicas)
-        return Places(alone, more, max(0, waiting - free), taken), demand
-
-    def _places_of(self, publisher: WeightPublisher) -> int:
-        return self._at_each * publisher.live_replicas
+        more = self._hybrid.live_replicas if self._is_awake else len(self._hybrid.replicas)
+        alone = self._standalone.live_replicas
+        return self._scheduler.look(self._at_each * alone, self._at_each * more, self._is_awake)
 
     def _lend(self, metrics: dict[str, Any], is_within_version: bool) -> bool:
         """Wake the hybrid replicas, and return whether any of them generates."""
