@@ -24,6 +24,7 @@ LONG_S = 900.0
 RESTARTED, SERVERS = "fully_async/count/agent_loop_worker_restarts", "model_engine_server/servers"
 LIVE, AGENTS = "fully_async/count/live_replicas", "fully_async/count/live_agent_loop_workers"
 SEALED, ANNOUNCED = "fully_async/count/current_param_version", "fully_async/count/announced_version"
+SWITCHES = "fully_async/lending/switches"
 UP = "is up and takes part from the next weight sync on"
 
 
@@ -148,6 +149,34 @@ def test_on_four_nodes_a_mode_learns_while_one_is_lost_and_another_joins(
             assert newest(run, AGENTS) == 4
             ended = run.end_within(LONG_S)
     check_learned(ended)
+    assert ended.metrics[-1]["fully_async/count/restarts"] == 1
+
+
+@pytest.mark.e2e
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_on_four_nodes_accelerators_of_two_are_lent_while_a_standalone_replica_is_lost_and_joins_again(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    """Training ranks with hybrid replicas on the first two nodes, and a standalone replica on each of the others."""
+    folder = tmp_path / "run"
+    with closing(Loopback(ray_dir)) as nodes:
+        nodes.add(accelerators=1)
+        nodes.add(accelerators=1)
+        _, lost = nodes.add(accelerators=1), nodes.add(accelerators=1)
+        lends = ["async_training.placement=elastic", "trainer.nnodes=2", "rollout.n_gpus_per_node=2"]
+        more = ["async_training.max_replica_restarts=1", f"trainer.total_training_steps={ENDLESS}"]
+        overrides = on(nodes, [*small(task, folder, ray_dir), *lends, *more])
+        with drilled(FULLY_ASYNC, overrides, folder, before=joining(nodes)) as run:
+            run.wait_for_steps(2, LONG_S)
+            assert newest(run, SWITCHES) > 0
+            nodes.kill(lost)
+            run.wait_for(lambda: newest(run, LIVE) == 1, "the loss of a replica", LONG_S)
+            nodes.add(accelerators=1)
+            wait_until_used(run, nodes, live=2)
+            run.signal("main", signal.SIGTERM)
+            ended = run.end_within(END_S)
+    check_stopped(ended)
     assert ended.metrics[-1]["fully_async/count/restarts"] == 1
 
 
