@@ -37,7 +37,7 @@ def judge_v1(
     files: Sequence[FileFact] = (),
     judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """Return all problems of a v1 trainer's configuration, those of ``judges`` included, and the rules' context."""
+    """Return all problems of a v1 trainer's configuration, also those that ``judges`` find, and the rules' context."""
     config, problems = well_formed(config, misses=False)
     settings, own = read_settings(config)
     problems += own
@@ -67,7 +67,7 @@ def as_placed(context: RuleContext, trainer: str) -> RuleContext:
 
 
 def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
-    """Check the settings that log-prob servers need, and that rollout servers need to wait for their first weights."""
+    """Check what this package's additions to a v1 trainer need, above all the log-prob servers."""
     servers = context.settings.servers
     if context.get("rehearse_only"):
         advice = "Only this package's own trainers rehearse; use +recipe=fully_async or +recipe=partial_rollout."

@@ -266,7 +266,7 @@ class SampleLedger:
         self._check_books()
 
     def _check_books(self) -> None:
-        """Make only those checks of `check_identity` that do not read each group, so that every step can afford them."""
+        """Make those checks of `check_identity` that do not read each group, so that each step can afford them."""
         counts = self.counts()
         by_start = {state: self._live.starts(state) for state in GroupState}
         open_starts = Counter(by_start[GroupState.RUNNING]) + Counter(by_start[GroupState.READY])

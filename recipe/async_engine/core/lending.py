@@ -175,7 +175,7 @@ class LendingPolicy:
         return self._gain_s(self._in_groups(places.standalone), self._in_groups(hybrid), self._missing(demand)) > 0
 
     def woke(self, seconds: float) -> None:
-        """Record how long the hybrid replicas took to wake. The first time is unusually long; the second replaces it."""
+        """Record how long the hybrid replicas took to wake. The first time is unusually long; the next replaces it."""
         if self._wakes == 1:
             self.wake_s = Average()
         self._wakes += 1

@@ -214,7 +214,7 @@ class PromptManager:
         return group
 
     def adopt(self, group: Group, states: Sequence[TrajectoryState]) -> None:
-        """Add a group that is new or from a checkpoint. ``states`` are those of its trajectories, none of them RUNNING."""
+        """Add a group that is new or from a checkpoint. ``states`` are its trajectories' states, never RUNNING."""
         if group.state is not GroupState.RUNNING or group.id in self._states:
             raise LedgerError(f"group {group.id} cannot be adopted: it is {group.state}, or was adopted before")
         if not states or TrajectoryState.RUNNING in states:

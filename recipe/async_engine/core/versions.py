@@ -75,7 +75,7 @@ class RequestVersions:
         self._begun.pop(request_id, None)
 
     def submitted(self, request_id: str) -> int | None:
-        """Return the version that the engine had when the request was submitted; None if it or the request is unknown."""
+        """Return the version of the engine when the request was submitted, or None if that is not known."""
         return self._begun[request_id][0][0] if request_id in self._begun else None
 
     def swap(self, sampled: Mapping[str, int], version: int) -> None:
