@@ -87,7 +87,7 @@ REMOVED = {name: ("nothing: it is no setting any more", advice) for name, advice
 
 
 LENDS = "use_dynamic_resource_scheduling"
-"""Stock verl's setting for additional replicas on the trainer's accelerators; this package has `placement=elastic`."""
+"""Stock verl's setting for additional replicas on the trainer's accelerators. Here it means `placement=elastic`."""
 
 
 def placement(config: Mapping[str, Any]) -> Any:

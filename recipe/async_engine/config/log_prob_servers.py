@@ -13,7 +13,7 @@ DISABLED = "disabled"
 
 
 class Proximal(StrEnum):
-    """The source of the proximal log-probs, those of the proximal policy, which is where an update starts from."""
+    """The source of the proximal log-probs, which are computed by the policy from which an update starts."""
 
     BYPASS = "bypass"
     RECOMPUTE = "recompute"

@@ -3,8 +3,9 @@
 
 Contract: `wanted` lists what verl reserves for the trainer and for each server: groups of accelerators, each group on
 one node, with a number of CPUs per accelerator. If `unplaceable` returns a component, no arrangement fits it on the
-nodes together with the components listed before it. If `unplaceable` returns None, and of any two group sizes one
-divides the other, all components fit, and reserving them in the order of `wanted`, larger groups first, never blocks.
+nodes together with the components listed before it. If `unplaceable` returns None, and each group size is a
+multiple of all smaller ones, all components fit, and reserving them in the order of `wanted`, larger groups first,
+never blocks.
 Shown by tests/config/test_placement.py.
 """
 
@@ -87,8 +88,8 @@ def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | 
     """Return the first of ``parts`` that does not fit on the nodes together with those before it; None if all may fit.
 
     ``rooms`` are the nodes. For each group size, the nodes' capacity and the needs of ``parts`` are counted in groups
-    of this size, and compared. This is exact if of any two sizes one divides the other. The trainer's process needs one
-    more CPU.
+    of this size, and compared. This is exact if each size is a multiple of all smaller ones. The trainer's process
+    needs one more CPU.
     """
     groups = [(part.on_a_node, part.on_a_node * part.cpus) for part in parts for _ in range(part.groups)]
     groups.append((0, 1))

@@ -57,7 +57,7 @@ def adapter_rank(config: Mapping[str, Any]) -> int:
 
 
 def has_adapter(config: Mapping[str, Any]) -> bool:
-    """Return whether verl trains LoRA adapters, with the base model as reference policy (ppo/ray_trainer.py:360)."""
+    """Return whether verl trains LoRA adapters. If so, the base model is the reference (ppo/ray_trainer.py:360)."""
     return adapter_rank(config) > 0 or lookup(config, f"{MODEL}.lora_adapter_path") is not None
 
 
@@ -130,8 +130,8 @@ WAITING_SHARE = 0.25
 ends, a queued one gets its slot in the same decode step. Without a queue, the slot would be empty for a step or two.
 """
 TOOLS_FACTOR = 4
-"""While some trajectories wait for tools, up to this many times as many may be in progress as without tools. This
-applies if `concurrent_samples_per_replica` is null.
+"""If `concurrent_samples_per_replica` is null, the factor by which the number of trajectories in progress may grow
+while some of them wait for tools.
 """
 
 

@@ -67,7 +67,7 @@ def as_placed(context: RuleContext, trainer: str) -> RuleContext:
 
 
 def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
-    """Check what this package's additions to a v1 trainer need, above all the log-prob servers."""
+    """Check the settings that this package's additions to a v1 trainer need, above all the log-prob servers."""
     servers = context.settings.servers
     if context.get("rehearse_only"):
         advice = "Only this package's own trainers rehearse; use +recipe=fully_async or +recipe=partial_rollout."
@@ -96,7 +96,7 @@ def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
 
 
 def _separate(context: RuleContext) -> Iterator[Problem]:
-    """Check what verl's `separate_async` trainer asserts only once Ray runs (trainer_separate_async.py:55-74)."""
+    """Check what verl's `separate_async` trainer asserts only after Ray has started (trainer_separate_async.py:55)."""
     steps = context.count("trainer.v1.separate_async.parameter_sync_step")
     mini, batch = context.count(f"{ACTOR}.ppo_mini_batch_size"), context.get("data.train_batch_size")
     if steps is not None and mini is not None and batch != steps * mini:

@@ -3,10 +3,10 @@
 
 Contract: a verdict says which of these three cases applies. The verdict of a setting is the entry of `TABLE` for the
 setting itself or, without one, for the innermost section around it. Of several entries for the same name, the first
-that applies to the run counts.
-`config.notices` warns of settings without effect whose values differ from verl's defaults. `refusals` reports each
-refused value and what to use instead. Conditions on several settings, on files or on nodes are in `config.rules`.
-tests/config/test_verdicts.py composes all of verl's configurations and fails if a setting has no verdict.
+that applies to the run counts. `config.notices` warns of settings without effect whose values differ from verl's
+defaults. `refusals` reports each refused value and what to use instead. Conditions on several settings, on files or on
+nodes are in `config.rules`. tests/config/test_verdicts.py composes all of verl's configurations and fails if a setting
+has no verdict.
 """
 
 import itertools

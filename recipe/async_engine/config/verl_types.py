@@ -5,8 +5,7 @@ Contract: verl's own types accept any value for most settings, so text in place 
 update. `well_formed` reports every setting whose value has another type than verl's default (number, bool, list,
 section, text) or is not allowed by `LIMITED`. In the configuration that it returns, each such setting is null, or an
 empty section, so that all rules can still be applied. A setting may be null, except for parallel sizes and settings in
-`NEEDED`.
-The types of this package's own settings are in `sections`. Shown by tests/integration/test_config_fuzz.py.
+`NEEDED`. The types of this package's own settings are in `sections`. Shown by tests/integration/test_config_fuzz.py.
 """
 
 import contextlib

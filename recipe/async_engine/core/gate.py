@@ -227,10 +227,10 @@ class StalenessGate:
                 )
 
     def _places(self, start: int, batches_left: int) -> int:
-        """Return slots(start) if ``batches_left`` batches are still to be taken before the next version, at least 0.
+        """Return what slots(start) is when ``batches_left`` batches are still to be taken before the next version.
 
-        If the result could be negative, `can_take` would refuse even a batch that takes the last group as old as
-        ``start``.
+        The result is never negative. Otherwise, `can_take` would refuse even a batch that takes the last group as old
+        as ``start``.
         """
         bound = self.settings
         versions_left = start + bound.max_staleness - self.version

@@ -210,7 +210,7 @@ class FilterCount:
         self._outcomes[group_id] = None
 
     def ended(self, group_id: int, kept: bool) -> None:
-        """Record that a complete group was kept for training (True) or filtered (False)."""
+        """Record whether a complete group was kept for training (``kept``) or filtered."""
         if group_id in self._outcomes:
             self._outcomes[group_id] = kept
             self._advance()

@@ -285,7 +285,7 @@ class SampleLedger:
         }
         broken = [identity for identity, holds in agree.items() if not holds]
         if broken:
-            raise LedgerIdentityError(f"violated: {broken}; the ledger has {counts}, the gate {self._gate.starts()}")
+            raise LedgerIdentityError(f"the ledger violates {broken}: it has {counts}, the gate {self._gate.starts()}")
 
     def snapshot(self) -> dict[str, Any]:
         """Return the ledger's state as JSON-compatible values, for a checkpoint of the present weights.

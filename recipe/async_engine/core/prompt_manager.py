@@ -188,7 +188,7 @@ class PromptManager:
         return Why.REWARD if waits_for_rewards else self._held_by(prompts_left)
 
     def _held_by(self, prompts_left: bool) -> Why:
-        """Return why no new trajectory may start although slots are free."""
+        """Return why no new trajectory starts, if the reason is not that trajectories use all slots."""
         if not self.slots:
             return Why.TURN
         if not self.is_open:

@@ -79,7 +79,7 @@ class RequestVersions:
         return self._begun[request_id][0][0] if request_id in self._begun else None
 
     def swap(self, sampled: Mapping[str, int], version: int) -> None:
-        """Record a weight swap to ``version``; ``sampled`` is each request's number of tokens by now (0 if missing)."""
+        """Record a weight swap to ``version``. ``sampled`` has each request's number of tokens so far, 0 if missing."""
         for request_id, begun in self._begun.items():
             begun.append((version, sampled.get(request_id, 0)))
 

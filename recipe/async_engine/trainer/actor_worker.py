@@ -131,7 +131,7 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def snapshot_weights(self, version: int, wire: Wire) -> None:
-        """Copy the current weights, which are ``version``, for `send_snapshot`, in the dtypes that ``wire`` names."""
+        """Copy the current weights, in the dtypes that ``wire`` names. `send_snapshot` sends them as ``version``."""
         if self._snapshot is None:
             name = get_platform().device_name
             from_host = name == "cpu" or getattr(self.checkpoint_engine, "from_host", False)

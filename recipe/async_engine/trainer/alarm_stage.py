@@ -35,7 +35,7 @@ WITHOUT_SCORE = "val-aux/num_failed"
 
 
 def new_alarms(plan: RunPlan, counts: Mapping[str, int] | None = None) -> Alarms:
-    """Return the alarms of a run. ``counts`` are those that the checkpoint has from which the run resumes, if any."""
+    """Return the alarms of a run. If the run resumes, ``counts`` are the alarms' counts in its checkpoint."""
     limits = asdict(plan.settings.async_training.alarms)
     return Alarms(limits, WINDOW_BATCHES * plan.batch_groups, logger.warning, counts)
 

@@ -226,7 +226,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     row, sampled_by, counts = np.array(runs, dtype=np.int64).reshape(-1, 3).T
     ages = version - sampled_by
     if (ages < 0).any():
-        raise VersionRecordError(f"tokens of later version {sampled_by.max()} cannot be trained at version {version}")
+        raise VersionRecordError(f"tokens sampled by version {sampled_by.max()} cannot be trained at version {version}")
     # `oldest` and `newest` are the ages of each row's oldest and newest token, or 0 if no token was sampled.
     oldest = np.zeros(len(batch), np.int64)
     np.maximum.at(oldest, row, ages)

@@ -32,7 +32,7 @@ from recipe.async_engine.rollout.prompts import IndexedDataset
 logger = logging.getLogger(__name__)
 
 FIRST = 8
-"""Number of rows of each data set that are checked: the first ones."""
+"""How many rows, the first ones, are checked in each data set."""
 
 
 def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:

@@ -71,7 +71,7 @@ class Probe:
     def under(self, records: Sequence[ReplicaRecord], change: Callable[[], None], timeout_s: float) -> list[Answer]:
         """Call ``change`` while each replica generates a long answer, and return the answers when they are complete.
 
-        The answers must be complete within ``timeout_s`` seconds, in which ``change`` is called, too.
+        The answers must be complete within ``timeout_s`` seconds, including the time that ``change`` takes.
         """
         names = {f"rehearsal-{uuid.uuid4().hex}": record for record in records}
 

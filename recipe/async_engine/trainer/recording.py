@@ -140,7 +140,7 @@ class Recording:
         self._thread.start()
 
     def tell(self, event: Event) -> None:
-        """Record an event. Its times must be of this process's clock."""
+        """Record an event whose times were taken from this process's clock."""
         if event.lane in (TRAJECTORIES, GROUPS) and event.group is not None and not is_kept(event.group):
             return
         self._told.append(event._replace(start=event.start - self._began, end=event.end - self._began))

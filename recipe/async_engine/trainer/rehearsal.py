@@ -137,7 +137,7 @@ class Rehearsal:
     # The following methods send the weights. `HybridRehearsal` overrides `send_again`.
 
     def send_again(self, before: list[Answer]) -> None:
-        """Send the version again with the run's settings, and if that fails with fallbacks. Then compare log-probs."""
+        """Send the version again with the run's settings or, if that fails, with fallbacks. Compare log-probs."""
         check = self._sent()
         while check.outcome == FELL_BACK:
             check = self._sent()

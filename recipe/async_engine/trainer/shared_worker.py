@@ -43,10 +43,10 @@ class HybridActorWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
-        """Send weights as verl does, and return the checksum of the weights that the rollout engine loaded.
+        """Send weights as verl does.
 
-        That is for the backend "naive". For other backends, return verl's metrics. The backend is ``mode`` or, if that
-        is "auto", the configured one.
+        With the backend "naive", return the checksum of the weights that the rollout engine has loaded; with any other
+        backend, return verl's metrics. The backend is ``mode`` or, if that is "auto", the configured one.
         """
         sent = await super().update_weights(global_steps=global_steps, mode=mode)
         backend = self.config.rollout.checkpoint_engine.backend if mode == "auto" else mode

@@ -19,7 +19,7 @@ HYBRID_SHARE = "recipe_hybrid_gpu_memory_utilization"
 
 
 def for_hybrid_replicas(config: Any) -> Any:
-    """Return a copy of ``config`` (after `derive_verl_settings`) for replicas on the trainer's accelerators."""
+    """Return a copy of ``config`` for replicas on the trainer's accelerators. Call `derive_verl_settings` first."""
     config = copy.deepcopy(config)
     with open_dict(config):
         rollout = config.actor_rollout_ref.rollout
