@@ -5,8 +5,7 @@ Contract: `wanted` lists what verl reserves for the trainer and for each server:
 one node, with a number of CPUs per accelerator. If `unplaceable` returns a component, no arrangement fits it on the
 nodes together with the components listed before it. If `unplaceable` returns None, and each group size is a
 multiple of all smaller ones, all components fit, and reserving them in the order of `wanted`, larger groups first,
-never blocks.
-Shown by tests/config/test_placement.py.
+never blocks. Shown by tests/config/test_placement.py.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from recipe.async_engine.config.plan import hybrid_replicas, replica_size, rollo
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.config.sections import SHARED, Settings
 
-# Number of CPUs that verl reserves with each accelerator (single_controller/ray/base.py:214,
-# workers/rollout/replica.py:185).
+# Number of CPUs that verl reserves with each accelerator (single_controller/ray/base.py:211,
+# workers/rollout/replica.py:205).
 TRAINER_CPUS, REPLICA_CPUS = 3, 2
 TRAINER_POOL, TEACHER_POOL = "trainer_pool", "teacher_pool"
 

@@ -118,8 +118,8 @@ def trainer_ranks(config: Mapping[str, Any]) -> int:
 def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
     """Return b, the number of prompt groups of a step.
 
-    With whole batches or a shared placement, b is `data.train_batch_size`, as in synchronous training. In other modes,
-    or if that setting is 0, b is `ppo_mini_batch_size * require_batches`.
+    With the admission policy `whole_batches` or with ``placement=shared``, b is `data.train_batch_size`, as in
+    synchronous training. Otherwise, or if that setting is 0, b is `ppo_mini_batch_size * require_batches`.
     """
     whole = int(lookup(config, "data.train_batch_size") or 0) if synchronous_batch(training) else 0
     return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size")) * training.require_batches
@@ -160,7 +160,7 @@ def teachers(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the teachers' configuration sections, or () without distillation.
 
     Like verl, leave out the default section `teacher_model` if there are other sections
-    (workers/config/distillation.py:278).
+    (verl/workers/config/distillation.py:310).
     """
     if not lookup(config, "distillation.enabled"):
         return ()
@@ -169,7 +169,7 @@ def teachers(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
-    """Return the number of prompts used per epoch. With whole batches, an incomplete last batch is left out."""
+    """Return the number of prompts used per epoch. `whole_batches` leaves out an incomplete last batch, like verl."""
     return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows
 
 

@@ -215,7 +215,7 @@ def chosen_prompt(policy: AdmissionPolicy, prompts: Sequence[Prompt]) -> int | N
 
 
 def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:
-    """Return the policy's priority for a trajectory that waits for a slot; raise PolicyError if it is not a number."""
+    """Return the policy's priority for a trajectory that waits for a slot. It must be a number, else PolicyError."""
     rank = asked(policy, "rank", group, index)
     if isinstance(rank, int | float) and not math.isnan(rank):
         return rank

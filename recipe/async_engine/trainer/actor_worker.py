@@ -71,7 +71,7 @@ class ShardCopy:
 
     Training may continue from the copy, so the copy has the exact values of the shards, usually in fp32. (The copy that
     is sent to replicas is another one, a `WeightSnapshot`: the whole model in the rollout's dtype, on rank 0.) `take`
-    returns the format of `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu` (fsdp_utils.py:1180). Unlike that function,
+    returns the format of `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`. Unlike that function (fsdp_utils.py:1180),
     `take` also copies tensors that are on the CPU, and copies all shards into one piece of pinned memory.
     """
 

@@ -112,7 +112,7 @@ def in_whole_mini_batches(
 
     verl's workers accept no other number, but with several outputs per trajectory a batch may have any number of rows.
     The added rows are short sequences of the token ``filler`` whose ``response_mask`` is 0, so they do not contribute
-    to any loss. verl's v1 trainers add such rows too (trainer/ppo/padding_utils.py:68). The added rows come last,
+    to any loss. verl's v1 trainers add such rows too (trainer/ppo/padding_utils.py:144). The added rows come last,
     unless ``balance`` is given, which is verl's function that reorders a batch so that each rank gets about the same
     number of tokens.
     """
@@ -160,7 +160,7 @@ def last_outputs(keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compare_last_outputs(batch: DataProto, keys: Sequence[str], compute: Callable[[DataProto], DataProto]) -> None:
-    """Set the advantages of a batch as verl's v1 trainers do for GRPO (trainer/ppo/v1/utils.py:131).
+    """Set the advantages of a batch as verl's v1 trainers do for GRPO (trainer/ppo/v1/utils.py:148).
 
     Only the last outputs of the trajectories are compared, among those of the same prompt. The other outputs of a
     trajectory get the advantage of its last output.

@@ -93,7 +93,7 @@ def with_scores(
 
 
 def _averaged(values: list[Any]) -> list[Any]:
-    """Return ``values`` as numbers or None. If one is a string, return all as strings, which verl's means skip."""
+    """Return ``values`` as numbers or None, or, if any is a string, all as strings, which verl's means skip."""
     if any(isinstance(value, str) for value in values):
         return [None if value is None else str(value) for value in values]
     return [value if isinstance(value, float) or is_number(value) else None for value in values]

@@ -44,7 +44,7 @@ TAKE, LEND = "take", "lend"
 
 INTERRUPT_S = "partial_rollout/interrupt_seconds"
 OF_TURNS = (INTERRUPT_S, *(f"partial_rollout/{name}" for name in ("cut_tokens", "lost_tokens", "interrupted_in_tools")))
-"""Metrics of generation turns (docs/partial-rollout.md)."""
+"""Names of the metrics of a generation turn, a loan with ``placement=shared`` (docs/partial-rollout.md)."""
 
 
 class LendingStage:

@@ -72,7 +72,7 @@ def make_tokens_ragged(data: Any) -> None:
     """Make the token dimension of position ids the ragged one. With images, their shape is (rows, 4, tokens).
 
     If all rows have the same length, verl's trainer makes dimension 1 (of size 4) ragged
-    (verl/workers/utils/padding.py:62). verl's workers expect dimension 2 to be ragged, and would raise an error
+    (verl/workers/utils/padding.py:67). verl's workers expect dimension 2 to be ragged, and would raise an error
     (verl/utils/tensordict_utils.py:915).
     """
     positions = data.get("position_ids") if isinstance(data, TensorDict) else None

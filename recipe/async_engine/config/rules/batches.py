@@ -108,7 +108,7 @@ def whole_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def shared_placement(context: RuleContext) -> Iterator[Problem]:
-    """Check settings for which a shared placement or whole batches allow only one value."""
+    """Check settings that must have one certain value with ``placement=shared`` or the policy `whole_batches`."""
     training = context.settings.async_training
     if synchronous_batch(training) and training.trigger_parameter_sync_step != 1:
         allowed = f"1 with {'placement=shared' if training.placement == SHARED else 'whole batches'}"

@@ -144,7 +144,7 @@ def engine(context: RuleContext) -> Iterator[Problem]:
 def _torchtitan(context: RuleContext) -> Iterator[Problem]:
     """With torchtitan, refuse a critic, and settings with which the trainer must keep a copy of published weights.
 
-    For this engine, verl has neither a critic nor such copies (separation/engine_workers.py:118).
+    For this engine, verl has neither a critic nor such copies (separation/engine_workers.py:108).
     """
     setting, training = "async_training.trigger_parameter_sync_step", context.settings.async_training
     keeps = context.trainer_scores or training.placement == ELASTIC or (context.get("trainer.save_freq") or -1) > 0

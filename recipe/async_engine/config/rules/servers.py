@@ -112,7 +112,7 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
 
 
 def teachers_servers(context: RuleContext) -> Iterator[Problem]:
-    """Check that the teachers' servers take all of their accelerators (verl/workers/config/distillation.py:234)."""
+    """Check that the teachers' servers take all of their accelerators (verl/workers/config/distillation.py:282)."""
     sections = teachers(context.config)
     if not sections:
         return

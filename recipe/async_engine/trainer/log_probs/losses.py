@@ -11,7 +11,7 @@ weights only if it applies the weights.
 `BYPASS`: the proximal policy is the behaviour policy, which sampled the answers. The ratio in most losses is then
 already the importance weight, so these losses get no additional weights, as in verl's PPO loss for this case
 (core_algos.py:2441). verl's own loss ``bypass_mode`` is not used: it supports only two losses, and verl selects it only
-after the workers have got their configuration (rollout_corr_helper.py:1148), so ``algorithm.rollout_correction`` would
+after the workers have got their configuration (rollout_corr_helper.py:1109), so ``algorithm.rollout_correction`` would
 have no effect.
 
 `LOGLINEAR`: the proximal policy is interpolated between the behaviour policy and the current policy (Li, Wu, Shen:
