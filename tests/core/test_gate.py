@@ -177,7 +177,7 @@ def test_bound_zero_admits_nothing_before_the_sealed_version_is_announced() -> N
 
 
 def test_state_that_breaks_the_invariant_is_refused() -> None:
-    with pytest.raises(StalenessViolation, match="2 live groups have start version 0 or older, but 1 batch slots"):
+    with pytest.raises(StalenessViolation, match="2 live groups have start version 0 or older, but only 1 groups can"):
         StalenessGate(settings(b=1, bound=1), version=1, starts=[0, 0])
     with pytest.raises(GateError, match="has start version 2"):
         StalenessGate(settings(b=1, bound=1), version=1, starts=[0, 2])

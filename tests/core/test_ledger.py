@@ -178,7 +178,7 @@ def test_one_batch_is_leased_at_a_time() -> None:
         ledger.take()
     ledger.mark_trained()
     ledger.take()
-    with pytest.raises(LedgerError, match="cannot be sealed: the trainer holds"):
+    with pytest.raises(LedgerError, match="cannot be made yet: the trainer holds"):
         ledger.seal()
         ledger.announce()
 

@@ -94,7 +94,7 @@ def test_every_token_has_its_version_and_padding_none() -> None:
 
 
 def test_versions_of_more_tokens_than_the_response_has_are_refused() -> None:
-    with pytest.raises(VersionRecordError, match=f"a response of {LENGTH} tokens has versions of {LENGTH + 1} tokens"):
+    with pytest.raises(VersionRecordError, match=f"a response of {LENGTH} tokens has versions for {LENGTH + 1} tokens"):
         batch_of(output((0, LENGTH), (1, 1)))
 
 

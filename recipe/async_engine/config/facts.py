@@ -24,7 +24,7 @@ class NodeRoom:
 class Resources:
     """The accelerators, CPUs and packages of the cluster, or of this machine if the run is local."""
 
-    # Number of accelerators if known; on the CPU platform, Ray's logical count.
+    # Number of accelerators, if known. On the CPU platform, the logical number that Ray is told.
     accelerators: int | None
     device_bytes: int | None = None  # bytes of memory of the smallest accelerator, if known
     nodes: tuple[NodeRoom, ...] = ()  # accelerators and CPUs of each node, if known

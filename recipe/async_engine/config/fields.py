@@ -26,8 +26,8 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 def setting(default: Any, meaning: str, *, unit: str = "", instead: str = "", **limits: Any) -> Any:
     """Declare a setting.
 
-    ``meaning`` is the text in docs/configuration.md; ``instead`` says what to change if a value is refused (if empty,
-    the error names the default); ``limits`` are pydantic's own (`ge`, `gt`).
+    ``meaning`` is the text in docs/configuration.md. ``instead`` says what to change if a value is refused; if it is
+    empty, the error names the default. ``limits`` are pydantic's, such as ``ge`` (least value) or ``gt``.
     """
     extra: Any = {"unit": unit, "instead": instead}
     return Field(default=default, description=meaning, json_schema_extra=extra, **limits)
@@ -48,7 +48,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def settings_of(cls: Any) -> dict[str, FieldInfo]:
-    """Return pydantic's description of each setting of a section, by the setting's name."""
+    """Return pydantic's description of each setting of a section class, by the setting's name."""
     return dict(cls.__pydantic_fields__)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates old settings of verl and settings of its asynchronous modes, and lists removed settings.
+"""Translates verl's old settings and the settings of verl's asynchronous modes, and lists removed settings.
 
 Contract: verl renames its old reward settings only in the trainer's process. `migrated` renames them before any check,
 in the same way as `verl.experimental.reward_loop.migrate_legacy_reward_impl`, so that rules need only the new names;
@@ -87,7 +87,7 @@ REMOVED = {name: ("nothing: it is no setting any more", advice) for name, advice
 
 
 LENDS = "use_dynamic_resource_scheduling"
-"""Stock verl's setting for additional replicas on the trainer's accelerators, here called `placement=elastic`."""
+"""Stock verl's setting for additional replicas on the trainer's accelerators. Here it means `placement=elastic`."""
 
 
 def placement(config: Mapping[str, Any]) -> Any:
@@ -119,12 +119,12 @@ def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
             if setting == INTERRUPTS and isinstance(section[last], bool):
                 found[name] = _at_swap(found[name], "interrupt" if section[last] else "drain")
             elif setting == INTERRUPTS and section[last] is not None:
-                found[name] = dict(section)  # The value stays, so that `read_section` refuses it.
+                found[name] = dict(section)  # Keep the wrong value, so that `read_section` refuses it.
     return found
 
 
 def _at_swap(training: dict[str, Any], said: str) -> dict[str, Any]:
-    """Return the section `async_training` with `weights.at_swap` set, unless it is set already."""
+    """Return the section ``training`` with `weights.at_swap` set to ``said``, unless it already has a value."""
     weights = training.get("weights") or {}
     if not isinstance(weights, Mapping) or weights.get("at_swap") is not None:
         return training

@@ -13,7 +13,7 @@ DISABLED = "disabled"
 
 
 class Proximal(StrEnum):
-    """The source of the proximal log-probs, which are those of the policy that an update starts from."""
+    """The source of the proximal log-probs, which are computed by the policy from which an update starts."""
 
     BYPASS = "bypass"
     RECOMPUTE = "recompute"
@@ -25,8 +25,8 @@ class Proximal(StrEnum):
 class LogProbServers:
     """The Model Engine Server: replicas of the training engine, on resources of their own, that compute log-probs.
 
-    Hydra's group `model_engine_server` (`disabled`, `fsdp2` or `megatron`) composes this section and adds `engine`,
-    verl's own configuration of that training engine.
+    Hydra's config group `model_engine_server` (`disabled`, `fsdp2` or `megatron`) composes this section. It adds the
+    subsection `engine`, which is verl's own configuration of the chosen training engine.
     """
 
     backend: Literal["disabled", "fsdp2", "megatron"] = setting("disabled", "The training engine.")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warns about settings that have no effect, and names what to use instead.
 
-Contract: there is a warning for a setting without effect whose value differs from verl's default, for a setting that
-neither verl nor this package knows, and for a setting in verl's old section `reward_model` that verl drops. Shown by
+Contract: a setting causes a warning if it has no effect and its value differs from verl's default, if neither verl nor
+this package knows it, or if it is in verl's old section `reward_model` and verl drops it. Shown by
 tests/config/test_verdicts.py.
 """
 
@@ -31,7 +31,7 @@ READ = frozenset(
 )
 """Settings in `UNTYPED` sections that verl reads although they are missing from its default configuration."""
 
-# Sections in scripts for verl 0.7 and before, with their current names.
+# Sections of verl 0.7 and earlier that old scripts may still use, with their current names.
 NOW = {
     "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
     "reward_model.sandbox_fusion": "reward.sandbox_fusion",
@@ -60,7 +60,7 @@ def notices(context: RuleContext, defaults: Mapping[str, Any] | None = None) -> 
 
 
 def _unknown(context: RuleContext, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings, with their values, that neither verl nor this package has."""
+    """Yield the name and the value of each setting that neither verl nor this package has."""
     yield from ((name, value) for name, value in context.config.items() if name not in BY_SETTING)
     for section in UNTYPED if defaults else ():
         given, known = context.get(section), defaults.get(section)
@@ -83,7 +83,7 @@ def _added(given: Mapping[str, Any], known: Mapping[str, Any], above: str) -> It
 
 
 def _usual(setting: str, defaults: Mapping[str, Any], context: RuleContext) -> tuple[Any, ...] | None:
-    """Return the default values of a setting; None if verl derives the value from several other settings."""
+    """Return the default value of a setting as a tuple; None if verl derives it from several other settings."""
     section, _, name = setting.rpartition(".")
     if section in SECTIONS and (own := settings_of(SECTIONS[section]).get(name)) is not None:
         return (own.default,)

@@ -89,13 +89,13 @@ def needs(config: Mapping[str, Any]) -> Iterator[Need]:
 
 
 def attention(config: Mapping[str, Any], model: str = MODEL) -> str:
-    """Return the attention implementation of FSDP engines, by default verl's (verl/workers/config/model.py:185)."""
+    """Return the attention implementation of FSDP engines, or verl's default (verl/workers/config/model.py:185)."""
     places = (f"{model}.override_config{part}.attn_implementation" for part in (".model_config", ""))
     return next((str(said) for place in places if (said := lookup(config, place))), "flash_attention_2")
 
 
 def _of_fsdp(config: Mapping[str, Any]) -> Iterator[Need]:
-    # `kernels` is enough: with it, Transformers can take flash attention from the Hugging Face hub.
+    # The package `kernels` is enough: with it, Transformers loads flash attention from the Hugging Face hub.
     if attention(config).startswith("flash_attention"):
         modules = ("flash_attn", "kernels")
         yield Need("flash-attn", modules, ATTENTION, "sdpa without flash-attn", f"set +{ATTENTION}=sdpa")

@@ -3,9 +3,9 @@
 
 Contract: `wanted` lists what verl reserves for the trainer and for each server: groups of accelerators, each group on
 one node, with a number of CPUs per accelerator. If `unplaceable` returns a component, no arrangement fits it on the
-nodes together with the components listed before it. If `unplaceable` returns None and all group sizes divide each
-other, all components fit, and reserving them in the order of `wanted`, larger groups first, never blocks. Shown by
-tests/config/test_placement.py.
+nodes together with the components listed before it. If `unplaceable` returns None, and each group size is a
+multiple of all smaller ones, all components fit, and reserving them in the order of `wanted`, larger groups first,
+never blocks. Shown by tests/config/test_placement.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from recipe.async_engine.config.plan import hybrid_replicas, replica_size, rollo
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.config.sections import SHARED, Settings
 
-# Number of CPUs that verl reserves with each accelerator (single_controller/ray/base.py:214,
-# workers/rollout/replica.py:185).
+# Number of CPUs that verl reserves with each accelerator (single_controller/ray/base.py:211,
+# workers/rollout/replica.py:205).
 TRAINER_CPUS, REPLICA_CPUS = 3, 2
 TRAINER_POOL, TEACHER_POOL = "trainer_pool", "teacher_pool"
 
@@ -54,7 +54,7 @@ def wanted(config: Mapping[str, Any], settings: Settings) -> list[Wanted]:
     if settings.async_training.placement != SHARED:
         size, per_node = replica_size(config), settings.rollout.n_gpus_per_node
         count = rollout_accelerators(config, settings) // size
-        # Hybrid replicas have the lowest numbers, and reserve nothing: they use the trainer's accelerators.
+        # Hybrid replicas come first in the numbering, and reserve nothing: they use the trainer's accelerators.
         first = hybrid_replicas(config, settings)
         parts += _replicas("rollout replica", "rollout.n_gpus_per_node", "", count, size, per_node, first)
     if (servers := settings.servers).enabled:
@@ -87,7 +87,8 @@ def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | 
     """Return the first of ``parts`` that does not fit on the nodes together with those before it; None if all may fit.
 
     ``rooms`` are the nodes. For each group size, the nodes' capacity and the needs of ``parts`` are counted in groups
-    of this size, and compared. This is exact if the sizes divide each other. The trainer's process needs one more CPU.
+    of this size, and compared. This is exact if each size is a multiple of all smaller ones. The trainer's process
+    needs one more CPU.
     """
     groups = [(part.on_a_node, part.on_a_node * part.cpus) for part in parts for _ in range(part.groups)]
     groups.append((0, 1))

@@ -15,7 +15,9 @@ from recipe.async_engine.config.problems import ConfigError, Problem, lookup
 from recipe.async_engine.config.sections import ELASTIC, SHARED, AsyncTraining, Settings, read_settings
 
 USUAL_BOUND = 4
-"""Default staleness bound in versions: long answers fit within it, and learning is no worse (docs/benchmarks.md)."""
+"""Default staleness bound, in versions. Long answers are ready within it, and with it training learns as well as with a
+tighter bound (docs/benchmarks.md).
+"""
 MODEL = "actor_rollout_ref.model"
 
 
@@ -31,7 +33,8 @@ class RunPlan:
     trainer_ranks: int  # processes of the training engine
     rollout_replicas: int  # rollout replicas; with `placement=elastic`, without the hybrid ones
     hybrid_replicas: int  # hybrid replicas: those on the trainer's accelerators
-    # Greatest number of steps; filtered and failed groups lower it. 0 until the number of data rows is known.
+    # Greatest number of steps; the run has fewer if groups are filtered or fail. 0 until the number of data rows is
+    # known.
     total_steps: int
     total_groups: int | None  # greatest number of prompt groups issued; None if only `total_steps` limits it
     max_concurrent_trajectories: int  # most trajectories that all engines together have at once
@@ -54,7 +57,7 @@ def adapter_rank(config: Mapping[str, Any]) -> int:
 
 
 def has_adapter(config: Mapping[str, Any]) -> bool:
-    """Return whether verl trains LoRA adapters; if so, the reference is the base model (ppo/ray_trainer.py:360)."""
+    """Return whether verl trains LoRA adapters. If so, the base model is the reference (ppo/ray_trainer.py:360)."""
     return adapter_rank(config) > 0 or lookup(config, f"{MODEL}.lora_adapter_path") is not None
 
 
@@ -73,8 +76,8 @@ def staleness_bound(training: AsyncTraining) -> int:
     """Return S, the hard staleness bound in versions.
 
     The default leaves room for answers that take several versions to generate, while `staleness_threshold` decides the
-    usual age of samples. If both were equal, training would wait for the slowest answer of each batch; stock verl does
-    not wait, since its threshold counts samples.
+    usual age of samples. If the bound were equal to that threshold, training would wait for the slowest answer of each
+    batch. Stock verl does not wait, since its threshold limits the number of samples, not their age.
     """
     if training.max_staleness is not None:
         return training.max_staleness
@@ -89,7 +92,7 @@ def replica_size(config: Mapping[str, Any], rollout: str = "actor_rollout_ref.ro
 
 
 def synchronous_batch(training: AsyncTraining) -> bool:
-    """Return whether a step trains `data.train_batch_size` prompts in mini-batches, as synchronous training does."""
+    """Return whether each step trains `data.train_batch_size` prompts in mini-batches, as in synchronous training."""
     return training.whole_batches or training.placement == SHARED
 
 
@@ -115,19 +118,21 @@ def trainer_ranks(config: Mapping[str, Any]) -> int:
 def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
     """Return b, the number of prompt groups of a step.
 
-    With whole batches or a shared placement, b is `data.train_batch_size`, as in synchronous training. In other modes,
-    or if that setting is 0, b is `ppo_mini_batch_size * require_batches`.
+    With the admission policy `whole_batches` or with ``placement=shared``, b is `data.train_batch_size`, as in
+    synchronous training. Otherwise, or if that setting is 0, b is `ppo_mini_batch_size * require_batches`.
     """
     whole = int(lookup(config, "data.train_batch_size") or 0) if synchronous_batch(training) else 0
     return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size")) * training.require_batches
 
 
 WAITING_SHARE = 0.25
-"""Trajectories that queue at an engine, as a share of its sequence slots (`max_num_seqs`): when a trajectory ends, a
-queued one gets the slot in the same decode step. Without the queue, the next one would arrive a step or two later."""
+"""Number of trajectories that queue at an engine, as a share of its sequence slots (`max_num_seqs`). When a trajectory
+ends, a queued one gets its slot in the same decode step. Without a queue, the slot would be empty for a step or two.
+"""
 TOOLS_FACTOR = 4
-"""If `concurrent_samples_per_replica` is null, the factor by which trajectories in progress may exceed those at the
-engines while some wait for tools."""
+"""If `concurrent_samples_per_replica` is null, the factor by which the number of trajectories in progress may grow
+while some of them wait for tools.
+"""
 
 
 def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
@@ -141,7 +146,7 @@ def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int
 
 
 def places_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Return how many of a replica's trajectories its engine decodes at the same time, at most `max_num_seqs`."""
+    """Return how many trajectories the engine of one replica decodes at the same time, at most `max_num_seqs`."""
     slots = slots_per_replica(config, training)
     return min(slots, int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs") or slots))
 
@@ -152,8 +157,10 @@ def rehearses(config: Mapping[str, Any], training: AsyncTraining) -> bool:
 
 
 def teachers(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the sections of the teachers; () without distillation. verl leaves out the default one if there are others
-    (workers/config/distillation.py:278).
+    """Return the names of the teachers' configuration sections, or () without distillation.
+
+    Like verl, leave out the default section `teacher_model` if there are other sections
+    (verl/workers/config/distillation.py:310).
     """
     if not lookup(config, "distillation.enabled"):
         return ()
@@ -162,7 +169,7 @@ def teachers(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
-    """Return the number of prompts per epoch; with whole batches, an incomplete last batch is left out, as in verl."""
+    """Return the number of prompts used per epoch. `whole_batches` leaves out an incomplete last batch, like verl."""
     return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows
 
 

@@ -124,10 +124,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Alarms:
-    """How many times in a row each alarm of `core.alarms` occurs before it ends the run; null: the alarm never ends it.
+    """For each alarm of `core.alarms`, how many times in a row it occurs before it ends the run; null for never.
 
-    The limit `failed_groups` is a share of groups instead. `exit_status` is whether a run that succeeded but raised
-    alarms exits with status 3.
+    The limit `failed_groups` is a share of groups instead. `exit_status` says whether a run that succeeded, but in
+    which alarms rang, exits with status 3.
     """
 
     failed_groups: float | None = setting(0.5, "", gt=0)

@@ -37,7 +37,7 @@ def judge_v1(
     files: Sequence[FileFact] = (),
     judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """Return all problems of a v1 trainer's configuration, those of ``judges`` included, and the rules' context."""
+    """Return all problems of a v1 trainer's configuration, also those that ``judges`` find, and the rules' context."""
     config, problems = well_formed(config, misses=False)
     settings, own = read_settings(config)
     problems += own
@@ -67,7 +67,7 @@ def as_placed(context: RuleContext, trainer: str) -> RuleContext:
 
 
 def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
-    """Check the settings that log-prob servers need, and that rollout servers need to wait for their first weights."""
+    """Check the settings that this package's additions to a v1 trainer need, above all the log-prob servers."""
     servers = context.settings.servers
     if context.get("rehearse_only"):
         advice = "Only this package's own trainers rehearse; use +recipe=fully_async or +recipe=partial_rollout."
@@ -96,7 +96,7 @@ def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
 
 
 def _separate(context: RuleContext) -> Iterator[Problem]:
-    """Check what verl's `separate_async` trainer asserts only once Ray runs (trainer_separate_async.py:55-74)."""
+    """Check what verl's `separate_async` trainer asserts only after Ray has started (trainer_separate_async.py:55)."""
     steps = context.count("trainer.v1.separate_async.parameter_sync_step")
     mini, batch = context.count(f"{ACTOR}.ppo_mini_batch_size"), context.get("data.train_batch_size")
     if steps is not None and mini is not None and batch != steps * mini:

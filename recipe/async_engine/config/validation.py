@@ -92,7 +92,7 @@ WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
 
 
 def warnings_of(context: RuleContext, judges: Sequence[Judge] = (), of_v1: bool = False) -> list[str]:
-    """Return the warnings about a configuration; for verl's own v1 trainers (``of_v1``), only those of ``judges``."""
+    """Return the warnings about a configuration. For verl's v1 trainers (``of_v1``), only ``judges`` give warnings."""
     rules = (*(other.warnings for other in judges), *(() if of_v1 else (*WARNINGS, notices.notices)))
     return [text for rule in rules for text in rule(context)]
 

@@ -2,10 +2,11 @@
 """Lists, for each of verl's settings, whether it takes effect in a run of this package, has no effect, or is refused.
 
 Contract: a verdict says which of these three cases applies. The verdict of a setting is the entry of `TABLE` for the
-setting itself, else for the innermost section around it; of several entries, the first that applies to the run counts.
-`config.notices` warns of settings without effect whose values differ from verl's defaults. `refusals` reports each
-refused value and what to use instead. Conditions on several settings, on files or on nodes are in `config.rules`.
-tests/config/test_verdicts.py composes all of verl's configurations and fails if a setting has no verdict.
+setting itself or, without one, for the innermost section around it. Of several entries for the same name, the first
+that applies to the run counts. `config.notices` warns of settings without effect whose values differ from verl's
+defaults. `refusals` reports each refused value and what to use instead. Conditions on several settings, on files or on
+nodes are in `config.rules`. tests/config/test_verdicts.py composes all of verl's configurations and fails if a setting
+has no verdict.
 """
 
 import itertools
@@ -30,7 +31,7 @@ ADAPTERS = {
     "vllm": "recipe.async_engine.engines.vllm.adapter.DeadlineServerAdapter",
     "sglang": "recipe.async_engine.engines.sglang.adapter.SGLangServerAdapter",
 }
-"""For each engine, the class that passes weights from a trainer rank or a weight worker to the engine's servers."""
+"""For each engine, the class with which a trainer rank or a weight worker passes weights to the engine's servers."""
 TEACHERS_ENGINE = "vllm"
 """The engine that serves teacher models; `config.rules` refuses others."""
 TOKENIZER_ARGUMENTS = {"vllm": "tokenizer", "sglang": "tokenizer_path"}
@@ -47,7 +48,7 @@ INSTEAD = {
     "logprobs_mode": "SGLang's log-probs are those after the temperature, before top_k and top_p",
     "seed": "each engine of SGLang draws a seed of its own",
 }
-"""Settings that verl passes to vLLM only. The text says what to set with SGLang instead, or how SGLang behaves."""
+"""For each setting that verl passes to vLLM only, what to set with SGLang instead, or how SGLang behaves."""
 UNREAD = "verl 0.9.1 does not read it either; remove it"
 QUEUE = "this package does not use TransferQueue"
 V1 = "trainer.v1"
@@ -71,10 +72,10 @@ class Verdict:
         advice: what to use instead.
         allowed: the accepted values, in words, if `kind` is REFUSED.
         refuses: returns whether a value is refused; by default, all truthy values are.
-        switch: for a section, the name of the setting in it that turns the section on, and whose value is
-            checked.
+        switch: for a section, the name of the setting in it that turns the section on. Only its value is checked.
         here: returns whether the verdict applies to a run.
-        quiet: values that cause no warning although they are not verl's defaults, since this package's YAML sets them.
+        quiet: values that cause no warning although they differ from verl's defaults, because this package's own YAML
+            files set them.
     """
 
     setting: str
@@ -101,7 +102,7 @@ def apart(context: RuleContext) -> bool:
 
 
 def by_flag(context: RuleContext) -> bool:
-    """Return whether stock verl's main runs a mode of this package, chosen by ``trainer.v1.trainer_mode``."""
+    """Return whether the run was started by stock verl's main, with a ``trainer.v1.trainer_mode`` of this package."""
     return str(context.get(f"{V1}.trainer_mode", "")).startswith("recipe_")
 
 

@@ -3,9 +3,9 @@
 
 Contract: verl's own types accept any value for most settings, so text in place of a number fails only in the first
 update. `well_formed` reports every setting whose value has another type than verl's default (number, bool, list,
-section, text) or is not allowed by `LIMITED`. In the returned configuration, each such setting is null, or an empty
-section, so that all rules can still be applied. null is accepted, except for parallel sizes and settings in `NEEDED`.
-The types of this package's own settings are in `sections`. Shown by tests/integration/test_config_fuzz.py.
+section, text) or is not allowed by `LIMITED`. In the configuration that it returns, each such setting is null, or an
+empty section, so that all rules can still be applied. A setting may be null, except for parallel sizes and settings in
+`NEEDED`. The types of this package's own settings are in `sections`. Shown by tests/integration/test_config_fuzz.py.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ MISSING, ABSENT = "???", object()
 class Expected(NamedTuple):
     """The values that a setting accepts, in words (`allowed`) and as a test (`fits`).
 
-    `nullable` is whether verl's default is null or an interpolation of another setting.
+    `nullable` says whether verl's default is null or is taken from another setting.
     """
 
     allowed: str
@@ -160,7 +160,7 @@ NEEDED: Mapping[str, Expected] = {
 
 @functools.lru_cache
 def verls_own(model_engine: str = "dp") -> Mapping[str, Any]:
-    """Return verl's defaults for a training engine, interpolations unresolved; empty if verl is not installed."""
+    """Return verl's default configuration for a training engine, with interpolations; {} if verl is not installed."""
     engine = "" if model_engine == "dp" else f"_{model_engine}"
     verl = importlib.util.find_spec("verl")
     file = Path(str(verl.origin if verl else "")).with_name("trainer") / f"config/_generated_ppo{engine}_trainer.yaml"
@@ -202,7 +202,7 @@ def _kinds(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, E
 def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[str, Any], list[Problem]]:
     """Return the configuration with each refused value replaced by null or an empty section, and a problem for each.
 
-    ``misses`` is whether settings of `NEEDED` that are missing or null are reported too.
+    ``misses`` says whether settings of `NEEDED` that are missing or null are reported as well.
     """
     repaired, problems = dict(config), []
     for setting in _too_deep(config):
@@ -238,7 +238,7 @@ def _too_deep(node: Any, above: str = "", level: int = 0) -> Iterator[str]:
 
 
 def _replace(config: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set the value at a path; the mappings along the path are copied first, so that the caller's stay unchanged."""
+    """Set the value at a path. The mappings along the path are copied first, because the caller may own them."""
     *parents, last = path
     node = config
     for parent in parents:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alarms for runs that continue without an error although something is wrong, such as gradients that are all 0.
 
-Contract: each alarm in `WATCHED` tests one condition at every update, step, version or validation. The alarm rings when
-the condition has held `Watched.rings_at` times in a row, or at every test of a run with fewer tests. The run ends with
-`AlarmLimit` when the number of times in a row reaches the user's limit for this alarm, if there is one. The alarm
-`FAILED_GROUPS` tests a share instead: it rings when at least the share `RINGS_AT` of the most recently ended prompt
-groups have failed, and ends the run when this share exceeds the limit. If the run has too few groups for that, the
-share of all groups is tested at its end. A run in which an alarm rang ends as `Ended.WITH_ALARMS`. Shown by
-tests/core/test_alarms.py, test_unchanged.py, tests/e2e/test_alarms.py and test_lora.py.
+Contract: each alarm in `WATCHED` tests one condition at every update, step, version or validation. The alarm *rings*,
+which means that it is logged and counted, when the condition has held at `Watched.rings_at` tests in a row (or at all
+tests, in a run that has fewer). The run ends with `AlarmLimit` when this number of tests in a row reaches the user's
+limit for the alarm, if there is one. The alarm `FAILED_GROUPS` tests a share instead: it rings when at least the share
+`RINGS_AT` of the most recently ended prompt groups have failed, and ends the run when this share exceeds the limit. In
+a run with too few groups for that, the share of all groups is tested at the run's end. A run in which an alarm rang
+ends as `Ended.WITH_ALARMS`. Shown by tests/core/test_alarms.py, test_unchanged.py, tests/e2e/test_alarms.py and
+test_lora.py.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ FAILED_GROUPS = "failed_groups"
 RINGS_AT = 0.1
 """Share of failed prompt groups at which the alarm `FAILED_GROUPS` rings."""
 LONGEST = 500
-"""Number of characters after which an error's text is cut off in an alarm's message."""
+"""Largest number of characters of an error's text in an alarm's message; the rest is cut off."""
 FEW = 32
-"""Smallest number of ended prompt groups over which the share of failed groups is computed during the run."""
+"""During the run, the share of failed groups is computed only when at least this many prompt groups have ended."""
 
 
 class Ended(StrEnum):
@@ -219,7 +220,7 @@ class Alarms:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return how many tests or failed groups each alarm has counted that has rung since training began."""
+        """Return, for each alarm that has rung since training began, how many tests or failed groups it has counted."""
         return {name: self._counts[name] for name in WATCHED if self._counts[name]}
 
     def metrics(self) -> dict[str, int]:
@@ -268,16 +269,17 @@ class UnchangedWeights:
         self._learning_rate = next_learning_rate
 
     def seal(self, version: int) -> None:
-        """Record that ``version`` consists of the updates since the previous version was sealed."""
+        """Record that ``version`` is complete; it consists of the updates since the previous call."""
         if self._is_due:
             self._due.add(version)
         self._is_due = False
 
     def published(self, version: int, checksum: str | None) -> bool | None:
-        """Return True if the weights sent for ``version`` equal those sent before although training had changed them.
+        """Compare the ``checksum`` of the weights that were sent for ``version`` with that of the weights sent before.
 
-        Return None if they are equal and no update should have changed them (a learning rate of 0, advantages that are
-        all 0, skipped updates), and False if the checksum differs or is unknown.
+        Return True if they are equal although training had changed the weights; None if they are equal and no update
+        should have changed the weights (a learning rate of 0, advantages that are all 0, skipped updates); and False if
+        they differ or ``checksum`` is None (unknown).
         """
         was_due = any(due <= version for due in self._due)
         self._due = {due for due in self._due if due > version}

@@ -18,7 +18,8 @@ SCORES = "proximal_scores"
 """Extra field of a trajectory: its proximal log-probs (`ResponseScores`); absent if any sampled token has none."""
 
 REFERENCE = "reference_log_probs"
-"""Extra field of a trajectory: reference log-probs, float32 (R,) over the response, absent if not computed."""
+"""Extra field of a trajectory: the reference policy's log-probs of the response, float32 (R,); absent if not computed.
+"""
 
 REPORTED = "reward_extra_info"
 """verl's extra field of a trajectory: the values that the reward function returned in addition to the score."""

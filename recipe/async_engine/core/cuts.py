@@ -3,10 +3,11 @@
 
 Contract: with unchanged weights, an interrupted and continued answer has exactly the tokens that the engine would have
 sampled without the interruption. The request that continues an answer has the parameters of the whole answer and, under
-the key `SAMPLED`, the tokens sampled before, which the engine treats as its own output (`continued_answers` and
-`processes` in the engines' folders). A request with parameters that do not allow this is refused when the answer
-begins. docs/partial-rollout.md says why a continued answer obeys each parameter. Shown by tests/core/test_cuts.py,
-which fails for a parameter that the page lacks, and with a real engine by tests/integration/test_cut_answers.py.
+the key `SAMPLED`, the tokens sampled before, which the engine treats as its own output (see
+`engines/vllm/continued_answers.py` and `engines/sglang/processes.py`). A request with parameters that do not allow this
+is refused when the answer begins. docs/partial-rollout.md says why a continued answer obeys each parameter. Shown by
+tests/core/test_cuts.py, which fails if that page lacks a parameter, and with a real engine by
+tests/integration/test_cut_answers.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ def sampled_before(sampling_params: Any) -> list[int]:
 
 
 def refused(sampling_params: Mapping[str, Any]) -> str | None:
-    """Return why an answer with these parameters could not be continued after an interruption; None if it could."""
+    """Return the reason why an answer with these parameters cannot be continued after an interruption, or None."""
     if sampling_params.get("n") not in (None, 1):
         return f"n={sampling_params['n']}: a request has one answer; send one request for each answer, or set rollout.n"
     if getattr(sampling_params.get("output_kind"), "value", sampling_params.get("output_kind")) == _DELTA:

@@ -35,23 +35,26 @@ from collections.abc import Callable
 # Deadlines in the main process.
 
 BEAT_S = 1.0
-"""Seconds from an answer of the trainer's process or Ray's control process until the main pings it again."""
+"""Seconds from an answer of a pinged process (the trainer's, or Ray's control process) until it is pinged again."""
 CONTROL_S = 40.0
-"""Time for Ray's control process to answer. It is below the 60 s after which Ray itself kills the main, without a
-message.
+"""Time for Ray's control process to answer a ping. This is less than the 60 s after which Ray itself would kill the
+main process, without a message.
 """
 CLOSE_S = 60.0
 """Time for the trainer to write its last files after it has reported the end of the run."""
 LEAVE_S = 20.0
-"""Time for the trainer's process to exit after the watch inside it has ended the run; an exit takes up to 15 s. Without
-this limit, the main would wait for ``heartbeat`` if a suspended fork of the process kept its sockets open.
+"""Time for the trainer's process to exit after its watch thread has ended the run; an exit takes up to 15 s. Without
+this limit, the main process would wait for ``heartbeat`` seconds if a suspended fork of that process kept its sockets
+open.
 """
 END_S = 40.0
-"""Time for ending a run's processes and writing its summary; then the main is ended by force."""
+"""Time for ending a run's processes and writing its summary; then the main process is ended by force."""
 ACCOUNT_S = 120.0
 """Time, in addition to `END_S`, for computing the time account of a long event record for the summary."""
 FORCE_S = 20.0
-"""Time for a stuck main to kill the processes that it started and to write the summary before it exits."""
+"""Time for a main process that is stuck to kill the processes that it started, and to write the summary, before it
+exits.
+"""
 PROCESS_END_S = 5.0
 """Time for a run's processes to end by themselves after Ray was shut down; then they are killed."""
 RAY_PORT_S = 120
@@ -63,36 +66,44 @@ REPORT_S = 15.0
 """Time for writing the report of a stalled run, which lists what each component waits for; a late report is left out.
 """
 REPORT_ANSWER_S = 3.0
-"""Time for one component to answer the questions of the stall report; then the report lists it as not answering."""
+"""Time for one component to say, for the report of a stalled run, what it waits for; then the report says that the
+component does not answer.
+"""
 GRACE_S = 5.0
-"""Time for a trainer to end by itself, and for the main to learn why, before the trainer's process is killed."""
+"""Time for a trainer to end by itself, and for the main process to learn why, before the trainer's process is killed.
+"""
 LEAVING_S = 5.0
 """Time for reporting a run's failure to the trackers (such as TensorBoard) before the trainer's process is killed."""
 HELD_AGAIN_S = 15.0
-"""Time from a training worker's answer to the next ping. Ray reports a worker's death even between two pings."""
+"""Seconds from a training worker's answer until it is pinged again. Ray reports a worker's death even between pings."""
 BLAME_S = 5.0
 """Time after a failed call to training workers for finding out whether one of them has died and caused the failure."""
 
 # Deadlines for agent-loop and reward workers.
 
 TEACHER_S = 30.0
-"""Time for a teacher's server to answer a ping after a call timed out. It is lengthened like `REWARD_WORKER_S`."""
+"""Time for a teacher's server to answer a ping after a call timed out. Each caller lengthens this time at random, as
+for `REWARD_WORKER_S`.
+"""
 REWARD_WORKER_S = 30.0
-"""Time for a reward worker to answer a ping after a call timed out. Each caller makes it longer by a random share, at
-most by half, so that usually only one caller kills the worker.
+"""Time for a reward worker to answer a ping after a call timed out. Each caller lengthens this time by a random share,
+at most by half, so that usually only one of several callers kills the worker.
 """
 REWARD_PROCESS_S = 1.0
-"""Time that a reward worker waits, once a scoring process or its socket has ended, for the other one to end too."""
+"""If either a scoring process or its socket has ended, the time that a reward worker waits for the other to end too."""
 REHEARSED_S = 10.0
 """Time for the made-up trajectory with which an agent-loop worker is tested."""
 CANCELLED_S = 10.0
 """Time for a cancelled trajectory to end; its agent loop may catch the cancellation and continue."""
 HANDED_OVER_S = 5.0
-"""Time for a finished trajectory to reach the scheduler after its worker has sent it; then it counts as lost."""
+"""Time for a finished trajectory to reach the scheduler after its worker has sent it; then the trajectory counts as
+lost.
+"""
 SCHEDULER_S = 60.0
 """Time for the scheduler's event loop to do what the trainer asks; then the loop counts as stuck."""
 ROUTING_S = 60.0
-"""Time for the load balancer to answer. It only counts requests, so a slower one is stuck or dead."""
+"""Time for the load balancer to answer. All it does is to count requests, so if it takes longer, it is stuck or dead.
+"""
 FETCH_S = 10.0
 """Time for a rollout server to return the tokens that an unfinished answer has so far."""
 
@@ -107,20 +118,20 @@ CLEARED_S = 60.0
 FREE_S = 3.0
 """Time to wait for free accelerators when a replica is started during a run, because Ray frees them with a delay."""
 
-# Time limits for reporting. Waiting for a report never delays a run by more than its limit.
+# Time limits for reports. A run never waits for a report longer than the limit for it.
 
 TOLD_S = 2.0
 """Time for components to report what they did, for the event record and metrics; a late report is left out."""
 AGENTS_TOLD_S = 0.3
 """Time for agent-loop workers to report; shorter than `TOLD_S`, because they report only details of tool calls."""
 RECORD_WRITE_S = 5.0
-"""Interval at which the event record is written, and the time for its last write at the end of a run."""
+"""Interval at which the event record is written. Also the time limit for its last write at the end of a run."""
 BOOKS_S = 20.0
 """Time for agent-loop workers to end their trajectories and report their token counts at the end of a run."""
 BOOKS_OF_A_FAILED_RUN_S = 4.0
 """Replaces `BOOKS_S` at the end of a failed run; it is shorter, because a worker may have caused the failure."""
 TRACKERS_S = 120.0
-"""Time for all trackers together to finish at the end of a run, but never more than a third of ``stop``."""
+"""Time for all trackers together to finish at the end of a run; at most a third of ``async_training.timeouts.stop``."""
 REFUSED_S = 60.0
 """Time for reporting the run's failure to the other trackers when one tracker cannot be set up."""
 
@@ -134,7 +145,9 @@ DRIVER_S = 15.0
 """Time for the accelerators' driver to report the memory of the accelerators."""
 
 MOST_S = 5.0
-"""Largest gap between two checks that counts in full as silence; a longer one means that the checker was suspended."""
+"""Of the time between two checks of a component, at most this many seconds count as its silence. A longer gap means
+that the checking process itself was suspended.
+"""
 
 
 class Silence:
@@ -161,10 +174,10 @@ class Silence:
         self.seconds = 0.0
 
     def too_long(self, heard_ago_s: float = math.inf) -> bool:
-        """Add the time since the last call to the silence, and return whether the silence exceeds its limit.
+        """Add the time since the last call to the component's silence, and return whether the silence is too long.
 
-        Call this at least every `MOST_S` seconds, because longer gaps do not count in full. ``heard_ago_s`` is the age
-        in seconds of the component's newest answer, if known; the silence is never longer than that.
+        Call this at least every `MOST_S` seconds, because longer gaps do not count in full. ``heard_ago_s`` says how
+        many seconds ago the component last answered, if known; the silence is never longer than that.
         """
         now = self._clock()
         self.seconds = min(self.seconds + min(now - self._looked, MOST_S), heard_ago_s)

@@ -11,7 +11,7 @@ class RecipeError(Exception):
 
 
 class CannotGoOn(RecipeError):
-    """A component of the run died, does not answer or is late; the message names the component, limit and setting."""
+    """A component of the run died, does not answer or is late; the message names it, the time limit and the setting."""
 
 
 class SettingError(RecipeError, ValueError):
@@ -29,11 +29,11 @@ class StalenessViolation(RecipeError):
 
 
 class GateError(RecipeError):
-    """The staleness gate was asked for something that its state does not allow, such as a group beyond the limit."""
+    """The staleness gate was asked for something that it does not allow now, such as to start one group too many."""
 
 
 class LedgerError(RecipeError):
-    """The sample ledger was asked for something that its state does not allow, such as issuing a prompt twice."""
+    """The sample ledger was asked for something that it does not allow, such as to issue a prompt twice."""
 
 
 class LedgerIdentityError(LedgerError):

@@ -74,16 +74,17 @@ class GateSettings:
 
     @property
     def groups_ahead(self) -> int:
-        """Return how many groups may be live in addition to those that are trained before the next version."""
+        """Return how many groups may be live in addition to those that will be trained before the next version."""
         return math.floor(self.pipeline_depth * self.version_groups)
 
 
 class StalenessGate:
     """Decides whether a group may start and whether a batch may be trained, so that no group gets too stale.
 
-    In the module's letters, version is v, announced is a (at first equal to v) and batches_taken is j. live is the
-    number of live groups. For each live group, the gate stores only the start version (the version of its oldest
-    token). Methods that change the state raise `StalenessViolation` if the invariant does not hold afterwards.
+    version: the current policy version (v in the module's docstring). announced: the newest version that all rollout
+    replicas have (a), at first equal to version. batches_taken: number of batches taken since version (j). live: number
+    of live groups. For each live group, the gate stores only the start version (the version of its oldest token).
+    Methods that change the state raise `StalenessViolation` if the module's invariant does not hold afterwards.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class StalenessGate:
 
     @property
     def admission_limit(self) -> int:
-        """Return how many groups may be live at most; pipeline depth and staleness bound both limit the number."""
+        """Return how many groups may be live at most. Pipeline depth and staleness bound both limit this number."""
         versions_left = self.announced + self.settings.max_staleness - self.version
         ahead = min(self._groups_ahead, versions_left * self.settings.version_groups)
         return ahead + self.batches_left * self.settings.batch_groups
@@ -126,8 +127,9 @@ class StalenessGate:
     def admits(self) -> bool:
         """Return whether one more group may start now, with the announced version's weights.
 
-        No other start version needs a check, because the new group counts only towards slots(announced), and
-        `admission_limit` is at most slots(announced).
+        If one more group starts, the invariant still holds: the new group counts only among the groups that started
+        with the announced version or before, which are all live groups, and `admission_limit` is at most
+        slots(announced).
         """
         return self.live + 1 <= self.admission_limit
 
@@ -158,9 +160,10 @@ class StalenessGate:
         self.check()
 
     def can_take(self, starts: Sequence[int] | Mapping[int, int]) -> bool:
-        """Return whether these groups may be the next batch: all other live groups must remain trainable in time.
+        """Return whether live groups with the start versions ``starts`` may be the next batch.
 
-        ``starts`` is the start version of each group of the batch, or the number of groups by start version.
+        The other live groups must be able to be trained within the staleness bound afterwards. ``starts`` is the start
+        version of each group of the batch, or the number of its groups by start version.
         """
         leaving = Counter(starts)
         if self.batches_left == 0 or leaving.total() != self.settings.batch_groups or not leaving <= self._starts:
@@ -188,14 +191,14 @@ class StalenessGate:
         self.check()
 
     def give_back(self, starts: Sequence[int]) -> None:
-        """Make the groups of the last taken batch live again, because it was not trained. The invariant still holds."""
+        """Undo the last `take`, because its batch was not trained. ``starts`` are the groups' start versions."""
         self._starts.update(starts)
         self.live += len(starts)
         self.batches_taken -= 1
         self.check()
 
     def seal(self) -> int:
-        """Advance to the next version, which requires that k batches were taken; return the new version."""
+        """Advance to the next version, and return it. All batches of the current version must have been taken."""
         if self.batches_left != 0:
             raise GateError(f"version {self.version} still has {self.batches_left} batches to train before the next")
         self.version += 1
@@ -204,9 +207,9 @@ class StalenessGate:
         return self.version
 
     def announce(self) -> int:
-        """Record that all rollout replicas now generate with the next sealed version, and return this version."""
+        """Record that all rollout replicas now generate with the version after `announced`, and return that version."""
         if self.announced == self.version:
-            raise GateError(f"version {self.version} has been announced already, and no newer one is sealed")
+            raise GateError(f"version {self.version} has been announced already, and the trainer has made no newer one")
         self.announced += 1
         self.check()
         return self.announced
@@ -218,15 +221,16 @@ class StalenessGate:
             older += self._starts[start]
             if older > self.slots(start):
                 raise StalenessViolation(
-                    f"{older} live groups have start version {start} or older, but {self.slots(start)} batch slots are "
-                    f"left before their deadline (version {self.version}, {self.batches_taken} of "
+                    f"{older} live groups have start version {start} or older, but only {self.slots(start)} groups can "
+                    f"be trained before these are too old (version {self.version}, {self.batches_taken} of "
                     f"{self.settings.batches_per_version} batches taken, max_staleness {self.settings.max_staleness})"
                 )
 
     def _places(self, start: int, batches_left: int) -> int:
-        """Return slots(start) for a given number of batches left before the next version, but never less than 0.
+        """Return what slots(start) is when ``batches_left`` batches are still to be taken before the next version.
 
-        With a negative number, `can_take` would refuse even a batch after which no live group is as old as ``start``.
+        The result is never negative. Otherwise, `can_take` would refuse even a batch that takes the last group as old
+        as ``start``.
         """
         bound = self.settings
         versions_left = start + bound.max_staleness - self.version

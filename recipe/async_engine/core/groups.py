@@ -3,8 +3,8 @@
 
 A `Group` is immutable; the ledger replaces it at each change of its state:
 
-    RUNNING -> READY -> TAKEN -> TRAINED      generation from scratch leads from RUNNING or READY to RUNNING;
-    RUNNING or READY -> FILTERED or FAILED    a resume leads from TAKEN to READY
+    RUNNING -> READY -> TAKEN -> TRAINED      a new attempt leads from RUNNING or READY back to RUNNING;
+    RUNNING or READY -> FILTERED or FAILED    resuming from a checkpoint leads from TAKEN back to READY
 
 A run trains millions of prompts, so issued and trained prompts are stored as ranges of consecutive indices. Tests:
 tests/core/test_ledger.py, tests/core/test_group_filter.py.
@@ -27,9 +27,9 @@ NON_FINITE_REASON = "non_finite"
 class PromptRef:
     """One prompt of one epoch.
 
-    index: number >= 0 of the prompt within its epoch: its position in the sampler's order (which takes the least memory
-    in `PromptSet`) or its row in the data set. epoch: number of completed passes over the data set, >= 0. uid: name of
-    the prompt's group in the trainer's batch.
+    index: number >= 0 of the prompt within its epoch: either its position in the sampler's order (with which
+    `PromptSet` takes the least memory) or its row in the data set. epoch: number of earlier passes over the data set,
+    >= 0. uid: name of the prompt's group in the trainer's batch.
     """
 
     index: int
@@ -101,7 +101,7 @@ class PromptSet:
 
 
 class OnNonFinite(StrEnum):
-    """Whether a group counts as failed or as filtered if a reward or log-prob in it is NaN, infinite or missing."""
+    """Whether a group with a reward or log-prob that is NaN, infinite or missing counts as failed or as filtered."""
 
     FAIL = "fail"
     DROP = "drop"
@@ -122,8 +122,8 @@ class GroupState(StrEnum):
 class Group:
     """A prompt group and its state.
 
-    id: number of groups that were issued before. start: the start version, which is the version of the oldest token;
-    until a token is sampled, it is the version with which generation was to start. attempts: number of times that
+    id: number of groups that were issued earlier. start: the start version, which is the version of the group's oldest
+    token, or, until a token is sampled, the version with which generation was to start. attempts: number of times that
     generation was started from scratch. reason: why the group was filtered or failed, else empty. batch: number of the
     training batch to which the group was assigned when it was issued; None if batches are formed later.
     """
@@ -137,7 +137,10 @@ class Group:
     batch: int | None = None
 
     def to_row(self) -> list[int | str | None]:
-        """Return a live group as a JSON-compatible row; a taken group is saved as ready, so that it is taken again."""
+        """Return this group, which must be live, as a JSON-compatible row.
+
+        A taken group is saved as ready, so that a resumed run takes it again.
+        """
         state = GroupState.READY if self.state is GroupState.TAKEN else self.state
         prompt = self.prompt
         return [self.id, prompt.index, prompt.epoch, prompt.uid, self.start, state.value, self.attempts, self.batch]
@@ -165,7 +168,7 @@ class LedgerCounts:
 
 
 class StalenessStats(Counter[int]):
-    """Number of trained groups by staleness: the version that was trained minus that of the group's oldest token."""
+    """Number of trained groups by staleness: the version when a group was trained minus that of its oldest token."""
 
     @property
     def sum(self) -> int:
@@ -193,8 +196,9 @@ class FilterCount:
         self._limit = limit
         self._kept = 0
         self._filtered = 0
-        # Maps the id of each group, in issue order, to whether it was kept (None until it ends). Groups that have been
-        # counted are deleted, and a plain dict would scan past them each time its first entry is read.
+        # Maps the id of each group, in issue order, to whether the group was kept (None until the group ends). Groups
+        # that have been counted are deleted from the front, and reading the first entry of a plain dict would scan past
+        # the places of all deleted entries.
         self._outcomes: OrderedDict[int, bool | None] = OrderedDict()
 
     @property
@@ -206,13 +210,13 @@ class FilterCount:
         self._outcomes[group_id] = None
 
     def ended(self, group_id: int, kept: bool) -> None:
-        """Record that a complete group was kept for training (True) or filtered (False)."""
+        """Record whether a complete group was kept for training (``kept``) or filtered."""
         if group_id in self._outcomes:
             self._outcomes[group_id] = kept
             self._advance()
 
     def forget(self, group_id: int) -> None:
-        """Stop tracking a failed group, which will report no outcome. An outcome reported before is kept."""
+        """Stop waiting for the outcome of a failed group. An outcome that was already reported still counts."""
         if self._outcomes.get(group_id, True) is None:
             del self._outcomes[group_id]
             self._advance()

@@ -8,8 +8,8 @@ present step), TRAINED, FILTERED or FAILED. At all times
 
 and no prompt is issued or trained twice in an epoch, also after a restart from a checkpoint. The staleness gate
 (`core/gate.py`) decides whether a group may start and whether a batch may be trained; the admission policy
-(`core/policy.py`) chooses the batch. The ledger has no clock and no threads; its caller holds a lock. Of a group that
-has ended, the ledger keeps only its prompt's index, in a compact set, and otherwise only counts it. Proofs:
+(`core/policy.py`) chooses the batch. The ledger has no clock and no threads; its caller holds a lock. When a group has
+ended, the ledger counts it, and keeps nothing of it but its prompt's index, in a compact set. Proofs:
 docs/staleness.md. Tests: tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
 """
 
@@ -43,11 +43,11 @@ class SampleLedger:
     """The states of all prompt groups of a run, and the staleness gate that limits them.
 
     target_groups: number of groups that the run will train, a multiple of the batch size; None means no limit. The
-    ledger never issues more groups than can still be trained.
+    ledger never issues more groups than the run can still train.
     issue_limit: largest number of groups that may be issued; None means no limit.
     policy: the admission policy, which chooses the next batch among those that the gate allows. If the policy has
-    ``fixed_batches``, each group gets a batch number when it is issued: that of the first batch with a free slot. A
-    group that is filtered or fails frees its slot.
+    ``fixed_batches``, each group gets a batch number when it is issued: that of the first batch that is not full. A
+    group that is filtered or fails leaves a free place in its batch.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SampleLedger:
 
     @property
     def batches_left(self) -> int:
-        """Return how many batches the trainer has yet to take before the next version; at 0 call `seal`."""
+        """Return how many batches the trainer has yet to take before the next version. If this is 0, call `seal`."""
         return self._gate.batches_left
 
     def find(self, group_id: int) -> Group | None:
@@ -112,12 +112,12 @@ class SampleLedger:
 
     @property
     def most_live(self) -> int:
-        """Return how many groups may be running or ready now without breaking the staleness bound."""
+        """Return how many groups the staleness gate allows to be running or ready now."""
         return self._gate.admission_limit
 
     @property
     def all_issued(self) -> bool:
-        """Return whether enough groups are issued for the rest of the run, if no live group is filtered or fails."""
+        """Return whether the run needs no further group, provided that no live group is filtered or fails."""
         if self.issue_limit is not None and self._issued >= self.issue_limit:
             return True
         return self.target_groups is not None and self._trained + len(self._live) >= self.target_groups
@@ -132,7 +132,7 @@ class SampleLedger:
             prompts_left = min(prompts_left, self.issue_limit - self._issued)
         if self.target_groups is not None:
             prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
-        # With fixed batches, count only the groups of the next batch: no other live group can fill its free slots.
+        # With fixed batches, count only the groups of the next batch: no other live group can fill its free places.
         in_batch = self._live.places_taken(self._first_untaken()) if self.policy.fixed_batches else 0
         candidates = in_batch if self.policy.fixed_batches else len(self._live) - len(self._leased)
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
@@ -181,7 +181,7 @@ class SampleLedger:
         return self._give_up(group_id, "fail", GroupState.FAILED, self._failed, reason)
 
     def may_take(self) -> bool:
-        """Return whether a batch can be taken now. The cost does not depend on the number of live groups."""
+        """Return whether a batch can be taken now. This call takes as long for many live groups as for few."""
         return self._choice() is not None
 
     def next_batch(self) -> list[Group] | None:
@@ -190,7 +190,7 @@ class SampleLedger:
         return None if batch is None else checked(self.policy, batch, self._ready())
 
     def take(self) -> list[Group]:
-        """Give the next batch to the trainer, until `mark_trained` or `return_batch` is called; return its groups."""
+        """Lease the next batch to the trainer, until `mark_trained` or `return_batch` is called. Return its groups."""
         if self._leased:
             raise LedgerError(f"the trainer still holds groups {self._leased}: mark them as trained or return them")
         batch = self.next_batch()
@@ -199,7 +199,7 @@ class SampleLedger:
         stale = [group for group in batch if self.version - group.start > self.settings.max_staleness]
         if stale:
             raise StalenessViolation(
-                f"groups would train version {self.version} beyond max_staleness={self.settings.max_staleness}: {stale}"
+                f"groups are older at version {self.version} than max_staleness={self.settings.max_staleness}: {stale}"
             )
         self._gate.take([group.start for group in batch])
         self._leased = [group.id for group in batch]
@@ -234,13 +234,13 @@ class SampleLedger:
         return batch_staleness
 
     def seal(self) -> int:
-        """Declare the trainer's present weights to be the next version, and return this version."""
+        """Record that the trainer's present weights are the next version, and return that version's number."""
         if self._leased:
-            raise LedgerError(f"version {self.version + 1} cannot be sealed: the trainer holds groups {self._leased}")
+            raise LedgerError(f"version {self.version + 1} cannot be made yet: the trainer holds groups {self._leased}")
         return self._gate.seal()
 
     def announce(self) -> int:
-        """Record that every rollout replica now generates with the version after `announced`; return this version."""
+        """Record that all rollout replicas now generate with the version after `announced`, and return that version."""
         return self._gate.announce()
 
     def counts(self) -> LedgerCounts:
@@ -258,7 +258,7 @@ class SampleLedger:
         )
 
     def check_identity(self) -> None:
-        """Raise `LedgerIdentityError` if counts of the ledger contradict each other, the live groups or the gate."""
+        """Raise `LedgerIdentityError` if the ledger's counts contradict each other, the live groups or the gate."""
         recount = Counter((group.state, group.start) for group in self._live.all())
         counted = {(state, start): n for state in GroupState for start, n in self._live.starts(state).items()}
         if counted != recount:
@@ -266,7 +266,7 @@ class SampleLedger:
         self._check_books()
 
     def _check_books(self) -> None:
-        """Run those checks of `check_identity` that are cheap enough for every step, as they do not read each group."""
+        """Make those checks of `check_identity` that do not read each group, so that each step can afford them."""
         counts = self.counts()
         by_start = {state: self._live.starts(state) for state in GroupState}
         open_starts = Counter(by_start[GroupState.RUNNING]) + Counter(by_start[GroupState.READY])
@@ -285,12 +285,13 @@ class SampleLedger:
         }
         broken = [identity for identity, holds in agree.items() if not holds]
         if broken:
-            raise LedgerIdentityError(f"not true: {broken}; the ledger has {counts}, the gate {self._gate.starts()}")
+            raise LedgerIdentityError(f"the ledger violates {broken}: it has {counts}, the gate {self._gate.starts()}")
 
     def snapshot(self) -> dict[str, Any]:
         """Return the ledger's state as JSON-compatible values, for a checkpoint of the present weights.
 
-        These weights do not include a leased batch, so its groups are saved as ready and will be taken again.
+        If a batch is leased, these weights are not trained on it yet. So its groups are saved as ready, and a resumed
+        run takes them again.
         """
         self.check_identity()
         return {
@@ -311,8 +312,8 @@ class SampleLedger:
     def restore(cls, snapshot: Mapping[str, Any], settings: GateSettings, **rules: Any) -> Self:
         """Return a ledger with the state in ``snapshot``; call `core.snapshots.changes` first to compare the settings.
 
-        ``rules`` are the constructor's keyword arguments; their limits count from the beginning of the run, not from
-        the resume. Running groups keep their start versions, because generation continues from their saved tokens.
+        ``rules`` are the constructor's keyword arguments; the limits among them include what the run did before the
+        checkpoint. Running groups keep their start versions, because generation continues from their saved tokens.
         Raise SnapshotError if the groups in the snapshot break the staleness bound in ``settings``.
         """
         ledger = cls(settings, **rules)
@@ -344,7 +345,8 @@ class SampleLedger:
     def _choice(self) -> Batch | None:
         """Return the batch to take now, or None if no batch can be taken.
 
-        It is the policy's batch. If the gate refuses that one and batches are not fixed, it is the oldest groups.
+        The policy chooses the batch. If the gate refuses it and batches are not fixed, the oldest ready groups are the
+        batch.
         """
         if self._live.count(GroupState.READY) < self.settings.batch_groups:
             return None

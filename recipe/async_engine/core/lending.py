@@ -14,9 +14,10 @@ replicas wake, generate, and sleep again. Contract:
 The saving is predicted from averages over the run so far: the seconds of waking, of going to sleep, of a training step
 and of a group's rewards, and a group's *place-seconds*, the total time that its trajectories occupied places. If `n`
 groups are missing for a batch, `s` and `h` are the groups per second that standalone and hybrid places generate, `w`
-and `z` the seconds to wake and to sleep, and `r` those for rewards, then the batch is ready after n / s + r without a
-switch, and after w + (n - s w) / (s + h) + r + z with one. The switch also generates groups of later batches, whose
-time is added to what it saves. Tests: tests/core/test_lending.py, tests/plan/test_lending_simulation.py.
+and `z` the seconds to wake and to sleep, and `r` the seconds for rewards, then the batch is ready after n / s + r
+without a switch, and after w + (n - s w) / (s + h) + r + z with one. A switch also generates groups of later batches;
+the time that these would have taken later counts as saved, too. Tests: tests/core/test_lending.py,
+tests/plan/test_lending_simulation.py.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from dataclasses import dataclass
 from recipe.async_engine.core.prompt_manager import PromptManager
 
 SWITCH_SHARE = 0.05
-"""Largest share of a step's time that a switch may cost per batch; a switch collects enough batches to stay below."""
+"""Largest share of a step's time that a switch (one loan of accelerators) may cost for each batch that it collects. A
+loan lasts until enough batches are ready to stay below this share.
+"""
 
 EMPTY_SHARE = 0.5
-"""Share of empty hybrid places above which a loan ends early if no trajectory waits."""
+"""If no trajectory waits and more than this share of the hybrid replicas' sequence slots is empty, a loan ends early.
+"""
 
 MEASURED = 2
-"""Number of switches at the beginning of a run that are made whatever they cost, to measure them."""
+"""Number of switches (loans) at the beginning of a run that are made whatever they cost, to measure their cost."""
 
 KEPT = 0.8
-"""Weight of the previous average when a measurement is added, so that about the last five measurements count."""
+"""Weight of the old average when a new measurement is added to it, so that about the last five measurements count."""
 
 
 class Average:
@@ -55,8 +59,8 @@ class Places:
     """The sequence slots (places) of the engines, and the trajectories that wait for them.
 
     standalone, hybrid: number of places of all live standalone and of all live hybrid replicas, awake or asleep.
-    waiting: number of trajectories that could generate at once if they had a place, including those of prompts that the
-    gate would admit. hybrid_taken: number of hybrid places in which a trajectory generates.
+    waiting: number of trajectories that lack only a place to generate, including trajectories of new prompts that the
+    staleness gate would admit. hybrid_taken: number of hybrid places in which a trajectory generates.
     """
 
     standalone: int
@@ -69,9 +73,10 @@ class Places:
 class Demand:
     """The prompt groups that the trainer needs next, and how far they are generated.
 
-    batch_groups: groups of a batch. ready: groups that are ready. sampled: groups that are generated and wait for
-    rewards. spent: place-seconds used so far by groups that are still being generated. may_take: whether a batch may be
-    taken now. most_live: number of groups that the staleness gate allows to be running or ready.
+    batch_groups: number of groups in a batch. ready: number of groups that are ready to be trained. sampled: number of
+    groups that are generated and wait for rewards. spent: place-seconds that groups which are still being generated
+    have used so far (see `PlaceMeter`). may_take: whether a batch may be taken now. most_live: number of groups that
+    the staleness gate allows to be running or ready.
     """
 
     batch_groups: int
@@ -114,8 +119,8 @@ class PlaceMeter:
     def __init__(self, clock: Callable[[], float], places: int) -> None:
         self._clock, self._places, self._running = clock, places, 0
         self._since = clock()
-        # `_of_each` is the place-seconds of a trajectory that has run since the meter was created. `_begun` is the sum,
-        # over all running trajectories, of the value of `_of_each` when each of them began.
+        # `_of_each` is how many place-seconds a trajectory would have if it had run since the meter was created.
+        # `_begun` is the sum of the values that `_of_each` had when each running trajectory began.
         self._of_each = self._begun = self._of_groups = 0.0
         self._of_group: dict[int, float] = {}
         self._sampled: set[int] = set()
@@ -133,7 +138,7 @@ class PlaceMeter:
         return self._of_each
 
     def leave(self, began: float, group: int | None) -> None:
-        """Record that a trajectory no longer runs, and add its place-seconds to ``group`` (None for an ended group).
+        """Record that a trajectory no longer runs, and add its place-seconds to ``group``, unless that is None.
 
         ``began`` is what :meth:`begin` returned for the trajectory.
         """
@@ -146,7 +151,7 @@ class PlaceMeter:
             self._of_groups += spent
 
     def sampled(self, group: int) -> None:
-        """Leave a group out of :attr:`spent` from now on, because it only waits for rewards."""
+        """Do not count ``group`` in :attr:`spent` from now on, because it is generated and only waits for rewards."""
         self._of_group[group] = self.end(group)
         self._sampled.add(group)
 
@@ -191,7 +196,7 @@ class LendingPolicy:
         return self._gain_s(self._in_groups(places.standalone), self._in_groups(hybrid), self._missing(demand)) > 0
 
     def woke(self, seconds: float) -> None:
-        """Record how long the hybrid replicas took to wake. The first wake is slow, so the second time replaces it."""
+        """Record how long the hybrid replicas took to wake. The first time is unusually long; the next replaces it."""
         if self._wakes == 1:
             self.wake_s = Average()
         self._wakes += 1
@@ -206,7 +211,7 @@ class LendingPolicy:
         return demand.ready >= self.batches(places, demand) * demand.batch_groups
 
     def batches(self, places: Places, demand: Demand) -> int:
-        """Return how many batches to collect in one switch: at least 1, and at most what the staleness gate allows."""
+        """Return how many batches to collect in one loan: at least 1, and not more than the staleness gate allows."""
         switch = (self.wake_s.value or 0.0) + (self.sleep_s.value or 0.0)
         # Leave one batch of live groups for generation: if all live groups were ready, no engine would have work.
         most = max(1, demand.most_live // demand.batch_groups - 1)
@@ -221,19 +226,22 @@ class LendingPolicy:
         return min(most, max(1, math.ceil(lost / (SWITCH_SHARE * step)))) if step > 0 else 1
 
     def _in_groups(self, places: float) -> float:
-        """Convert places to groups per second, or place-seconds to groups, by the mean place-seconds of a group."""
+        """Return ``places`` divided by the mean place-seconds of a group.
+
+        This converts a number of places to groups per second, and a number of place-seconds to groups.
+        """
         assert self.group_place_s.value is not None
         return places / max(self.group_place_s.value, 1e-9)
 
     def _missing(self, demand: Demand) -> float:
-        """Return how many groups are still to be generated for the next batch, with fractions for begun ones."""
+        """Return how many groups are still to be generated for the next batch. Groups that have begun count in part."""
         missing = max(0.0, demand.batch_groups - demand.ready - demand.sampled)
         begun = self._in_groups(demand.spent)
         # Some running groups belong to later batches, so at most half of the missing groups count as generated.
         return missing - min(begun, missing / 2)
 
     def _gain_s(self, alone: float, lent: float, missing: float) -> float:
-        """Return the seconds that a switch saves; the result is negative if it costs more than it saves.
+        """Return the seconds that a switch saves; negative if the switch costs more time than it saves.
 
         alone, lent: groups per second of standalone and of hybrid replicas. missing: groups still to be generated.
         """

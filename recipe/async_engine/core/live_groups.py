@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live groups of a sample ledger (running, ready or taken), indexed by state, start version and batch.
 
-Contract: the cost of queries that are made after every change of a group (number of ready groups, start versions of the
-oldest ones, groups in a batch) does not grow with the number of live groups; only listing all groups of a state does.
-The results equal those of a scan over all live groups. Test: tests/core/test_live_groups.py.
+Contract: the queries that are made after every change of a group (number of ready groups, start versions of the oldest
+ones, groups in a batch) do not take longer with more live groups; only listing all groups of a state does. The results
+equal those of a scan over all live groups. Test: tests/core/test_live_groups.py.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from recipe.async_engine.core.groups import Group, GroupState
 
 
 class LiveGroups:
-    """The live groups by id (in issue order), state, start version (version of the oldest token) and batch."""
+    """Holds the live groups, and finds them by id, state, start version (version of the oldest token) or batch."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
@@ -97,7 +97,9 @@ class LiveGroups:
     def _leave(self, group: Group) -> None:
         """Remove a group from all indexes except for the one by id.
 
-        ``group`` is in the state in which it was last passed to `put`, by which the indexes hold it."""
+        ``group`` must be the object that was last passed to `put`, because the indexes hold the group by its state and
+        start version at that time.
+        """
         by_start = self._by_start[group.state]
         by_start[group.start].discard(group.id)
         if not by_start[group.start]:

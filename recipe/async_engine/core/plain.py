@@ -20,11 +20,11 @@ from recipe.async_engine.core.errors import RecipeError
 MOST = 4 << 20
 """Largest total number of values and characters in one converted value."""
 DEEPEST = 64
-"""Deepest nesting of lists and dicts."""
+"""Largest allowed number of nested lists and dicts."""
 LONGEST_MESSAGE, LONGEST_TRACE = 2000, 8000
 """Largest numbers of characters of an exception's message (the beginning is kept) and traceback (the end is kept)."""
 LARGEST_BITS = 1024
-"""Largest allowed size of an int in bits; the largest float has as many."""
+"""Largest allowed size of an int in bits. The largest float, written as an int, has this size."""
 
 # These are read from the built-in classes, so that a user's class or metaclass cannot override them.
 _NAME, _CAUSE = type.__dict__["__name__"], BaseException.__dict__["__cause__"]
@@ -69,7 +69,7 @@ class _Converter:
         if isinstance(value, int):
             if value.bit_length() > LARGEST_BITS:
                 bits = value.bit_length()
-                raise NotPlain(f"{_place(where)} is an int of {bits} bits, at most {LARGEST_BITS} are allowed")
+                raise NotPlain(f"{_place(where)} is an int of {bits} bits; at most {LARGEST_BITS} bits are allowed")
             return int.__int__(value)
         if isinstance(value, float):
             return float.__float__(value)
@@ -126,9 +126,10 @@ def told(error: BaseException) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Return the root cause of an error in loading a user's file, with file and line, as text; "" if there is no cause.
+    """Describe the root cause of an error in loading a user's file, with the file and line of the cause.
 
-    verl does not register the file as a module, which some dataclasses need. If that is the cause, advice is added.
+    Return "" if the error has no cause. verl does not enter the loaded file in ``sys.modules``, where some dataclasses
+    look for their module. If that made the loading fail, the text includes advice.
     """
     first = _first(error)
     if first is error:
@@ -140,7 +141,7 @@ def origin(error: BaseException) -> str:
 
 
 def postponed(trace: str) -> str:
-    """Return advice if the traceback ``trace`` shows that dataclasses failed on postponed annotations, else ""."""
+    """Return advice if the traceback ``trace`` shows that a dataclass failed on postponed annotations, else ""."""
     if "dataclasses.py" not in trace or "'NoneType' object has no attribute '__dict__'" not in trace:
         return ""
     return (
@@ -158,7 +159,7 @@ def traced(error: BaseException) -> str:
 
 
 def readable(text: str) -> str:
-    """Return the text with lone surrogates and NUL escaped, so that it can be written anywhere."""
+    """Return ``text`` with lone surrogates and NUL characters escaped, so that any file or stream accepts it."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
 
 

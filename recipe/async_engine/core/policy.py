@@ -33,9 +33,9 @@ class PolicyError(RecipeError):
 
 
 class Batch(Sequence[Group]):
-    """Groups to be trained together, which are looked up only when the sequence is read.
+    """Groups to be trained together. The `Group` objects are looked up only when the sequence is read.
 
-    starts: number of groups by start version (version of the oldest token).
+    starts: number of groups by start version (version of a group's oldest token).
     """
 
     def __init__(self, starts: Mapping[int, int], groups: Callable[[], Sequence[Group]]) -> None:
@@ -81,12 +81,12 @@ class ReadyGroups:
         return group if group is not None and group.state is GroupState.READY else None
 
     def oldest(self) -> Batch:
-        """Return a batch of the oldest ready groups, ordered by the version of their oldest token, then by issue."""
+        """Return a batch of the oldest ready groups, ordered by the version of their oldest token, then by id."""
         ready, count = GroupState.READY, self.batch_groups
         return Batch(self._live.oldest_starts(ready, count), lambda: self._live.oldest(ready, count))
 
     def fixed(self) -> Batch | None:
-        """Return the groups whose batch number is `next_batch`, or None until all of them are ready."""
+        """Return the groups whose batch number is `next_batch`, or None if a whole batch of them is not ready yet."""
         if self._live.ready_of_batch(self.next_batch) < self.batch_groups:
             return None
         groups = self._live.of_batch(self.next_batch)
@@ -118,9 +118,10 @@ class AdmissionPolicy(Protocol):
         """
 
     def next_batch(self, ready: ReadyGroups) -> Sequence[Group] | None:
-        """Return the ``ready.batch_groups`` groups to train now, or None to wait; at least that many groups are ready.
+        """Return ``ready.batch_groups`` of the ready groups, to be trained now, or None to wait.
 
-        As long as the groups and the version stay the same, either every call must return None or every call a batch.
+        The method is called only when at least that many groups are ready. As long as the ready groups and the version
+        stay the same, either every call must return None, or every call must return a batch.
         """
 
 
@@ -157,7 +158,7 @@ class WholeBatches(OldestReady):
 class Turns(OldestReady):
     """Like `OldestReady`, but fills each free slot with a trajectory of any group.
 
-    It is used if generation and training alternate.
+    This is the default policy if replicas use the trainer's accelerators, except with ``at_swap=drain``.
     """
 
     whole_groups = False
@@ -206,23 +207,23 @@ def asked(policy: AdmissionPolicy, question: str, *arguments: Any) -> Any:
 
 
 def chosen_prompt(policy: AdmissionPolicy, prompts: Sequence[Prompt]) -> int | None:
-    """Return the index of the prompt that the policy starts now, or None; raise PolicyError for an invalid choice."""
+    """Return the index of the prompt that the policy starts now, or None; raise PolicyError if the index is wrong."""
     place = asked(policy, "next_prompt", prompts)
     if place is None or (isinstance(place, int) and 0 <= place < len(prompts)):
         return None if place is None else int(place)
-    raise PolicyError(f"{_name(policy)}.next_prompt chose index {place!r} of {len(prompts)} prompts, counted from 0")
+    raise PolicyError(f"{_name(policy)}.next_prompt returned {place!r}, not an index of {len(prompts)} prompts")
 
 
 def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:
-    """Return the policy's priority for a trajectory that waits for a slot; raise PolicyError if it is not a number."""
+    """Return the policy's priority for a trajectory that waits for a slot. It must be a number, else PolicyError."""
     rank = asked(policy, "rank", group, index)
     if isinstance(rank, int | float) and not math.isnan(rank):
         return rank
-    raise PolicyError(f"{_name(policy)}.rank gave {rank!r}, which is not a number")
+    raise PolicyError(f"{_name(policy)}.rank returned {rank!r}, which is not a number")
 
 
 def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
-    """Return the policy's batch, or None; a `Batch` is not checked yet: call `checked` before using its groups."""
+    """Return the batch that the policy chooses, or None. Call `checked` before using the groups of the batch."""
     found = asked(policy, "next_batch", ready)
     if found is None or isinstance(found, Batch):
         return found
@@ -231,18 +232,18 @@ def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
 
 
 def checked(policy: AdmissionPolicy, chosen: Any, ready: ReadyGroups) -> list[Group]:
-    """Return the ledger's objects of the ``chosen`` groups; raise PolicyError unless all are ready and fill a batch."""
+    """Return the ledger's `Group` objects for ``chosen``; raise PolicyError unless they are ready and fill a batch."""
     try:
         groups = [ready.find(group.id) for group in chosen]
     except (TypeError, AttributeError) as error:
         raise PolicyError(
-            f"{_name(policy)}.next_batch gave {type(chosen).__name__}, instead of a list of groups"
+            f"{_name(policy)}.next_batch returned {type(chosen).__name__}, instead of a list of groups"
         ) from error
     there = {group.id: group for group in groups if group is not None}
     if not len(groups) == len(there) == ready.batch_groups:
         raise PolicyError(
-            f"{_name(policy)}.next_batch chose {len(groups)} groups, of which {len(there)} different ones are ready: "
-            f"a batch has {ready.batch_groups}"
+            f"{_name(policy)}.next_batch returned {len(groups)} groups, {len(there)} of them distinct and ready, but a "
+            f"batch has {ready.batch_groups} groups"
         )
     return list(there.values())
 

@@ -84,9 +84,9 @@ class Trajectory:
 class PromptCounts:
     """Numbers of incomplete groups, or of trajectories where the name says so.
 
-    pending: groups with no running trajectory and at least one that waits for a slot. interrupted: groups with running
-    trajectories while the number of slots is 0. sampled: groups whose trajectories are all sampled, but not all
-    rewarded.
+    pending: groups without a running trajectory in which at least one trajectory waits for a slot. interrupted: if the
+    number of slots is 0, groups with running trajectories, else 0. sampled: groups whose trajectories are all sampled,
+    but not all rewarded.
     """
 
     pending: int
@@ -147,7 +147,8 @@ class PromptManager:
             return None
         _, group_id, index = self._waiting[0]
         states = self._states[group_id]
-        # A group that has begun takes any free slot, because one with more trajectories than slots can never run whole.
+        # A group that has begun takes any free slot: if it has more trajectories than there are slots, they can never
+        # all run at once.
         begun = TrajectoryState.RUNNING in states
         if not self._fits(1 if begun else states.count(TrajectoryState.PENDING)):
             return None
@@ -161,8 +162,8 @@ class PromptManager:
 
         Args:
             issue: issues a group for the next prompt; returns False if there is no prompt now.
-            portion: number of trajectories after which to stop, so that the caller's lock is held only briefly. The
-                rest of the last one's group is still yielded if slots are free. None for no limit.
+            portion: number of trajectories after which to stop, so that the caller's lock is held only briefly, or
+                None for no limit. The group of the last trajectory is completed nevertheless, if slots are free.
         """
         count, last = 0, None
         while portion is None or count < portion or self.first_waiting() == last:
@@ -187,7 +188,7 @@ class PromptManager:
         return Why.REWARD if waits_for_rewards else self._held_by(prompts_left)
 
     def _held_by(self, prompts_left: bool) -> Why:
-        """Return why no new trajectory may start although slots are free."""
+        """Return why no new trajectory starts, if the reason is not that trajectories use all slots."""
         if not self.slots:
             return Why.TURN
         if not self.is_open:
@@ -201,7 +202,7 @@ class PromptManager:
         return self.is_open and self.has_room() and not self.anything_waits() and self.ledger.can_issue()
 
     def has_room(self) -> bool:
-        """Return whether enough slots are free for a new group: for one trajectory, or for all if it starts whole."""
+        """Return whether enough slots are free for a new group: one, or, if groups start whole, one per trajectory."""
         return self._fits(self.group_size)
 
     def issue(self, prompt: PromptRef, size: int | None = None) -> Group:
@@ -213,7 +214,7 @@ class PromptManager:
         return group
 
     def adopt(self, group: Group, states: Sequence[TrajectoryState]) -> None:
-        """Add a group that is new or from a checkpoint; ``states`` has the state of each trajectory, none RUNNING."""
+        """Add a group that is new or from a checkpoint. ``states`` are its trajectories' states, never RUNNING."""
         if group.state is not GroupState.RUNNING or group.id in self._states:
             raise LedgerError(f"group {group.id} cannot be adopted: it is {group.state}, or was adopted before")
         if not states or TrajectoryState.RUNNING in states:
@@ -242,7 +243,7 @@ class PromptManager:
         return _group_state(self._states[group_id]) is TrajectoryState.SAMPLED
 
     def begin_again(self, trajectory: Trajectory) -> bool:
-        """Record that an attempt at a trajectory failed, so that it must be generated from scratch.
+        """Record that an attempt at a trajectory failed, so that the trajectory must be generated from scratch.
 
         Return True if the trajectory still has its slot and may start at once, False if it now waits for a slot.
         """
@@ -262,7 +263,7 @@ class PromptManager:
         return self.ledger.mark_ready(group_id, oldest_version)
 
     def forget(self, group_id: int) -> None:
-        """Remove a group and free its slots, because the caller filters it or marks it as failed in the ledger."""
+        """Remove a group and free its slots. The caller marks the group as filtered or failed in the ledger."""
         self._leave(group_id)
 
     def counts(self) -> PromptCounts:
@@ -334,15 +335,15 @@ def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
 
 
 MEMORY = 4
-"""`Slots` averages over about this number times ``least`` of the trajectories that ended last."""
+"""`Slots` averages over the trajectories that ended last: about ``MEMORY * least`` of them."""
 
 
 class Slots:
     """Computes how many generation slots there should be, so that engines stay busy while some trajectories use tools.
 
-    A trajectory at a tool keeps its slot but does not use an engine. The number of slots is therefore ``least`` times
-    (1 + time at tools / time at engines), but at most ``most``. The times are those of recently ended trajectories.
-    Test: tests/core/test_slots.py.
+    A trajectory that waits for a tool keeps its slot, but does not use an engine. The number of slots is therefore
+    ``least`` times (1 + time at tools / time at engines), but at most ``most``. The times are those of recently ended
+    trajectories. Test: tests/core/test_slots.py.
 
     share: factor for the result, such as 2 while twice as many replicas are awake.
     """

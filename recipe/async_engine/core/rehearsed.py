@@ -15,11 +15,14 @@ from typing import Any
 PASSED, FELL_BACK, FAILED, LEFT_OUT = "passed", "fell back", "failed", "left out"
 
 SHARES = {"float32": 0.02, "float16": 0.1}
-"""Allowed difference between two computations of log-probs, as a share of their spread, by the engine's dtype."""
+"""By the engine's dtype, the allowed difference between two computations of log-probs, as a share of their spread (the
+mean absolute deviation).
+"""
 USUAL_SHARE = 0.25
-"""The allowed share for dtypes that `SHARES` lacks: bfloat16 and narrower ones."""
+"""The allowed difference, as in `SHARES`, for all other dtypes: bfloat16 and narrower ones."""
 LEAST_SPREAD = 0.2
-"""Lower bound of the spread of log-probs, in nats, in the computation of the allowed difference."""
+"""If the spread of log-probs is smaller than this, in nats, the allowed difference is computed from this value instead.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Return whether the difference is allowed; a NaN never is."""
+        """Return whether the difference is allowed. A difference of NaN is never allowed."""
         return self.difference <= self.allowed
 
     def __str__(self) -> str:
@@ -72,9 +75,9 @@ class Check:
 class Rehearsed:
     """All checks of a rehearsal, in order.
 
-    ``fallbacks``: settings ("name=value") that the run changes because a check failed with the configured ones.
-    ``passes``: number of forward and backward passes that all trainer ranks made during weight transfers.
-    ``difference``: mean difference of the compared log-probs, in nats.
+    ``fallbacks``: settings ("name=value") with which the run continues, because a check failed with the configured
+    values. ``passes``: number of forward and backward passes that each trainer rank made during weight transfers.
+    ``difference``: the largest `Agreement.difference` of any replica, in nats.
     """
 
     checks: list[Check] = field(default_factory=list)
@@ -100,7 +103,7 @@ class Rehearsed:
 
 
 def table(summary: dict[str, Any]) -> list[str]:
-    """Return lines of text with the results in a `Rehearsed.summary`."""
+    """Return the results of a rehearsal as lines of text. ``summary`` is the result of `Rehearsed.summary`."""
     width = max((len(check["name"]) for check in summary["checks"]), default=0)
     lines = [
         f"  {check['name']:<{width}}  {check['outcome']:<9}  {check['seconds']:6.1f} s  {check['said']}".rstrip()

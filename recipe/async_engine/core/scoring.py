@@ -13,7 +13,7 @@ Scoring means computing the log-probs of the tokens of a sequence. Weights go th
   for it.
 - Requests of the oldest groups are scored first. A batch has at most ``max_batch_tokens`` tokens, and a larger request
   is a batch of its own. No request waits longer than ``max_delay_s`` seconds for a fuller batch.
-- A request whose version will not arrive is returned to the caller.
+- A request for a version that this server will not get is returned to the caller.
 - If weights arrived damaged (`refused`), nothing is scored until the next weights are live.
 - With ``holds_for_weights``, nothing is scored while weights are being loaded.
 
@@ -58,7 +58,10 @@ class ScoringRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoringBatch:
-    """Requests that ``version`` scores together; ``late``: ids of those that an older version should have scored."""
+    """Requests that are scored together, with the weights of ``version``.
+
+    late: ids of those requests that an older version should have scored.
+    """
 
     version: int
     requests: tuple[ScoringRequest, ...]
@@ -77,7 +80,7 @@ class Promotion:
 
 
 class ScoringQueue:
-    """The waiting requests and the weights of one log-prob server, which does what `next` returns."""
+    """The waiting requests and the weights of one log-prob server. The server does what `next` returns."""
 
     def __init__(self, settings: ScoringSettings, live: int | None = None) -> None:
         """Create an empty queue; ``live`` is the version of the initial weights, or None for placeholder weights."""
@@ -98,7 +101,7 @@ class ScoringQueue:
 
     @property
     def newest(self) -> int | None:
-        """Return the newest version among the live, staged and loading weights; None without any."""
+        """Return the newest version among the live, staged and loading weights, or None if there are no weights."""
         staged = None if self._is_refused else self._staged
         return max((version for version in (self.live, staged, self._loading) if version is not None), default=None)
 
@@ -116,7 +119,7 @@ class ScoringQueue:
         return self._waiting.pop(request_id, None) is not None
 
     def begin_load(self, version: int) -> None:
-        """Record that weights of ``version`` are to be loaded; weights that are still staged become live first."""
+        """Record that weights of ``version`` are to be loaded. Weights that are still staged then become live first."""
         if self._loading is not None:
             raise ValueError(f"version {self._loading} is already being loaded")
         if self.newest is not None and version < self.newest:
@@ -134,7 +137,7 @@ class ScoringQueue:
 
     @property
     def may_join(self) -> bool:
-        """Return whether a weight sync may communicate now; with ``holds_for_weights``, not while a batch is scored."""
+        """Return whether a weight sync may communicate now; False only during scoring with ``holds_for_weights``."""
         return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:
@@ -144,15 +147,15 @@ class ScoringQueue:
         self._staged, self._loading, self._staged_at = self._loading, None, now
 
     def load_failed(self) -> list[ScoringRequest]:
-        """Record that loading weights failed; return the requests that waited for them, for another server to score."""
+        """Record that loading weights failed; return the requests for them, which another server must score."""
         self._loading = None
         return self._lost()
 
     def refused(self) -> list[ScoringRequest]:
         """Record that the weights that arrived last, staged or live, differ from those that were sent.
 
-        Return the requests that waited for these weights, for another server to score. If these weights are staged,
-        `next` still returns a `Promotion`, which frees the staging memory, but no weights are live after it.
+        Return the requests that waited for these weights, which another server must score. If these weights are staged,
+        `next` still returns a `Promotion`, which frees the staging memory; after that, no weights are live.
         """
         self.live = None
         self._is_refused = self._staged is not None
@@ -170,7 +173,7 @@ class ScoringQueue:
         return lost
 
     def _comes(self, version: int) -> bool:
-        """Return whether this server can score a request for ``version``, with weights that it has or is loading."""
+        """Return whether this server has, or is loading, weights that can score a request for ``version``."""
         if self._settings.anchor is Anchor.LATEST:
             return self.newest is not None and version <= self.newest
         staged = None if self._is_refused else self._staged
@@ -220,13 +223,13 @@ class ScoringQueue:
 
     @property
     def _is_wanted(self) -> bool:
-        """Return whether a request needs the staged weights, or the next weights need the memory that these take."""
+        """Return whether a request needs the staged weights, or the next weights need the memory of the staged ones."""
         live = self.live
         assert live is not None
         return self._loading is not None or any(request.version > live for request in self._waiting.values())
 
     def _ready(self) -> list[ScoringRequest]:
-        """Return the requests that the live weights may score now, those of the oldest groups first."""
+        """Return the requests that may be scored with the live weights now, those of the oldest groups first."""
         live = self.live
         holds = self.joining or (
             self._settings.holds_for_weights and self._loading is not None and self._staged is None

@@ -8,7 +8,7 @@ from typing import Any
 from recipe.async_engine.core.errors import SnapshotError
 
 STATE_FORMAT = 1
-"""Format version of the part of a checkpoint that has the ledger's state and the unfinished answers."""
+"""Version of the file format in which a checkpoint has the ledger's state and the unfinished answers."""
 BATCH = "groups of a batch (ppo_mini_batch_size * require_batches)"
 PER_VERSION = "async_training.trigger_parameter_sync_step"
 WHOLE = "whole batches (async_training.admission_policy)"
@@ -19,9 +19,9 @@ RESUMED_PARTS = ("model", "optimizer", "extra")
 
 
 def not_carried(contents: Iterable[str], strategy: str) -> list[str]:
-    """Return those of `RESUMED_PARTS` that a checkpoint with these ``contents`` lacks.
+    """Return those of `RESUMED_PARTS` that are missing in ``contents``, the list of parts that checkpoints contain.
 
-    ``hf_model`` counts as ``model`` for Megatron, whose engine can load it
+    For Megatron, ``hf_model`` counts as ``model``, because verl's engine can load the weights from it
     (verl/utils/checkpoint/megatron_checkpoint_manager.py:256).
     """
     has = {*contents}
@@ -75,11 +75,11 @@ RULES: dict[str, Changed] = {
     "tokenizer": Changed.REFUSED,
     "chat template": Changed.NOTED,
 }
-"""The consequence if a setting or a derived value differs from the one that the checkpoint has saved."""
+"""The consequence if a setting, or a value derived from settings, differs from the one saved in the checkpoint."""
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> list[str]:
-    """Return a text for each setting whose value in ``present`` differs from the checkpoint's value, in ``saved``.
+    """Return a text for each setting whose present value differs from the one that is ``saved`` in the checkpoint.
 
     ``live`` is the number of unfinished prompt groups in the checkpoint.
 

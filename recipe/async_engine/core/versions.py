@@ -24,7 +24,7 @@ Runs = list[tuple[int, int]]
 """Run-length code of the versions of consecutive tokens: (version, number of tokens), ..."""
 
 Context = tuple[int, tuple[int, ...]]
-"""What `context_of` keeps of the tokens before a piece (the tokens that one request to a server generated)."""
+"""What `context_of` keeps of the tokens before a piece. A piece is what one request to a server generated."""
 CONTEXT = 16
 
 ALIGNMENT_WORK = 32
@@ -75,11 +75,11 @@ class RequestVersions:
         self._begun.pop(request_id, None)
 
     def submitted(self, request_id: str) -> int | None:
-        """Return the engine's version when the request was submitted; None if the request or the version is unknown."""
+        """Return the version of the engine when the request was submitted, or None if that is not known."""
         return self._begun[request_id][0][0] if request_id in self._begun else None
 
     def swap(self, sampled: Mapping[str, int], version: int) -> None:
-        """Record a weight swap to ``version``; ``sampled`` is each request's number of tokens by now (0 if missing)."""
+        """Record a weight swap to ``version``. ``sampled`` has each request's number of tokens so far, 0 if missing."""
         for request_id, begun in self._begun.items():
             begun.append((version, sampled.get(request_id, 0)))
 
@@ -88,7 +88,7 @@ class RequestVersions:
         return len(self._begun.get(request_id, ())) > 1
 
     def runs(self, request_id: str, tokens: int) -> list[tuple[int, int]] | None:
-        """Return the versions of a request's first ``tokens`` tokens as run-length code; None if one is unknown."""
+        """Return the versions of a request's first ``tokens`` tokens as run-length code, or None if one is unknown."""
         begun = self._begun.get(request_id, [(None, 0)])
         ends = [before for _, before in begun[1:]] + [tokens]
         found: list[tuple[int, int]] = []
@@ -104,7 +104,7 @@ class RequestVersions:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The policy versions of a response's tokens; unless `exact`, a token may be of a newer version than recorded."""
+    """The policy versions of a response's tokens. If `exact` is False, a token may be newer than its version here."""
 
     runs: Runs
     exact: bool
@@ -163,7 +163,7 @@ def align_in(
     """Return what `align` returns for one of several outputs of an agent loop, each with its own ``prompt``.
 
     If an agent loop rewrites its context, each of its outputs has only some of the pieces. So this function first uses
-    only those pieces whose context (the item of ``contexts`` for the piece) is a beginning of the output. If these
+    only those pieces whose context (their item in ``contexts``) is how this output, with its prompt, begins. If these
     pieces do not give exact labels, it uses all pieces.
     """
     sequence = [*prompt, *response_ids]
@@ -178,16 +178,20 @@ def align_in(
 
 
 def context_of(tokens: Sequence[int]) -> Context:
-    """Return a short description of the tokens that precede a piece: their number, and the last `CONTEXT` of them."""
+    """Return the number of ``tokens`` and the last `CONTEXT` of them.
+
+    The tokens are those before a piece of a trajectory, which is what one request to a server generated.
+    """
     return len(tokens), tuple(tokens[-CONTEXT:])
 
 
 def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
     """Return the oldest version that any reading (see `align`) gives each token; None if no reading is found.
 
-    The forward pass finds, for each piece, the positions in ``sampled`` at which it can begin because the pieces before
-    it cover all earlier tokens, and how many of its tokens match from there. The backward pass keeps the positions from
-    which the end can be reached, and labels the tokens that a piece covers between two of them with its version.
+    The first loop finds, for each piece, the positions in ``sampled`` at which the piece can begin because earlier
+    pieces cover all tokens before, and how many of its tokens match from there on. The second loop, from the last piece
+    to the first, keeps the positions from which later pieces can cover all tokens up to the end. It labels the tokens
+    that a piece covers between two such positions with the piece's version.
     """
     end = len(sampled)
     work_left = ALIGNMENT_WORK * (end + sum(len(tokens) for _, tokens in pieces))
@@ -218,8 +222,8 @@ def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Al
 def _oldest_of(labelled: Iterable[tuple[int, int, int]], end: int) -> Alignment | None:
     """Return the oldest version of each of ``end`` tokens, or None if some token has no version.
 
-    labelled: (first, end, version) for each range of tokens first..end-1 that may have this version. The result is
-    exact if no token may have two versions.
+    labelled: (first, last, version) for each range of tokens first..last-1 that may have this version. The result is
+    exact if no token may have more than one version.
     """
     changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for first, last, version in labelled:
@@ -276,7 +280,7 @@ def _with_unsampled(labels: Iterable[tuple[int, int]], response_mask: Sequence[i
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a trajectory that one request has generated: ``version`` sampled ``tokens`` after ``context``."""
+    """What one request generated of a trajectory: ``tokens``, sampled by ``version`` after the tokens ``context``."""
 
     version: int
     context: Sequence[int]
@@ -288,10 +292,10 @@ def place(
 ) -> list[tuple[int, int]] | None:
     """Return where in the response each part begins, and how many of its tokens the response has.
 
-    The log-probs of a part are valid only if the tokens before the part are the same in the response as when it was
-    sampled. Otherwise the part belongs to another output of its agent loop, or the text was rewritten, and the result
-    says that the response has 0 of its tokens. Return None if a token marked as sampled (``mask`` 1) is in no part.
-    Shown by tests/core/test_alignment.py.
+    The log-probs of a part are valid only if the tokens before the part are still the same as when the part was
+    sampled. Otherwise the part belongs to another output of its agent loop, or the agent loop has rewritten the text;
+    then the result says that the response has 0 of the part's tokens. Return None if a token marked as sampled
+    (``mask`` 1) is in no part. Shown by tests/core/test_alignment.py.
     """
     sequence = [*prompt, *response]
     places, covered = [], bytearray(len(response))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's training worker, extended to send a copy of its weights while it trains, and to keep the published weights.
 
-Contract: the calls that send weights run in the actor's own concurrency group `BESIDE_TRAINING`, so these calls and
-the updates of batches never wait for each other. They send a copy of the weights
+Contract: the calls that send weights run in a Ray concurrency group of their own, `BESIDE_TRAINING`, so that they and
+the calls that train batches never wait for each other. What they send is a copy of the weights
 (`recipe.async_engine.weights.snapshot`).
 
 If several batches are trained between two publications, the trainer's weights change while the rollout continues with
 the published weights. Therefore the trainer keeps a copy of the published weights until the next publication, and
 computes the log-probs of all these batches with the copy. A checkpoint that is written between two publications
-includes the copy, and a run that resumes from it publishes the copy under the same version number. Shown by
+includes the copy, and a run that resumes from the checkpoint publishes the copy under the same version number. Shown by
 tests/integration/test_published_weights.py and tests/e2e/test_published_weights.py.
 """
 
@@ -43,8 +43,8 @@ LOSSES = (losses.BYPASS, losses.LOGLINEAR)
 
 
 PUBLISHED, TRAINED = "published", "trained"
-"""Names of two copies of the weights: `PUBLISHED` for the last published ones, and `TRAINED` for the newest ones, which
-are put aside while the workers use the published ones.
+"""Names of two copies of the weights. `PUBLISHED` has the weights that were published last. `TRAINED` has the newest
+weights while the workers use the published ones.
 """
 
 BESIDE_TRAINING = "weights"
@@ -69,10 +69,10 @@ def free_gathered(module: torch.nn.Module) -> None:
 class ShardCopy:
     """Copies one training rank's weight shards to host memory, and reuses this memory for every copy.
 
-    Training can continue from the copy, so it has the shards bit for bit, usually in fp32. (A `WeightSnapshot`, which
-    is sent, has the whole model instead, on rank 0 only and in the rollout's dtype.) `take` returns the format of
-    `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`. Unlike verl's function (:1180), `take` also copies tensors that
-    are on the CPU, and copies all shards into one piece of pinned memory.
+    Training may continue from the copy, so the copy has the exact values of the shards, usually in fp32. (The copy that
+    is sent to replicas is another one, a `WeightSnapshot`: the whole model in the rollout's dtype, on rank 0.) `take`
+    returns the format of `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`. Unlike that function (fsdp_utils.py:1180),
+    `take` also copies tensors that are on the CPU, and copies all shards into one piece of pinned memory.
     """
 
     def __init__(self) -> None:
@@ -100,8 +100,8 @@ class ShardCopy:
 class ActorWorker(DetachActorWorker):
     """verl's training worker, with copies of its weights that work on every platform and can be written to disk.
 
-    If there is no copy to restore, verl's worker does nothing (experimental/separation/engine_workers.py:140), but this
-    worker raises an error.
+    If the copy to be restored does not exist, this worker raises an error, whereas verl's worker does nothing
+    (experimental/separation/engine_workers.py:140).
     """
 
     checkpoint_engine: Any
@@ -131,7 +131,7 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def snapshot_weights(self, version: int, wire: Wire) -> None:
-        """Copy the weights as ``version`` for `send_snapshot`, in the dtypes that ``wire`` names."""
+        """Copy the current weights, in the dtypes that ``wire`` names. `send_snapshot` sends them as ``version``."""
         if self._snapshot is None:
             name = get_platform().device_name
             from_host = name == "cpu" or getattr(self.checkpoint_engine, "from_host", False)
@@ -148,7 +148,7 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def pass_without_update(self, data: TensorDict) -> None:
-        """Do one forward and backward pass over ``data``, as an update does, without changing weights or optimizer.
+        """Do one forward and backward pass over ``data``, as for an update, without changing weights or optimizer.
 
         ``data`` is the result of verl's `left_right_2_no_padding` for a batch, the same on every rank.
         """
@@ -191,13 +191,13 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def write_copy(self, n: str, folder: str) -> None:
-        """Write this rank's shards of the copy ``n`` to a file of its own in ``folder``."""
+        """Write this rank's shards of the copy with the name ``n`` to the rank's own file in ``folder``."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(_tensors(self._copy(n)), self._file(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def read_copy(self, n: str, folder: str) -> None:
-        """Read the copy ``n`` that :meth:`write_copy` wrote.
+        """Read a copy that :meth:`write_copy` wrote to ``folder``, and keep it under the name ``n``.
 
         Raises:
             CheckpointError: the folder has no file for this rank and number of ranks, or the file is damaged or belongs
@@ -207,7 +207,7 @@ class ActorWorker(DetachActorWorker):
         if not file.is_file():
             raise CheckpointError(
                 f"{file} is not there. The checkpoint was written between two weight syncs, so each training rank "
-                "needs its file of the weights that were sent last. Resume with the same number of ranks, or from "
+                "needs its own file of the weights that were sent last. Resume with the same number of ranks, or from "
                 "another checkpoint (trainer.resume_mode=resume_path)"
             )
         try:
@@ -243,15 +243,15 @@ class CriticWorker(TrainingWorker):
 
 def load_weights(engine: Any, folder: str) -> None:
     """Load only the weights of a checkpoint into one of verl's engines, without the optimizer state."""
-    # Try both names, because verl misspells the one for Megatron (workers/engine/megatron/transformer_impl.py:627).
+    # Try both names, because verl misspells this name in its Megatron engine (engine/megatron/transformer_impl.py:627).
     manager = getattr(engine, "checkpoint_manager", None) or engine.checkpoint_mananager
     contents, manager.checkpoint_load_contents = manager.checkpoint_load_contents, ["model"]
     try:
         engine.load_checkpoint(folder, del_local_after_load=False)
     finally:
         manager.checkpoint_load_contents = contents
-    # Megatron's optimizers have their own copies of the weights. Update them here, because verl does not if it loads
-    # only the model.
+    # Megatron's optimizers have their own copies of the weights. Update these copies here, because verl does not do so
+    # when it loads only the model.
     if (renew := getattr(engine.optimizer, "reload_model_params", None)) is not None:
         with engine.train_mode():  # this context moves offloaded weights and optimizer state to the device
             renew()
@@ -284,7 +284,7 @@ class PublishedWeights:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Use the published weights in the workers during the ``with`` block, and restore the newest ones after it."""
+        """Let the workers use the published weights in the ``with`` block, and restore the newest weights after it."""
         self._workers.save_model_to_cpu(TRAINED)
         try:
             self._workers.restore_model_from_cpu(PUBLISHED)

@@ -26,16 +26,16 @@ from recipe.async_engine.trainer.stages import TrainingFailed
 logger = logging.getLogger(__name__)
 
 EMPTY_SHARE, SHORT = 0.5, 16
-"""The alarm `empty_answers` counts batches in which at least the share `EMPTY_SHARE` of answers is empty. An answer
-with more than `SHORT` sampled tokens never counts as empty.
+"""The condition of the alarm `empty_answers` is that at least the share `EMPTY_SHARE` of a batch's answers is empty. An
+answer with more than `SHORT` sampled tokens never counts as empty.
 """
 WINDOW_BATCHES = 4
 WITHOUT_SCORE = "val-aux/num_failed"
-"""Metric with the number of a validation's answers that have no score."""
+"""Name of the metric for the number of answers in a validation that have no score."""
 
 
 def new_alarms(plan: RunPlan, counts: Mapping[str, int] | None = None) -> Alarms:
-    """Return the alarms of a run. ``counts`` are the alarms' counts in the checkpoint that the run resumes from."""
+    """Return the alarms of a run. If the run resumes, ``counts`` are the alarms' counts in its checkpoint."""
     limits = asdict(plan.settings.async_training.alarms)
     return Alarms(limits, WINDOW_BATCHES * plan.batch_groups, logger.warning, counts)
 

@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 class AsyncPPOTrainer(SavedRun):
     """The trainer of a run, whose generator `fit` is the training loop.
 
-    The constructor writes derived settings into ``config``, in place, where verl reads them.
+    The constructor changes ``config`` in place: it writes derived settings to the places where verl reads them.
     """
 
     rehearsal: Rehearsal | None = None
@@ -91,8 +91,8 @@ class AsyncPPOTrainer(SavedRun):
         workers = self.actor_worker, self.actor_role, self.timeline.phase, self._updated
         self.stages = VerlTrainer(config, tokenizer, processor, data, *workers)
         self.timeouts = self.plan.settings.async_training.timeouts
-        # `prompts` needs no lock: a checkpoint's position is restored before the scheduler starts, and from then on
-        # only the thread that feeds prompts uses it.
+        # `prompts` needs no lock: the position from a checkpoint is restored before the scheduler starts, and from then
+        # on only the thread that feeds prompts uses `prompts`.
         used = epoch_prompts(len(data[0]), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.stages.prompts, config.trainer.total_epochs, used)
         self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
@@ -156,7 +156,7 @@ class AsyncPPOTrainer(SavedRun):
         return self.async_rollout_manager.agent_loop_workers if self.is_up else ()
 
     def fit(self, watch: RunWatch) -> Iterator[dict[str, Any]]:
-        """Train. Yield the metrics of the first validation and the rehearsal, and then the metrics of each step.
+        """Train. Yield first the metrics of the rehearsal and the first validation, and then those of each step.
 
         ``watch`` enforces the deadlines of reading and writing checkpoints.
         """
@@ -234,7 +234,7 @@ class AsyncPPOTrainer(SavedRun):
             self.trackers.finish(self.account(), error, limit_s or self.timeouts.trackers)
 
     def judge_the_end(self) -> None:
-        """Raise an error if the run trained nothing, or if an alarm makes a finished run fail."""
+        """At the end of training, raise an error if nothing was trained or if an alarm ends the run."""
         if self.global_steps == 0 < self.plan.total_steps and self.stopped_by is None:
             raise nothing_trained(self.plan, self.running.counts())
         self.alarms.finish()
@@ -333,20 +333,20 @@ class AsyncPPOTrainer(SavedRun):
             self.logger.log(data=self.metrics, step=self.global_steps)
 
     def _save_and_validate(self) -> None:
-        """Save if a checkpoint is due now, and validate if that is due. Each is done at most once in a step."""
+        """Write a checkpoint if one is due, and validate if a validation is due, each at most once in a step."""
         version = self.ledger.version
         self.save_if_due()
         if self._is_due(self.config.trainer.test_freq) and self._validated_at != self.global_steps:
             self._validated_at = self.global_steps
             self.publishing.finish(self.metrics)
             if self.is_within_version:
-                # The run ends after training steps that belong to no version yet. Publish the weights of these steps,
-                # so that they can be validated, and use the number of the last version once more.
+                # The run ends in the middle of a version. Publish the weights of the steps since the last version, so
+                # that these weights can be validated, and use the number of the last version once more.
                 self.metrics.update(self.publisher.publish(version))
             self.metrics.update(self._validate_now())
 
     def _publish(self) -> None:
-        """Copy the weights as the next version, and send the copy to the replicas, before or during the next batch."""
+        """Copy the weights as the next version, and send the copy. Training waits for this with ``publish=inline``."""
         self.publishing.seal(self.metrics, self.timing_raw)
         self.publishing.send(self.metrics, self.timing_raw)
 
@@ -364,7 +364,7 @@ class AsyncPPOTrainer(SavedRun):
         return self.rehearsal.result.metrics()
 
     def _validate_now(self) -> dict[str, float]:
-        """Validate the published weights on the replicas. Standalone replicas continue to generate for training."""
+        """Validate the published weights on the replicas. Meanwhile standalone replicas also generate for training."""
         with (
             self.timeline.phase("validate"),
             marked_timer("testing", self.timing_raw, color="green"),
@@ -390,7 +390,7 @@ class AsyncPPOTrainer(SavedRun):
     def account(self) -> dict[str, Any]:
         """Return a summary of the run so far, with the keys of ``summary.json`` (docs/run-record.md).
 
-        As soon as the event record is closed, the summary includes a description of it.
+        Once the event record is closed, the summary includes a description of the record.
         """
         counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
         rollout = {} if self.scheduler is None else self.scheduler.metrics()

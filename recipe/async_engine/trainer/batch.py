@@ -4,10 +4,10 @@
 Contract: the batch has the columns of verl's synchronous trainer (prompts, responses, masks, ``rollout_log_probs``,
 ``rm_scores``, the data set's own fields, ``uid`` of the group) and the column ``token_versions``. The rows are in the
 order of the groups, and the answers of a group are adjacent, unless verl balances the batch. A trajectory has a row for
-each output of its agent loop; if one has several, the column `OUTPUT_KEYS` says which rows belong together. Every
-sampled token is checked against the staleness bound before it is trained. An answer is copied only once, into its row.
-Until ``token_versions`` is made, the versions of an answer's tokens are run-length encoded, as runs (version, count).
-Shown by tests/integration/test_batch.py, test_several_outputs.py and tests/e2e/test_fully_async.py.
+each output of its agent loop. If any has several outputs, the column `OUTPUT_KEYS` says which rows belong together.
+Every sampled token is checked against the staleness bound before it is trained. An answer is copied only once, into its
+row. Until ``token_versions`` is made, the versions of an answer's tokens are run-length encoded, as runs (version,
+count). Shown by tests/integration/test_batch.py, test_several_outputs.py and tests/e2e/test_fully_async.py.
 """
 
 from collections import Counter
@@ -25,7 +25,9 @@ from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.prompts import sample_of
 
 FILLED = 127
-"""Largest number of prompt tokens in a row that `in_whole_mini_batches` adds, as in verl's v1 trainers."""
+"""Largest number of prompt tokens in each row with which `in_whole_mini_batches` fills up a batch, as in verl's v1
+trainers.
+"""
 
 
 def assemble(
@@ -39,7 +41,7 @@ def assemble(
     Args:
         outputs: for each group, the outputs of each of its trajectories.
         postprocess: verl's function that joins padded trajectories (``AgentLoopWorker._postprocess``).
-        order: for each row of the batch, the index of its output. None keeps the order of the groups.
+        order: for each row of the batch, the index of its output among all ``outputs``. None keeps their order.
     """
     in_groups = [output for of_group in outputs for trajectory in of_group for output in trajectory]
     order = range(len(in_groups)) if order is None else order
@@ -64,8 +66,8 @@ def balanced(
 ) -> list[int]:
     """Return the indices of all outputs in an order in which each rank gets about the same number of tokens.
 
-    verl chooses the order. Because verl would copy the whole batch, it gets a stand-in to reorder, which has only the
-    lengths and indices of the rows.
+    verl chooses the order. verl's function would copy a whole batch to reorder it, so it gets a stand-in that has only
+    the lengths and indices of the rows.
 
     Args:
         outputs: for each group, the outputs of each of its trajectories.
@@ -86,8 +88,8 @@ def order_of(
 ) -> list[int]:
     """Return the indices of rows in the order that verl's function ``balance`` chooses by their ``lengths`` in tokens.
 
-    verl needs a number of rows that is a multiple of ``multiple``, so empty rows are added. They are in the result only
-    if ``keep`` is true.
+    verl needs a number of rows that is a multiple of ``multiple``, so empty rows are added. The indices of added rows
+    are in the result only if ``keep`` is true.
     """
     count = len(lengths)
     added = -count % multiple
@@ -108,10 +110,11 @@ def in_whole_mini_batches(
 ) -> DataProto:
     """Return the batch with rows added if necessary, so that the number of rows is a multiple of ``size``.
 
-    verl's workers accept no other number, and trajectories with several outputs make any number of rows. The added rows
-    are short sequences of the token ``filler`` whose ``response_mask`` is 0, so they do not contribute to any loss.
-    verl's v1 trainers add such rows too (trainer/ppo/padding_utils.py:68). The added rows come last, unless ``balance``
-    is given: verl's function that reorders a batch so that each rank gets about the same number of tokens.
+    verl's workers accept no other number, but with several outputs per trajectory a batch may have any number of rows.
+    The added rows are short sequences of the token ``filler`` whose ``response_mask`` is 0, so they do not contribute
+    to any loss. verl's v1 trainers add such rows too (trainer/ppo/padding_utils.py:144). The added rows come last,
+    unless ``balance`` is given, which is verl's function that reorders a batch so that each rank gets about the same
+    number of tokens.
     """
     count = len(batch)
     if not (added := -count % size):
@@ -138,14 +141,14 @@ def in_whole_mini_batches(
 
 
 def without_added(computed: DataProto, batch: DataProto) -> DataProto:
-    """Return ``computed`` without the added rows, which follow the rows of ``batch``."""
+    """Return the first rows of ``computed``, as many as ``batch`` has; the others were added to fill mini-batches."""
     return computed if len(computed) == len(batch) else computed[: len(batch)]
 
 
 def last_outputs(keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: for each trajectory, the row of its last output; for each row, the index of its trajectory.
+    """Return two arrays: for each trajectory, the row of its last output; for each row, the number of its trajectory.
 
-    The index is a position in the first array. ``keys`` is the column `OUTPUT_KEYS`.
+    Trajectories are numbered by their positions in the first array. ``keys`` is the column `OUTPUT_KEYS`.
     """
     last: dict[str, tuple[int, int]] = {}
     of_rows = [key.rpartition("_") for key in keys]
@@ -157,14 +160,14 @@ def last_outputs(keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compare_last_outputs(batch: DataProto, keys: Sequence[str], compute: Callable[[DataProto], DataProto]) -> None:
-    """Set the advantages of a batch as verl's v1 trainers do for GRPO (trainer/ppo/v1/utils.py:131).
+    """Set the advantages of a batch as verl's v1 trainers do for GRPO (trainer/ppo/v1/utils.py:148).
 
-    Only the last output of each trajectory is compared with the last outputs of the other trajectories of its prompt.
-    The other outputs of a trajectory get the advantage of its last output.
+    Only the last outputs of the trajectories are compared, among those of the same prompt. The other outputs of a
+    trajectory get the advantage of its last output.
 
     Args:
         keys: the column `OUTPUT_KEYS`.
-        compute: a function that adds ``advantages`` to a batch, by groups of equal ``uid``.
+        compute: a function that adds ``advantages`` to a batch, comparing the rows that have the same ``uid``.
     """
     rows, trajectories = last_outputs(keys)
     last = compute(batch.select_idxs(rows)).batch
@@ -195,7 +198,7 @@ def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
             row[begin : begin + count] = version
             begin += count
         if begin > length:
-            raise VersionRecordError(f"a response of {length} tokens has versions of {begin} tokens")
+            raise VersionRecordError(f"a response of {length} tokens has versions for {begin} tokens")
         row[begin:] = NOT_SAMPLED
     return column
 
@@ -223,7 +226,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     row, sampled_by, counts = np.array(runs, dtype=np.int64).reshape(-1, 3).T
     ages = version - sampled_by
     if (ages < 0).any():
-        raise VersionRecordError(f"tokens of version {sampled_by.max()} cannot be trained at version {version}")
+        raise VersionRecordError(f"tokens sampled by version {sampled_by.max()} cannot be trained at version {version}")
     # `oldest` and `newest` are the ages of each row's oldest and newest token, or 0 if no token was sampled.
     oldest = np.zeros(len(batch), np.int64)
     np.maximum.at(oldest, row, ages)
@@ -233,7 +236,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
         late = (version - oldest[oldest > bound]).tolist()
         raise StalenessViolation(
             f"{len(late)} trajectories have tokens more than async_training.max_staleness={bound} versions old at "
-            f"version {version}, sampled by the versions {sorted(set(late))}"
+            f"version {version}: they were sampled by the versions {sorted(set(late))}"
         )
     spans = oldest - newest
     return {
@@ -254,16 +257,17 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
 
 
 def _of_agents(batch: DataProto) -> dict[str, float]:
-    """Return which share of the answers that agents repeated in later requests they had changed, as a mean over rows.
+    """Return the mean over rows of `UNMATCHED_SHARE`, if any row has it.
 
-    The tokens of a changed answer cannot be reused.
+    When an agent sends an earlier answer back in a later request, it may have changed the answer. The share says how
+    many of these answers are changed, so that their sampled tokens cannot be reused.
     """
     shares = [share for share in batch.non_tensor_batch.get(UNMATCHED_SHARE, ()) if share is not None]
     return {"agents/unmatched_share": float(np.mean(shares))} if shares else {}
 
 
 def _of_all(name: str, values: np.ndarray) -> dict[str, float]:
-    """Return mean, maximum and minimum of ``values`` (one value per row), under the names of verl's v1 trainers."""
+    """Return mean, maximum and minimum of ``values``, one for each row, with the metric names of verl's v1 trainers."""
     prefix = f"training/off_policy/{name}"
     return {
         f"{prefix}/mean": float(values.mean()),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a function on another thread while training continues, one function at a time.
 
-Contract: the work is over when the function returns or raises, or at a deadline after its start. `wait` returns the
-result or raises the error. If the function raises an error, ``alarm`` gets it at once, even if `wait` is called later
-or never. Shown by tests/integration/test_beside.py and test_saving.py.
+Contract: the work is over when the function returns or raises, or when its deadline has passed. `wait` returns the
+result or raises the error. If the function raises an error, ``alarm`` is called with the error at once, even if `wait`
+is called later or never. Shown by tests/integration/test_beside.py and test_saving.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Beside(Generic[Result]):
     """Runs functions on another thread. Only one thread may call the methods.
 
     Args:
-        timeout_s: seconds that a function may take in total.
-        late: a function that returns the error for `wait` to raise if work has exceeded its deadline. It takes the
-            number of that work (see `begin`).
-        alarm: a function that is called on the other thread with an error of the work.
+        timeout_s: seconds that each function may take.
+        late: makes the error that `wait` raises if the work has exceeded its deadline. It gets the number that was
+            passed to `begin` with the work.
+        alarm: called on the other thread with the error, if the work raises one.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Beside(Generic[Result]):
         self._outcome: Future[Result] | None = None
 
     def begin(self, number: int, work: Callable[[], Result]) -> None:
-        """Start ``work`` on the other thread. `wait` must have been called for earlier work.
+        """Start ``work`` on the other thread. If there was earlier work, `wait` must have been called since.
 
         ``number`` identifies the work in messages.
         """
@@ -61,7 +61,7 @@ class Beside(Generic[Result]):
 
     @property
     def is_over(self) -> bool:
-        """Whether work was begun and has ended or exceeded its deadline. `wait` then does not block."""
+        """Whether there is work that has ended or exceeded its deadline. In this case, `wait` does not block."""
         return self._outcome is not None and (self._outcome.done() or time.monotonic() >= self._deadline)
 
     def wait(self) -> Result | None:

@@ -47,13 +47,15 @@ logger = logging.getLogger(__name__)
 MARKER = "committed.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 DIGITS = 18
-"""Limit on the number of digits of a step."""
+"""Largest number of digits of a step's number."""
 FOLDER = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 ASIDE = ".aside"
 BEGUN = "begun"
-"""The first file that this trainer writes into a checkpoint's folder, removed when the rollout state is written."""
+"""Name of the first file that this trainer writes to a checkpoint's folder. It is removed after the rollout state is
+written.
+"""
 BEGUN_BY = (BEGUN, BEGUN + durable.PARTIAL, ROLLOUT_STATE, ROLLOUT_STATE + durable.PARTIAL)
-"""A folder that this trainer has begun to write has at least one of these files."""
+"""A checkpoint folder that this trainer has begun to write, but has not completed, has at least one of these files."""
 SMALL = 1 << 20
 """Largest size in bytes of a file whose digest is in the marker."""
 FULL = 1 << 20
@@ -66,7 +68,7 @@ def folder_of(root: str | Path, step: int) -> Path:
 
 
 def commit(root: str | Path, step: int) -> None:
-    """Mark a checkpoint as complete, so that a run may resume from it, and make verl's tracker name it."""
+    """Mark a step's checkpoint as complete, so that a run may resume from it, and name it in verl's file `TRACKER`."""
     folder = folder_of(root, step)
     durable.sync_tree(folder)
     track(root, step)
@@ -76,7 +78,10 @@ def commit(root: str | Path, step: int) -> None:
 
 
 def problem(folder: str | Path, sizes_only: bool = False) -> str | None:
-    """Return why the folder is not a complete checkpoint, or None if it is a complete one."""
+    """Return why the folder is not a complete checkpoint, or None if it is one.
+
+    With ``sizes_only``, the files' sizes are checked, but not their contents.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         return "there is no such folder"
@@ -100,12 +105,13 @@ def problem(folder: str | Path, sizes_only: bool = False) -> str | None:
 
 
 def candidates(root: str | Path) -> list[int]:
-    """Return the steps whose folders have a marker, in the order in which a resuming run should try them.
+    """Return the steps whose folders have the marker `MARKER`, in the order in which a run should try to resume from
+    them.
 
-    The step that verl's tracker names comes first, then the earlier steps, the newest first, and then the later steps.
+    The step that verl's file `TRACKER` names comes first, then earlier steps, the newest first, and then later steps.
 
     Raises:
-        CheckpointError: the tracker names a checkpoint of another trainer.
+        CheckpointError: `TRACKER` names a checkpoint of another trainer.
     """
     named = tracked(root)
     if named is not None and folder_of(root, named).is_dir():
@@ -115,7 +121,7 @@ def candidates(root: str | Path) -> list[int]:
 
 
 def tracked(root: str | Path) -> int | None:
-    """Return the step that verl's tracker names, or None if the tracker is missing or incomplete."""
+    """Return the step that verl's file `TRACKER` names, or None if the file is missing or incomplete."""
     try:
         text = (Path(root) / TRACKER).read_text(errors="replace").strip()
     except (FileNotFoundError, IsADirectoryError):
@@ -124,18 +130,18 @@ def tracked(root: str | Path) -> int | None:
 
 
 def track(root: str | Path, step: int | None) -> None:
-    """Make verl's tracker name ``step``, or remove the tracker if ``step`` is None."""
+    """Write ``step`` into verl's file `TRACKER`, or remove the file if ``step`` is None."""
     tracker = Path(root) / TRACKER
     if step is None:
         tracker.unlink(missing_ok=True)
     elif tracked(root) != step:
         durable.write(tracker, str(step))
-    else:  # verl may have written the tracker without fsync, so call it here
+    else:  # verl may have written the file without fsync, so call that here
         durable.sync(tracker)
 
 
 def clear(root: str | Path) -> None:
-    """Remove folders of checkpoints whose writing or removal was interrupted."""
+    """Remove checkpoint folders that were not written, or not removed, completely."""
     for folder in Path(root).glob("global_step_*"):
         if folder.name.endswith(durable.REMOVED):
             durable.remove_tree(folder.with_name(folder.name.removesuffix(durable.REMOVED)))
@@ -146,14 +152,14 @@ def clear(root: str | Path) -> None:
 
 
 def require_room(root: str | Path, after: int) -> None:
-    """Raise `CheckpointError` if another trainer's checkpoint in ``root`` is of a later step than ``after``.
+    """Raise `CheckpointError` if ``root`` has a checkpoint of another trainer for a step later than ``after``.
 
-    When the run reached that step, it would write its own checkpoint to the same folder.
+    When this run reached that step, it would write its own checkpoint to the same folder.
     """
     foreign = [str(folder) for step, folder in _folders(root).items() if step > after and not _is_ours(folder)]
     if foreign:
         raise CheckpointError(
-            f"this run would write its checkpoints among those of another trainer (without {ROLLOUT_STATE}): "
+            f"this run would write its checkpoints among those of another trainer, which lack {ROLLOUT_STATE}: "
             f"{', '.join(foreign)}. "
             "Move them, or give the run another trainer.default_local_dir."
         )
@@ -171,7 +177,7 @@ def set_aside(root: str | Path, after: int) -> None:
 
 
 def require_ours(folder: str | Path) -> None:
-    """Raise `CheckpointError` if another trainer wrote the checkpoint ``folder``, which then has no rollout state."""
+    """Raise `CheckpointError` if the checkpoint has no rollout state, because another trainer wrote it."""
     if not _is_ours(Path(folder)):
         raise CheckpointError(
             f"{folder} has no {ROLLOUT_STATE}: it was not written by this trainer, and its prompts cannot be accounted "
@@ -180,7 +186,7 @@ def require_ours(folder: str | Path) -> None:
 
 
 def retain(root: str | Path, step: int, count: int | None) -> None:
-    """Keep the newest ``count`` complete checkpoints up to ``step``, and remove the older ones. None keeps all."""
+    """Of the complete checkpoints up to ``step``, keep the newest ``count`` (all if None), and remove the others."""
     if not count or count < 1:
         return
     earlier = [folder for other, folder in sorted(_folders(root).items(), reverse=True) if other < step]
@@ -198,9 +204,10 @@ def _folders(root: str | Path) -> dict[int, Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether this trainer wrote ``folder``, or began to write it. An empty folder counts as begun.
+    """Return whether ``folder`` was written, at least in part, by this trainer. An empty folder counts as such.
 
-    Such a folder has the file `BEGUN` until the rollout state is written, and the marker when the folder is complete.
+    This trainer's folders have the file `BEGUN` until the rollout state is written, and `MARKER` when they are
+    complete.
     """
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     return not names or not names.isdisjoint({MARKER, *BEGUN_BY})
@@ -215,7 +222,7 @@ def _digest(file: Path) -> str | None:
 
 @contextmanager
 def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterator[None]:
-    """If the ``with`` block fails, remove the incomplete checkpoint and make the tracker name step ``before`` again."""
+    """If the ``with`` block fails, remove the incomplete checkpoint, and put ``before`` back into `TRACKER`."""
     folder = folder_of(root, step)
     try:
         yield
@@ -226,7 +233,7 @@ def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterato
                 durable.remove_tree(folder)
             with suppress(OSError):
                 track(root, before)
-        if full:  # report this, because torch's own error only says that a file has a wrong size
+        if full:  # torch's own error would only say that a file has a wrong size
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise
 
@@ -235,9 +242,9 @@ class RunState:
     """Writes the checkpoints of one run, and finds and reads the checkpoint that the run resumes from.
 
     Args:
-        config: the whole configuration. verl's own retention of checkpoints is switched off in it, in place.
+        config: the whole configuration. It is changed in place, so that verl does not remove old checkpoints itself.
         made_with: the values that decide whether a later run can resume from the checkpoints (`trainer.made_with`).
-        lacking: a function that takes a folder and returns what this run would load but the folder does not have.
+        lacking: a function that takes a checkpoint's folder and returns what this run needs but the folder lacks.
     """
 
     def __init__(
@@ -252,8 +259,8 @@ class RunState:
         limit = config.trainer.get("max_actor_ckpt_to_keep")
         self._kept = 1 if config.trainer.get("remove_previous_ckpt_in_save") else limit
         with open_dict(config):
-            # Switch off verl's retention, which would remove verl's files of a checkpoint before the next checkpoint is
-            # committed, and would leave this trainer's files of the removed checkpoint behind.
+            # Keep verl from removing old checkpoints. It would remove its files of a checkpoint before the next
+            # checkpoint is complete, and would leave this trainer's files of the removed checkpoint behind.
             config.trainer.update({"max_actor_ckpt_to_keep": None, "max_critic_ckpt_to_keep": None})
             config.trainer.remove_previous_ckpt_in_save = False
         self._root = config.trainer.default_local_dir
@@ -273,9 +280,9 @@ class RunState:
     def save(self, step: int, snapshot: dict[str, Any], save_verl: Callable[[], None]) -> Callable[[], None]:
         """Have ``save_verl`` write verl's files, and return a function that completes the checkpoint with ``snapshot``.
 
-        The caller calls that function once, on any thread, before the next save, and leaves ``snapshot`` unchanged. The
-        function also removes checkpoints that are no longer retained. If the step already has a checkpoint, nothing is
-        written.
+        The caller must call the returned function once, on any thread, before the next save, and must not change
+        ``snapshot``. That function also removes the oldest checkpoints, if there are more than should be kept. If the
+        step already has a checkpoint, nothing is written.
         """
         root = self._root
         if self._history_from is not None:
@@ -331,7 +338,7 @@ class RunState:
                 "trainer.resume_mode=auto to resume from the newest complete checkpoint."
             )
         if tracked(self._root) is None:
-            # Remove a tracker that is incomplete, because verl reads it even if `resume_from_path` is set, and fails.
+            # Remove an incomplete `TRACKER`: verl reads this file even if `resume_from_path` is set, and would fail.
             track(self._root, None)
         return folder
 
@@ -356,7 +363,7 @@ class RunState:
         return None
 
     def _read(self, folder: Path) -> str | None:
-        """Read the rollout state of a checkpoint, and return why it cannot be used, or None if it can.
+        """Read the rollout state of a checkpoint, and return why the checkpoint cannot be used, or None if it can.
 
         Raises:
             SnapshotError: the rollout state can be read, but not used with the settings of this run.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the run's data sets with verl's own function, and checks them before any worker starts.
 
-Contract: it must be possible to create the data sets. They must have enough rows after filtering, and first rows that
-can be read and that verl's own agent loops can turn into prompts. Otherwise a `ConfigError` names the setting and
-quotes the cause. The checks need verl, the run's tokenizer and the user's class, so they run in the trainer's process
-and not in the main process. Shown by tests/integration/test_data_sets.py.
+Contract: a `ConfigError` names the setting and quotes the cause if a data set cannot be created, if it has too few rows
+after filtering, or if its first rows cannot be read or cannot be turned into prompts by verl's own agent loops. The
+checks need verl, the run's tokenizer and the user's class, so they run in the trainer's process and not in the main
+process. Shown by tests/integration/test_data_sets.py.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from recipe.async_engine.rollout.prompts import IndexedDataset
 logger = logging.getLogger(__name__)
 
 FIRST = 8
-"""Number of rows that are checked at the beginning of each data set."""
+"""How many rows, the first ones, are checked in each data set."""
 
 
 def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
-    """Return the tokenizer and processor, loaded as in the workers: with `tokenizer_path` and `custom_chat_template`.
+    """Return the tokenizer and processor, loaded as in verl's workers (`tokenizer_path`, `custom_chat_template`).
 
     Remote code is trusted if `data.trust_remote_code` (used by verl's data sets) or the model's own setting (used by
     verl's workers) says so.
@@ -70,7 +70,9 @@ def defaults(config: Any) -> dict[str, Any]:
 
 
 def data_sets(config: Any, tokenizer: Any, processor: Any, batch: int) -> tuple[IndexedDataset, IndexedDataset]:
-    """Return the training data set, with at least the ``batch`` prompts that a step trains, and the validation one.
+    """Return the training data set, which must have at least ``batch`` prompts, and the validation data set.
+
+    ``batch`` is the number of prompts that a step trains.
 
     Raises:
         ConfigError: the run cannot use one of the data sets. The error lists all problems.
@@ -127,7 +129,7 @@ class _Maker:
         return IndexedDataset(dataset, defaults(self._config), is_indexed=self._is_train)
 
     def _is_verls(self, row: dict[str, Any]) -> bool:
-        """Return whether one of verl's own agent loops will process a row, and not a user's loop of the same name."""
+        """Return whether one of verl's own agent loops will process the row, not a user's loop of the same name."""
         agent = self._config.actor_rollout_ref.rollout.agent
         name = row.get("agent_name", agent.default_agent_loop)
         return name in VERLS_LOOPS and not agent.get("agent_loop_config_path")
@@ -142,9 +144,9 @@ class _Maker:
         return self._refused(f"data with at least {needed} prompts, which a step trains", advice)
 
     def _why_left_out(self) -> str:
-        """Return why the first rows of the unfiltered data are unusable, if verl's filter dropped too many rows.
+        """Explain why verl's filter dropped rows, by what is wrong with the first rows of the unfiltered data.
 
-        The filter itself reports only how many rows it dropped, and calls all of them too long.
+        Return "" if this explains nothing. The filter itself calls all rows that it drops too long.
         """
         data = copy.deepcopy(self._config.data)
         OmegaConf.set_struct(data, False)
@@ -158,7 +160,7 @@ class _Maker:
         return "" if fault is None else f"Before the filter there were {len(rows)}: {fault.problems[0].advice}"
 
     def _cannot_prompt(self, prompts: Sequence[Any]) -> ConfigError | None:
-        """Return why none of the prompts can be used, or None if one of them can."""
+        """Return an error that says why none of the prompts can be used, or None if any of them can be used."""
         fault = None
         for prompt in prompts:
             fault = self._fault_of(prompt)
@@ -193,7 +195,7 @@ class _Maker:
         )
 
     def _length(self, messages: list[dict[str, Any]], text: str) -> int:
-        """Return the number of tokens of a prompt, images included, as verl's agent loops make them."""
+        """Return the number of tokens that verl's agent loops make from a prompt, including those of images."""
         if self._processor is None:
             return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         patch = getattr(getattr(self._processor, "image_processor", None), "patch_size", 14)

@@ -36,7 +36,7 @@ def describe(trainer: Any, thread: int) -> str:
 
 
 def _asked(trainer: Any) -> dict[str, Any]:
-    """Ask each process to describe what it does, and return the answers' object references by the processes' names."""
+    """Ask each process what it does; return the object references of the answers, by the name of the process."""
     if not trainer.is_up:
         return {}
 

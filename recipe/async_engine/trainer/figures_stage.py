@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects the current metrics (figures) of a run for the main process's terminal, the trackers and Prometheus.
 
-Contract: any thread may read the figures at any time, without waiting for a stage of the trainer. `live` and `report`
-also export the figures to Prometheus, through Ray. Shown by tests/integration/test_exported.py and tests/e2e.
+Contract: any thread may read the figures at any time, even while a step is being trained. `live` and `report` also
+export the figures to Prometheus, through Ray. Shown by tests/integration/test_exported.py and tests/e2e.
 """
 
 from __future__ import annotations

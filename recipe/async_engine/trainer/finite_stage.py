@@ -30,7 +30,9 @@ LEFT_OUT = "fully_async/non_finite/answers_left_out"
 
 
 def leave_out(batch: DataProto, names: Sequence[str]) -> int:
-    """Remove answers with NaN or an infinity at a trained token from the loss, in place, and return their number.
+    """Leave answers that have NaN or an infinity at a trained token out of the loss, and return their number.
+
+    The batch is changed in place.
 
     Args:
         batch: a batch with ``response_mask``, (rows, R), which is 1 for trained tokens.
@@ -70,13 +72,13 @@ def with_scores(
         data_sources: the data source of each answer.
         uids: the uid of each answer's prompt.
         infos: the values that rewards reported for each answer, by name.
-        turns: the numbers of turns of the answers, in one array for each batch.
+        turns: arrays, one for each batch of the validation, with the number of turns of each answer.
 
     Returns:
-        The four arguments without the dropped answers, with ``infos`` in a form of which verl can take means, and the
-        number of answers without a score.
+        The four arguments without the dropped answers (``infos`` in a form of which verl can take means), and the
+        number of answers that have no score.
     """
-    # verl's main score is "reward" or "acc", so these two values decide whether an answer has a score.
+    # verl takes "reward" or "acc" as its main score, so an answer has a score if both of these are numbers or None.
     scored = [infos[name] for name in ("reward", "acc") if name in infos]
     none = [not all(value is None or is_number(value) for value in row) for row in zip(*scored, strict=True)]
     without = {uid for uid, is_none in zip(uids, none, strict=True) if is_none}
@@ -91,7 +93,7 @@ def with_scores(
 
 
 def _averaged(values: list[Any]) -> list[Any]:
-    """Return ``values`` as numbers or None. If one is a string, return all as strings, which verl's means skip."""
+    """Return ``values`` as numbers or None, or, if any is a string, all as strings, which verl's means skip."""
     if any(isinstance(value, str) for value in values):
         return [None if value is None else str(value) for value in values]
     return [value if isinstance(value, float) or is_number(value) else None for value in values]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rehearsal of hybrid replicas: they wake, sleep and wake again before the first step.
 
-Contract: that of `recipe.async_engine.trainer.rehearsal`. The engines are interrupted and free their memory for the
-trainer, whose ranks do forward and backward passes and compute log-probs. Then the engines allocate their memory again
-and load the version that the trainer ranks on their accelerators pass to them. If this fails, the run ends, because
-there is no other way to pass weights. Shown by tests/e2e/test_rehearsal.py.
+Contract: the contract of `recipe.async_engine.trainer.rehearsal` holds here too. The engines are interrupted and free
+their memory for the trainer, whose ranks do forward and backward passes and compute log-probs. Then the engines
+allocate their memory again and load the version that the trainer ranks on their accelerators pass to them. If this
+fails, the run ends, because there is no other way to pass weights. Shown by tests/e2e/test_rehearsal.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HybridRehearsal(Rehearsal):
         self.publisher.sleep(others_serve=True)
 
     def send_again(self, before: list[Answer]) -> None:
-        """Interrupt engines that each have a request, let the trainer work, and check that the requests continue."""
+        """Interrupt the engines while each has a request, let the trainer work, and check that requests continue."""
         with self.checking("requests go on after a turn of the trainer") as check, self.in_haste():
             self.under_requests(lambda: self._turn(before), check)
 

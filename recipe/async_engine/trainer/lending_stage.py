@@ -3,11 +3,12 @@
 
 Contract: hybrid replicas are on the trainer's accelerators and sleep while it trains, saves or publishes. While the
 trainer waits, the lending policy (`recipe.async_engine.core.lending`) decides when they wake and when they go back to
-sleep. They wake with the announced version (the newest that may generate), which each trainer rank passes
-to the engine on its accelerators. If a publication is under way, they wake only after it is complete. Then they get
-requests, and more trajectories may run. Before they sleep, they get no more requests; their unfinished answers are
+sleep. They wake with the announced version (the newest one that replicas may generate with), which each trainer rank
+passes to the engine on its accelerators. If a publication is under way, they wake only after it is complete. Then they
+get requests, and more trajectories may run. Before they sleep, they get no more requests; their unfinished answers are
 interrupted, keep their tokens, and continue on the standalone replicas. If a hybrid replica dies, its answers continue
-elsewhere, and the next wake-up first starts it again. If it cannot be started, nothing is lent for the rest of the run.
+elsewhere, and the replica is started again before the next loan. If it cannot be started, nothing is lent for the rest
+of the run.
 
 Without standalone replicas (``placement=shared``), the accelerators are lent whenever there is something to generate,
 until a batch may be taken. Such a loan is called a generation turn. Its end interrupts answers, which keep their tokens
@@ -43,19 +44,19 @@ TAKE, LEND = "take", "lend"
 
 INTERRUPT_S = "partial_rollout/interrupt_seconds"
 OF_TURNS = (INTERRUPT_S, *(f"partial_rollout/{name}" for name in ("cut_tokens", "lost_tokens", "interrupted_in_tools")))
-"""Metrics of generation turns (docs/partial-rollout.md)."""
+"""Names of the metrics of a generation turn, a loan with ``placement=shared`` (docs/partial-rollout.md)."""
 
 
 class LendingStage:
     """Decides with the lending policy whether hybrid replicas generate while the trainer waits for a batch.
 
     Args:
-        scheduler: tells what the trainer needs and how many trajectories wait, and has the policy's measurements.
+        scheduler: says what the trainer needs and how many trajectories wait, and keeps the lending policy.
         hybrid: wakes the hybrid replicas and puts them to sleep.
         standalone: sends weights to the standalone replicas, if there are any.
-        publishing: publishes versions, and is told the checksum of the weights with which a generation turn begins.
-        published: the trainer's copy of the published weights, which a loan uses if batches have been trained since the
-            publication.
+        publishing: publishes versions. When a generation turn begins, it gets the checksum of the replicas' weights.
+        published: the trainer's copy of the published weights. A loan begins with this copy if batches have been
+            trained since the publication.
         timeline: receives the phase `SWITCH`.
     """
 
@@ -82,7 +83,7 @@ class LendingStage:
         self._of_turns = dict.fromkeys(OF_TURNS, 0.0) if self._in_turns else {}
 
     def begin(self) -> None:
-        """Tell the scheduler how many sequence slots the engines have while hybrid replicas sleep."""
+        """Tell the scheduler how many sequence slots the engines have at the beginning, when hybrid replicas sleep."""
         self._use_places()
 
     def wait(self, metrics: dict[str, Any], is_within_version: bool) -> None:
@@ -129,7 +130,8 @@ class LendingStage:
             return TAKE
         ledger = self._scheduler.ledger
         if self._is_over or ledger.version > ledger.announced:
-            # A version is being published. Decide nothing now; its announcement calls this function again.
+            # Either nothing is lent any more, or a version is being published. In the latter case, this function is
+            # called again when the version is announced.
             return None
         return LEND if self._policy.lends(places, demand) else None
 
@@ -140,10 +142,10 @@ class LendingStage:
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Have replicas serve validation inside the ``with`` block.
+        """Make sure that replicas are awake inside the ``with`` block, to generate for a validation.
 
-        Without standalone replicas, the hybrid ones wake for it, with the trainer's weights. Answers for training that
-        wait for their next turn continue to wait.
+        Without standalone replicas, the hybrid replicas wake, with the trainer's weights. Interrupted answers for
+        training continue only in the next generation turn.
         """
         if not self._in_turns:
             yield
@@ -160,7 +162,7 @@ class LendingStage:
         return self._scheduler.look(self._at_each * alone, self._at_each * more, self._is_awake)
 
     def _lend(self, metrics: dict[str, Any], is_within_version: bool) -> bool:
-        """Wake the hybrid replicas, and return whether any of them generates."""
+        """Wake the hybrid replicas, and return whether this succeeded for any of them."""
         began, restarts = time.monotonic(), self._hybrid.restarts.begun
         with self._timeline.phase(SWITCH):
             try:
@@ -172,7 +174,7 @@ class LendingStage:
                 logger.error("the trainer's accelerators are not lent any more: %s", error)
                 self._is_over = True
                 if isinstance(error, NoReplicaLeft):
-                    # No engine could resume, but they have allocated their memory again, so put them to sleep.
+                    # No engine could resume, but the engines have allocated their memory again: put them to sleep.
                     self._hybrid.sleep()
                 return False
             self._is_awake = True

@@ -27,7 +27,7 @@ WHOLE, PART = 256 << 20, 16 << 20
 
 
 def made_with(config: Any, plan: RunPlan, dataset: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return the values that `core.snapshots.RULES` compares. ``dataset`` is verl's training data set."""
+    """Return the values whose changes `core.snapshots.RULES` judges. ``dataset`` is verl's training data set."""
     data, training = config.data, plan.settings.async_training
     strategy = config.actor_rollout_ref.actor.strategy
     return {
@@ -84,7 +84,7 @@ SIZES = (
 
 
 def _of_models(config: Any) -> dict[str, Any]:
-    """Return the values that describe models, adapters and optimizers, with sizes only of models in local folders."""
+    """Return what describes the models, adapters and optimizers. Sizes are those of models in local folders."""
     policy, found = config.actor_rollout_ref.get("model") or {}, {}
     sections = {"actor_rollout_ref.actor": policy.get("path")}
     if has_critic(config):
@@ -126,7 +126,7 @@ def _lora(model: Mapping[str, Any]) -> str:
 
 
 def files_fingerprint(files: Iterable[Any]) -> str:
-    """Return a text that identifies files by their content, or, if they are not on a local disk, by their names."""
+    """Return a text that identifies each file by its content, or, if it is not on a local disk, by its name."""
     return ", ".join(_fingerprint(str(file)) for file in files)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests a few answers from rollout replicas for a run's rehearsal. These answers are not trained.
 
-Contract: each request has its own seed, so that it does not change the engine's other random numbers. Requests are sent
-directly to a replica's server, without the load balancer. If a weight sync interrupts an answer, the request is sent
-again with the tokens so far. Every call returns within its deadline, or raises `RehearsalFailed`. Shown by
-tests/integration/test_rehearsal.py.
+Contract: each request has a seed of its own, so it does not change the random numbers for other requests. Requests are
+sent directly to a replica's server, without the load balancer. If a weight sync interrupts an answer, the request is
+sent again, with the tokens sampled so far. Every call returns within its deadline, or raises `RehearsalFailed`. Shown
+by tests/integration/test_rehearsal.py.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Probe:
     def under(self, records: Sequence[ReplicaRecord], change: Callable[[], None], timeout_s: float) -> list[Answer]:
         """Call ``change`` while each replica generates a long answer, and return the answers when they are complete.
 
-        The answers and ``change`` together have ``timeout_s`` seconds.
+        The answers must be complete within ``timeout_s`` seconds, including the time that ``change`` takes.
         """
         names = {f"rehearsal-{uuid.uuid4().hex}": record for record in records}
 
@@ -86,7 +86,7 @@ class Probe:
         return answers.wait() or []
 
     async def _begun(self, names: dict[str, ReplicaRecord], is_over: Callable[[], bool]) -> None:
-        """Wait until each request has sampled a token or all requests have ended, or until the deadline."""
+        """Wait until each request has a sampled token, or until all requests have ended, at most until the deadline."""
         deadline = time.monotonic() + self._timeout_s
         while not is_over() and time.monotonic() < deadline:
             news = await asyncio.gather(
@@ -103,7 +103,10 @@ class Probe:
         return asyncio.run(ask())
 
     async def _answer(self, record: ReplicaRecord, number: int, count: int, timeout_s: float, name: str) -> Answer:
-        """Return an answer of ``count`` tokens to prompt ``number``. ``name`` is the id of the first request."""
+        """Return an answer of ``count`` tokens to the prompt with the seed ``number``.
+
+        ``name`` is the id of the first request. Requests that continue the answer get new ids.
+        """
         answer = Answer(record.name, self.tokens(number, self.prompt_tokens))
         deadline = time.monotonic() + timeout_s
         while (missing := count - len(answer.tokens)) > 0:

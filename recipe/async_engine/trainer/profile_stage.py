@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles the steps of ``global_profiler.steps`` with verl's own profilers.
 
-Contract: the profile of a step covers the time from the wait for its batch to the end of its training, and ends before
-the step's weights are published. The rollout engines that ``rollout.profiler`` selects are profiled for all this time,
-and the training workers from the beginning of the training on. With ``profile_continuous_steps``, consecutive steps
-share one trace. verl's finish hook runs once, after the last step of ``global_profiler.steps``, or after the run's last
-step if that is profiled. If a replica cannot be profiled, only its own trace is missing. Shown by
+Contract: the profile of a step begins when the trainer begins to wait for the step's batch, and ends when the batch is
+trained, before the weights are published. The rollout engines that ``rollout.profiler`` selects are profiled for all
+this time, and the training workers only while the batch is trained. With ``profile_continuous_steps``, consecutive
+steps share one trace. verl's finish hook runs once, after the last step of ``global_profiler.steps``, or after the
+run's last step if that is profiled. If a replica cannot be profiled, only its own trace is missing. Shown by
 tests/integration/test_profile_stage.py and tests/e2e/test_trainer_features.py.
 """
 
@@ -29,7 +29,8 @@ class ProfileStage:
 
     Args:
         profiler: the section ``global_profiler`` of the configuration.
-        profile: a function that starts or stops the training workers' profilers (`Stages.profile`).
+        replicas: returns the replicas that may be profiled.
+        profile: starts or stops the training workers' profilers (`Stages.profile`).
         timeout_s: deadline of the replicas' answers, in seconds.
     """
 
@@ -46,19 +47,19 @@ class ProfileStage:
         self._engines = self._workers = False
 
     def begin(self, step: int) -> None:
-        """Begin to profile the rollout engines. The trainer calls this when it begins to wait for a step's batch."""
+        """If ``step`` is to be profiled, start the rollout engines' profilers. Call this before waiting for a batch."""
         if step in self._steps and not self._engines:
             self._engines = True
             self._ask("start_profile")
 
     def train(self, step: int) -> None:
-        """Begin to profile the training workers. The trainer calls this when it begins to train a step."""
+        """If ``step`` is to be profiled, start the training workers' profilers. Call this before a batch is trained."""
         if step in self._steps and not self._workers:
             self._workers = True
             self._profile(start=True)
 
     def end(self, step: int, is_last: bool) -> None:
-        """End the profile. The trainer calls this when a step is trained, or when no further batch can form."""
+        """Stop the profilers, unless the next step continues the trace. Call this after a step, or at the run's end."""
         if self._in_a_row and step + 1 in self._steps and not is_last:
             return
         if self._workers:

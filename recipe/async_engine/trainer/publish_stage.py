@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes the trainer's weights as the next version.
 
-Contract: first a version is sealed, which means that the trainer's weights are copied. Then the replicas stage
-the version and swap it in, the ledger announces it, and the replicas resume generation. Meanwhile training continues or
-waits (``async_training.weights.publish``). Only one version is transferred at a time, and a version is announced while
-no replica generates. Shown by tests/e2e/test_fully_async.py, test_swaps.py and test_faults.py.
+Contract: first a version is *sealed*: the trainer's weights become this version, and are copied. Then the replicas
+stage the copy and swap it in, the ledger announces the version (so that generation counts as its own), and the replicas
+resume generation. Meanwhile training continues or waits (``async_training.weights.publish``). Only one version is
+transferred at a time, and a version is announced while no replica generates. Shown by tests/e2e/test_fully_async.py,
+test_swaps.py and test_faults.py.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class PublishStage:
 
     Args:
         published: the trainer's copy of the weights that were published last.
-        unchanged: detects a version with the same weights as the version before, which is reported to ``alarms``.
-        timeline: receives the phases of a publication.
-        fail: a function that is called, on another thread, with the error of a failed publication.
+        unchanged: detects that a version has the same weights as the version before; ``alarms`` is then told.
+        timeline: records the phases of a publication.
+        fail: called, on another thread, with the error if a publication fails.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class PublishStage:
         self._timeline = timeline
         self._drains = plan.settings.weights.at_swap == "drain"
         training = plan.settings.async_training
-        # A trajectory may fail at its deadline while the engines drain, and is then tried again, so allow for all
+        # While the engines drain, a trajectory may fail at its deadline and be tried again, so allow time for all
         # tries.
         self._drain_s = (1 + training.max_group_retries) * training.timeouts.trajectory
         self._places_each, self._live_at_first = plan.engine_places // plan.rollout_replicas, plan.rollout_replicas
@@ -80,11 +81,11 @@ class PublishStage:
 
     @property
     def is_over(self) -> bool:
-        """Whether a publication was begun and has ended or exceeded its deadline. `finish` then does not block."""
+        """Whether there is a publication that has ended or exceeded its deadline, so that `finish` does not block."""
         return self._way.is_over
 
     def seal(self, metrics: Metrics, timing: Timing) -> None:
-        """Copy the trainer's weights as the next version, so that training can continue from them."""
+        """Make the trainer's present weights the next version, and copy them, so that training may change them."""
         with self._paused(metrics, timing):
             self.finish(metrics)
             version = self._scheduler.ledger.version + 1
@@ -94,7 +95,7 @@ class PublishStage:
             self._scheduler.version_sealed()
 
     def send(self, metrics: Metrics, timing: Timing) -> None:
-        """Begin to send the sealed version to the replicas, and wait for the end if weights are published inline."""
+        """Begin to send the version that `seal` made last; with ``publish=inline``, wait until the replicas have it."""
         version = self._scheduler.ledger.version
         with self._paused(metrics, timing):
             self._way.begin(version, lambda: self._bring(version))
@@ -102,17 +103,17 @@ class PublishStage:
                 self.finish(metrics)
 
     def finish(self, metrics: Metrics) -> None:
-        """Wait until the replicas generate with the last sealed version; raise PublishFailed on failure or lateness."""
+        """Wait until the replicas generate with the version that is being sent; raise PublishFailed if that fails."""
         with self._timeline.phase("sync"):
             arrived = self._way.wait()
         if arrived and self._publisher.known.records:
             self.arrived(metrics, arrived, self._publisher.checksum)
 
     def arrived(self, metrics: Metrics, of_sync: Metrics, checksum: str | None) -> None:
-        """Record that replicas hold the announced version, whose weights have this ``checksum``.
+        """Record that the replicas have the announced version. ``checksum`` is that of its weights.
 
-        ``of_sync`` has the metrics of the weight sync, which are added to ``metrics``. If the weights should have
-        changed since the last version but did not, this is reported to the alarms.
+        ``of_sync`` are the metrics of the weight sync, which are added to ``metrics``. If the weights should have
+        changed since the version before but did not, the alarms are told.
         """
         unchanged = self._unchanged.published(self._scheduler.ledger.announced, checksum)
         if unchanged is not None:
@@ -120,10 +121,10 @@ class PublishStage:
         metrics |= {**of_sync, "fully_async/weight_sync/unchanged": int(bool(unchanged))}
 
     def again(self, is_within_version: bool) -> None:
-        """Publish the ledger's version when the run begins: the initial weights, or the weights of a checkpoint.
+        """When the run begins, send the ledger's version to the replicas: initial weights, or those of a checkpoint.
 
-        ``is_within_version`` says that batches were trained between the last publication and the checkpoint. In this
-        case the checkpoint's copy of the published weights is sent.
+        ``is_within_version`` says whether batches were trained between the last publication and the checkpoint. If so,
+        the copy of the published weights that the checkpoint contains is sent, not the trained weights.
         """
         version = self._scheduler.ledger.version
         with self._published.in_use() if is_within_version else nullcontext():
@@ -134,14 +135,14 @@ class PublishStage:
 
     @contextmanager
     def _paused(self, metrics: Metrics, timing: Timing) -> Iterator[None]:
-        """Add the duration of the ``with`` block to the time for which publications pause training."""
+        """Add the duration of the ``with`` block to the step's metric `PAUSED` (training waits for a publication)."""
         with self._timeline.phase("sync"), marked_timer("update_weights", timing, color="red"):
             began = time.monotonic()
             yield
             metrics[PAUSED] = metrics.get(PAUSED, 0.0) + time.monotonic() - began
 
     def _bring(self, version: int) -> dict[str, float]:
-        """Send a sealed version to the replicas, announce it, and return the metrics of the weight sync."""
+        """Send the copy of ``version`` to the replicas, announce the version, and return metrics of the weight sync."""
         self._timeline.note("a version is sealed")
         with self._timeline.during("stage", version):
             staged = self._publisher.stage(version)

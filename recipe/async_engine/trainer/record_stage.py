@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts and ends the event record of a run, and adds the trainer's events to it.
 
-Contract: the trainer's accelerators count as computing while verl calls a worker group, and as waiting during all other
-work of a step. All ranks together count as one device. With ``async_training.events=false`` nothing is recorded. Shown
-by tests/integration/test_recording.py and tests/accounts.py.
+Contract: during a step, the trainer's accelerators count as computing while verl calls a worker group, and as waiting
+otherwise. All ranks together count as one device. With ``async_training.events=false`` nothing is recorded. Shown by
+tests/integration/test_recording.py and tests/accounts.py.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class RecordStage:
         timeline.listener = self._recording.tell
 
     def ask(self) -> None:
-        """Record the activity of servers and agent-loop workers from now on."""
+        """Begin to record the activity of servers and agent-loop workers."""
         if self._recording is not None:
             self._recording.ask()
 
     def end(self, scheduler: RolloutScheduler | None, failed: bool) -> None:
-        """End generation and close the event record. An error is only logged; the run then has no time report."""
+        """End generation and close the event record. If that fails, only the time report is missing."""
         if self._recording is None or self._recording.recorded is not None:
             return
         self._timeline.stop()
@@ -107,11 +107,11 @@ class RecordStage:
 
     @property
     def recorded(self) -> Recorded | None:
-        """A description of the closed record, or None if there is no record or it is not closed yet."""
+        """A description of the event record, or None if there is no record or it is still open."""
         return None if self._recording is None else self._recording.recorded
 
     def ages(self, batch: DataProto, version: int) -> None:
-        """Record the ages of a batch's tokens, in versions, when the batch is trained at ``version``."""
+        """Record how many versions old each token of a batch is when the batch is trained at ``version``."""
         if self._recording is None:
             return
         now = time.monotonic()

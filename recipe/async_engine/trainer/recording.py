@@ -3,12 +3,12 @@
 
 Contract: the modules of the trainer's process report events with :meth:`Recording.tell`, on any thread. Rollout
 servers, log-prob servers and agent-loop workers store their activity. A thread of this module asks these processes for
-it, every second at first and less often in a long run, and measures the offset of their clocks from this process's
-clock with the same calls (`recipe.async_engine.record.events`). A device is a server whose accelerator time is
+their activity, every second at first and less often in a long run. The same calls measure the offset of their clocks
+from this process's clock (`recipe.async_engine.record.events`). A device is a server whose accelerator time is
 recorded. If a device dies, the time since its last answer is recorded as `lost_with_replica`, and the time until it is
 replaced, or the run ends, as `down`. From the 10,000th group on, events of trajectories and groups are kept for one
 group in two, later for one in four, and so on. An error of the recording never ends a run. Events that could not be
-read or written are missing in the record and in the time report, which says that they are missing. Shown by
+read or written are missing in the record and in the time report, which says so. Shown by
 tests/integration/test_recording.py and tests/accounts.py.
 """
 
@@ -53,7 +53,7 @@ from recipe.async_engine.record.events import (
 logger = logging.getLogger(__name__)
 
 ASK_S, LONGEST_ASK_S = 1.0, 30.0
-# In a long run, the interval between two requests for activity is the run's duration so far, divided by this number.
+# In a long run, the seconds between two requests for activity are the run's duration so far divided by this number.
 ASKED_IN_ALL = 2_000
 MANY = 5_000
 GROUPS_IN_FULL = 10_000
@@ -71,7 +71,7 @@ def is_kept(group: int) -> bool:
 class _Device:
     """A server or agent-loop worker that is asked for its activity.
 
-    Its activity is recorded up to the time ``known_until``, in seconds since the run began.
+    known_until: the time up to which its activity is recorded, in seconds since the run began.
     """
 
     name: str
@@ -140,13 +140,13 @@ class Recording:
         self._thread.start()
 
     def tell(self, event: Event) -> None:
-        """Record an event whose times are those of this process's clock."""
+        """Record an event whose times were taken from this process's clock."""
         if event.lane in (TRAJECTORIES, GROUPS) and event.group is not None and not is_kept(event.group):
             return
         self._told.append(event._replace(start=event.start - self._began, end=event.end - self._began))
 
     def follow(self, name: str, lane: Lane) -> None:
-        """From now on, copy what ``lane`` collects in this process to the event record, under the given name."""
+        """From now on, copy what ``lane`` collects in this process to the event record, where it is called ``name``."""
         lane.take()
         self._lanes[name] = lane
 
@@ -161,7 +161,7 @@ class Recording:
     def close(self, until: float, tokens: TokenBooks | None) -> Recorded:
         """Ask all actors once more, write all events, close the file and return a description of the record.
 
-        The record ends at ``until``, a time of this process's clock. If an earlier write has not returned within
+        The record ends at ``until``, a time of this process's clock. If an earlier write is still going on after
         `RECORD_WRITE_S` seconds, nothing more is written.
         """
         self._over.set()
@@ -255,7 +255,7 @@ class Recording:
             asked[device.asked[1]] = device
         began, waiting = self._clock(), list(asked)
         while waiting:
-            # An agent loop may keep its worker from answering, so wait less if only agent-loop workers are missing.
+            # An agent loop may keep its worker from answering, so wait less if only such workers have not answered.
             limit = TOLD_S if any(asked[reference].is_counted for reference in waiting) else AGENTS_TOLD_S
             if (left := began + limit - self._clock()) <= 0:
                 break
@@ -264,7 +264,7 @@ class Recording:
                 self._take(asked[reference], reference)
 
     def _again(self, name: str, handle: Any) -> _Device | None:
-        """Return the device that was lost under this name, if any, after giving it the new process's handle."""
+        """If a device of this name was lost, give it the handle of the new process and return it; else return None."""
         for device in self._gone:
             if device.name == name:
                 self._gone.remove(device)
@@ -296,7 +296,7 @@ class Recording:
         known = until = device.known_until
         for span in answer.spans:
             start, end = (device.clock.here(time) - self._began for time in (span.start, span.end))
-            # Skip the time before `known`, which is recorded already, possibly as `lost_with_replica`.
+            # Leave out the time before `known`, which is already recorded, possibly as `lost_with_replica`.
             if end > known:
                 self._told.append(Event(device.name, span.what, max(start, known), end, span.share, tokens=span.tokens))
                 until = max(until, end)
@@ -304,7 +304,7 @@ class Recording:
         device.tokens = answer.tokens
 
     def _begins(self, device: _Device, answer: Activity) -> None:
-        """Handle the first answer of a process, which may replace a process that died."""
+        """Handle the first answer of a new process, which may have replaced a process that died."""
         assert device.clock is not None
         first = answer.spans[0].start if answer.spans else answer.now
         start = max(0.0, device.clock.here(first) - self._began)

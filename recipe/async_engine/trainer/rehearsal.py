@@ -3,9 +3,9 @@
 
 Contract: `Rehearsal.run` is called after the first publication, before anything is generated for training. It samples
 from every replica, sends the same version again in the configured way, samples once more, and compares log-probs.
-During the transfer every trainer rank computes, and each replica has an open request that the swap interrupts. The
-rehearsal does not affect training: it changes no weights, optimizer states, random states or groups. Every wait has a
-deadline (``async_training.timeouts.rehearsal``).
+During the transfer, every trainer rank does forward and backward passes, and each replica has an open request, which
+the swap interrupts. The rehearsal does not affect training: it changes no weights, optimizer states, random states or
+groups. Every wait has a deadline (``async_training.timeouts.rehearsal``).
 
 - If a transfer fails, the run falls back to ``publish=inline``, and then to ``staging=none``. If an engine refused the
   weights, the order of these fallbacks is reversed. The run continues with the settings that worked.
@@ -52,13 +52,13 @@ class Rehearsal:
     """The rehearsal of a run. The trainer's thread calls `run` once.
 
     Attributes:
-        workers: verl's group of the trainer's `ActorWorker` s.
+        workers: verl's group of the trainer's workers, which are of the class `ActorWorker`.
         rollout: verl's rollout section of the configuration.
         log_probs: verl's forward pass for old log-probs, with the trainer's current weights.
         published: a function that returns a context in which the trainer computes with the published weights.
         timeout_s: deadline of each step, in seconds.
-        position_rows: number of rows of position ids, which is more than 1 for models with positions in images.
-        result: the checks and their outcomes, also if `run` raises an error.
+        position_rows: number of position ids for each token, more than 1 for models with positions in images.
+        result: the checks and their outcomes, even if `run` raises an error.
     """
 
     publisher: WeightPublisher
@@ -126,7 +126,7 @@ class Rehearsal:
             yield check
         except (NoReplicaLeft, PublishFailed):
             raise
-        except Exception as error:  # any error here would also happen later in the run
+        except Exception as error:  # whatever fails here would also fail later in the run
             if self.result.has_failed:  # a nested check has failed, and its failure is recorded already
                 raise
             self.result.checks.append(Check(name, FAILED, str(error), time.monotonic() - began))
@@ -137,16 +137,17 @@ class Rehearsal:
     # The following methods send the weights. `HybridRehearsal` overrides `send_again`.
 
     def send_again(self, before: list[Answer]) -> None:
-        """Send the version again with the run's settings, or with fallbacks if that fails, and compare log-probs."""
+        """Send the version again with the run's settings or, if that fails, with fallbacks. Compare log-probs."""
         check = self._sent()
         while check.outcome == FELL_BACK:
             check = self._sent()
         self.compare(before)
 
     def _sent(self) -> Check:
-        """Send the weights once with the publisher's present settings, and return the check that has the outcome.
+        """Send the weights once with the publisher's present settings, and return a `Check` with the outcome.
 
-        If the weights do not arrive, change the publisher's settings to a fallback, which the caller may try.
+        If the weights do not arrive, change the publisher's settings to a fallback, if any is left. The outcome is then
+        `FELL_BACK`, and the caller sends again.
         """
         weights, began = self.publisher.weights, time.monotonic()
         check = Check(f"weights arrive (publish={weights.publish}, staging={weights.staging})")
@@ -170,7 +171,8 @@ class Rehearsal:
     def _send(self) -> str:
         """Transfer the version, and return a remark for the check.
 
-        There is one attempt, with the rehearsal's deadline. After a fallback there are as many attempts as in training.
+        There is one attempt, with the rehearsal's deadline. After a fallback, the number of attempts and the deadline
+        are those of training.
         """
         with nullcontext() if self.result.fallbacks else self.in_haste():
             if self.publisher.weights.publish != "beside":
@@ -221,7 +223,7 @@ class Rehearsal:
             raise PublishFailed(f"{', '.join(lacking)} did not get the weights: {self.publisher.known.errors}")
 
     def _note_servers(self, staged: StagedVersion) -> None:
-        """Record which log-prob servers lack the version, so that the trainer will compute log-probs in their place."""
+        """Record which log-prob servers lack the version. The trainer will compute log-probs in their place."""
         servers = [record for record in self.publisher.known.records if not record.generates]
         said = "; ".join(f"{record.name}: {record.error}" for record in servers if record not in staged.holders)
         if servers:
@@ -261,13 +263,16 @@ class Rehearsal:
     @property
     def _longest_s(self) -> float:
         # A transfer has four steps, each with the deadline `timeout_s`: it checks which replicas are alive, connects in
-        # two steps, and sends. One more such deadline and a minute are a margin.
+        # two steps, and sends. The margin is one more deadline and a minute.
         return 5 * self.publisher.known.timeout_s + 60
 
     # The following methods make the trainer's ranks compute.
 
     def work(self, until: Callable[[], bool] = lambda: True) -> int:
-        """Do forward and backward passes on every trainer rank, at least one, and return the number of passes."""
+        """Do forward and backward passes on every trainer rank until ``until`` returns True; return their number.
+
+        There is at least one pass.
+        """
         numbers = range(ANSWERS_PER_REPLICA)
         prompts = [self.probe.tokens(number, self.probe.prompt_tokens) for number in numbers]
         answers = [self.probe.tokens(-number - 1, self.probe.answer_tokens) for number in numbers]
@@ -317,7 +322,7 @@ class Rehearsal:
             self.result.checks.append(Check(name, LEFT_OUT, "the trainer replays what the engine's router chose"))
             return
         with self.checking(name) as check:
-            # Repeat the first answer, because every rank needs the same number of rows.
+            # Add copies of the first answer, because every rank needs the same number of rows.
             rows = answers + answers[:1] * (-len(answers) % self.ranks)
             batch = self._batch([row.prompt for row in rows], [row.tokens for row in rows])
             with self.published():
@@ -344,9 +349,9 @@ class Rehearsal:
 
 
 def _same_tokens(before: list[Answer], after: list[Answer]) -> Pairs:
-    """Return the log-probs of each token in ``before`` and in ``after``, as pairs by replica.
+    """Return, for each replica, pairs of a token's log-probs in ``before`` and in ``after``.
 
-    In each answer, only the tokens before the first difference are compared.
+    Of each answer, only the tokens before the first token that differs are included.
     """
     pairs: Pairs = {}
     for one, other in zip(before, after, strict=True):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes and reads the rollout state in a checkpoint: the ledger, the position in the data and the live groups.
 
-Contract: one file has a consistent state of all three. The file is in the folder of the checkpoint's model, is complete
-whenever it exists, and is written before the checkpoint is committed (``checkpoints``). A scheduler's snapshot has
-object references of the payloads (packed trajectories). They are fetched while the file is written, on any thread, and
-written from the object store's memory without a copy. In a resumed run, ready groups are trained as they are, and
+Contract: one file has a consistent state of all three. The file is in the checkpoint's folder, is complete whenever it
+exists, and is written before the checkpoint is marked as complete (``checkpoints``). Payloads are packed trajectories;
+a scheduler's snapshot has only object references to them. They are fetched while the file is written, on any thread,
+and written from the object store's memory without a copy. In a resumed run, ready groups are trained as they are, and
 running groups continue from their saved answers (``kept``). The file is read with ``torch.load``, which unpickles it,
 so checkpoints must be as trustworthy as the code, like verl's own ``data.pt``. `Snapshot` describes the content, and
 `checked` refuses any other content as damaged. Shown by tests/integration/test_rollout_state.py, test_damaged_files.py
@@ -69,7 +69,7 @@ class LedgerState(TypedDict):
 class Position(TypedDict):
     """The position in the data, which `PromptSource.state` returns.
 
-    In checkpoints of earlier versions of this package, ``put_back`` is one prompt or None and not a list.
+    In checkpoints of earlier versions of this package, ``put_back`` is one prompt or None instead of a list.
     """
 
     epoch: Number
@@ -138,14 +138,14 @@ def new_ledger(plan: RunPlan, snapshot: dict[str, Any] | None = None) -> SampleL
 
 
 def checked(snapshot: Any) -> dict[str, Any]:
-    """Return the snapshot, or raise `BadFile` if `save` cannot have written it."""
+    """Return ``snapshot`` as a dict. Raise `BadFile` if it is not what `save` writes."""
     try:
         SNAPSHOTS.validate_python(snapshot, strict=True)
     except ValidationError as error:
         raise BadFile(f"{ROLLOUT_STATE} has another structure than expected ({said(error)})") from None
     ready = {row[0]: row[5] == GroupState.READY for row in snapshot["ledger"]["live"]}
     if ready.keys() != snapshot["groups"].keys():
-        raise BadFile(f"{ROLLOUT_STATE} has other groups than the ledger in it")
+        raise BadFile(f"{ROLLOUT_STATE} has other groups than its ledger lists")
     for group_id, group in snapshot["groups"].items():
         payloads = group["payloads"]
         if not len(payloads) == len(group["scored"]) == len(group["kept"]):
@@ -185,7 +185,7 @@ def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
 
 
 def _fetched(group: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Return a live group with payloads instead of object references, and None for each lost answer."""
+    """Return ``group``, a live group, with payloads instead of object references, and None for each lost answer."""
     payloads = [None if payload is None else _unless_lost(payload, deadline) for payload in group["payloads"]]
     scored = [None if payload is None else score for payload, score in zip(payloads, group["scored"], strict=True)]
     return {**group, "scored": scored, "payloads": payloads}
@@ -213,15 +213,15 @@ def load(folder: str) -> dict[str, Any]:
         raise BadFile(f"{ROLLOUT_STATE} has a {type(snapshot).__name__} instead of a dict")
     if isinstance(snapshot.get("format"), bool) or snapshot.get("format") != STATE_FORMAT:
         raise SnapshotError(
-            f"{folder} has a rollout state of format {snapshot.get('format')!r}, this version of the package reads "
-            f"{STATE_FORMAT}. Resume with the version that wrote it, or start a new run from its weights "
+            f"{folder} has a rollout state of format {snapshot.get('format')!r}, but this version of the package reads "
+            f"format {STATE_FORMAT}. Resume with the version that wrote it, or start a new run from its weights "
             "(actor_rollout_ref.model.path, trainer.resume_mode=disable)."
         )
     return snapshot
 
 
 def put_payloads(snapshot: dict[str, Any]) -> None:
-    """Put the payloads of a loaded snapshot into the object store, and replace them by object references."""
+    """Put the payloads of a loaded snapshot into Ray's object store, and replace them by object references."""
     for group in snapshot["groups"].values():
         group["payloads"] = [None if payload is None else ray.put(_array(payload)) for payload in group["payloads"]]
 

@@ -54,7 +54,7 @@ def teller(config: Any, trainer: Any) -> Callable[[int], None]:
 
 
 def instance_expires(config: Any, longest_step_s: float) -> bool:
-    """Return whether this cloud instance expires so soon that verl would save now (``trainer.esi_redundant_time``)."""
+    """Return whether this cloud instance ends so soon that the run must be saved (``trainer.esi_redundant_time``)."""
     try:
         return should_save_ckpt_esi(longest_step_s, redundant_time=config.trainer.esi_redundant_time)
     except (ValueError, OverflowError, OSError) as error:
@@ -67,8 +67,9 @@ class SaveStage:
 
     Args:
         limit_s: seconds that a checkpoint may take in total.
-        watched: a function that takes the name of a wait and returns a context which enforces the wait's deadline.
-        committed: a function that is called with the step of each complete checkpoint.
+        watched: takes a text that names what is waited for, and returns a context that enforces the deadline of the
+            wait.
+        committed: called with the step of each checkpoint when it is complete.
 
     Attributes:
         step: the step of the newest checkpoint that this run wrote or resumed from, or -1 if there is none.
@@ -94,7 +95,7 @@ class SaveStage:
 
     @property
     def is_over(self) -> bool:
-        """Whether a checkpoint was begun and has ended or exceeded its deadline. `finish` then does not block."""
+        """Whether there is a checkpoint whose writing has ended or is late, so that `finish` does not block."""
         return self._writing.is_over
 
     def save(self, step: int, snapshot: dict[str, Any], save_training_side: Callable[[], None]) -> None:
@@ -129,7 +130,7 @@ class SaveStage:
 
 @contextmanager
 def loading(folder: str | Path | None) -> Iterator[None]:
-    """Inside the ``with`` block, turn errors of verl's workers that load ``folder`` into a `CheckpointError`."""
+    """Inside the ``with`` block, in which verl's workers load ``folder``, turn their errors into `CheckpointError`."""
     try:
         yield
     except RayError as error:
@@ -169,7 +170,7 @@ class SavedRun(TrainingStep):
         return self.ledger.batches_left < self.plan.batches_per_version
 
     def save_if_due(self) -> None:
-        """Save the run if a checkpoint is due at this version, or at the end of the run."""
+        """Write a checkpoint of the run if one is due, after this version or because the run ends."""
         if self._is_due(self.config.trainer.save_freq):
             self.save_once()
 
@@ -179,9 +180,9 @@ class SavedRun(TrainingStep):
             self.saving.finish()
 
     def save_once(self) -> None:
-        """Save the run, unless it has a checkpoint of this step."""
+        """Write a checkpoint of the run, unless there already is one of this step."""
         if self.saving.step != self.global_steps:
-            # Finish the publication first: a checkpoint must not contain a version that the replicas do not have yet.
+            # First finish the publication: a checkpoint must not contain a version that the replicas do not have yet.
             self.publishing.finish(self.metrics)
             self.saving.finish()
             with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):
@@ -198,7 +199,7 @@ class SavedRun(TrainingStep):
             self.published.save(folder_of(self.config.trainer.default_local_dir, self.global_steps))
 
     def _load(self) -> dict[int, dict[str, Any]]:
-        """Load the checkpoint to resume from, if there is one, and return its untrained groups by id."""
+        """Load the checkpoint to resume from, if there is one, and return the checkpoint's untrained groups by id."""
         folder = self.saved.find()
         with loading(folder):
             self.global_steps = self.stages.load()

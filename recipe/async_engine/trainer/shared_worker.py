@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training worker for a run in which trainer and rollout engine share the same accelerators."""
+"""The training worker for a run in which trainer and rollout engines use the same accelerators."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from recipe.async_engine.trainer.actor_worker import ActorWorker
 
 
 def neighbour_adapter(engine: str) -> Any:
-    """Return a subclass of the engine's adapter that looks up the engine's server anew for each transfer of weights.
+    """Return a subclass of the engine's adapter that looks up the server by its name at each transfer of weights.
 
     The server may have died, and a new one may have replaced it under the same name.
     """
@@ -25,13 +25,13 @@ def neighbour_adapter(engine: str) -> Any:
 
 
 class HybridActorWorker(ActorWorker):
-    """verl's training worker, extended by deadlines and versions for the transfer of weights to its rollout engine."""
+    """verl's training worker, which passes weights to the engine on its accelerators with deadlines and versions."""
 
     rollout: Any
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the models, and replace verl's adapter of the rollout engine by this package's."""
+        """Build the models, and use this package's adapter of the rollout engine instead of verl's."""
         super().init_model()
         if self.rollout is None:
             return
@@ -43,9 +43,10 @@ class HybridActorWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
-        """Send weights as verl does, and return the checksum of the weights that the rollout engine loaded.
+        """Send weights as verl does.
 
-        If the backend (``mode``, or the configured one if ``mode`` is "auto") is not "naive", return verl's metrics.
+        With the backend "naive", return the checksum of the weights that the rollout engine has loaded; with any other
+        backend, return verl's metrics. The backend is ``mode`` or, if that is "auto", the configured one.
         """
         sent = await super().update_weights(global_steps=global_steps, mode=mode)
         backend = self.config.rollout.checkpoint_engine.backend if mode == "auto" else mode

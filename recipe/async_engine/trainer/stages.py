@@ -57,7 +57,7 @@ class Stages(Protocol):
         """Extract the rewards that the agent-loop workers have put into the batch."""
 
     def old_log_probs(self, batch: DataProto) -> tuple[DataProto, float]:
-        """Compute ``old_log_probs`` and ``entropys`` with the current weights; return both, and the MFU."""
+        """Return a batch with ``old_log_probs`` and ``entropys`` by the current weights, and the MFU."""
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         """Add the reference policy's log-probs, if the run has a reference policy."""
@@ -75,13 +75,13 @@ class Stages(Protocol):
         """Update the policy, unless the critic's warm-up is still going on."""
 
     def dump(self, batch: DataProto) -> None:
-        """Write the batch's answers, if the settings name a folder for them."""
+        """Write the batch's answers to files, if the settings name a folder for them."""
 
     def measure(self, batch: DataProto) -> None:
-        """Add the metrics of a finished step, and call the data set's hook for a trained batch."""
+        """Add the metrics of a finished step, and call the data set's hook that is called after each trained batch."""
 
     def validate(self, step: int, generations: Any) -> dict[str, Any]:
-        """Validate the published weights, and return the metrics. ``generations`` logs answers to trackers."""
+        """Validate the published weights, and return the metrics. ``generations`` sends answers to trackers."""
 
     def save(self, step: int) -> None:
         """Write models, optimizers and the position in the data into the folder of this step."""
@@ -93,7 +93,7 @@ class Stages(Protocol):
         """Load only the weights of another run's checkpoint."""
 
     def profile(self, start: bool, run_hook: bool = False) -> None:
-        """Start or stop the workers' profilers. ``run_hook`` says whether to run the finish hook after stopping."""
+        """Start or stop the workers' profilers. ``run_hook`` says whether to run verl's finish hook after stopping."""
 
     def close(self) -> None:
         """Stop the thread that writes the answers of `dump` to disk."""

@@ -3,10 +3,10 @@
 
 Contract: accelerators are reserved first (`engines.reservation`). Then the training workers, the rollout and the
 log-prob servers start in parallel, within one deadline (``async_training.timeouts.startup``). Replicas on the trainer's
-accelerators start after the training workers, and sleep when the run begins. The first part that fails to start ends
-the launch with its own error. A server gets no requests before it has weights. If the run has a critic, it is verl's
-critic, which is another role of the training workers. The critic trains on every batch, and the actor only from step
-``trainer.critic_warmup`` on.
+accelerators start after the training workers, and sleep when the run begins. If a part fails to start, the launch ends
+with the error of the first part that failed. A server gets no requests before it has weights. If the run has a critic,
+it is verl's critic, which is another role of the training workers. The critic trains on every batch, and the actor only
+from step ``trainer.critic_warmup`` on.
 
 Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 """
@@ -68,7 +68,7 @@ class RolloutSide:
     def workers(self, timeout_s: float) -> dict[str, Callable[[], Any]]:
         """Return functions for `side_by_side`, each of which waits until all workers of one kind have started.
 
-        If a worker cannot start, the function raises the worker's error.
+        If a worker cannot start, its function raises the worker's error.
         """
 
         def are_made() -> None:
@@ -83,8 +83,8 @@ class RolloutSide:
 def _users_manager(config: Any) -> str | None:
     """Return the name of the user's agent-loop manager class, or None.
 
-    If verl's own main has started the run with one of this package's flags, the setting is only a placeholder, for
-    which None is returned.
+    If verl's own main has started the run in a mode of this package, the setting is only the placeholder `PLACEHOLDER`,
+    and None is returned.
     """
     named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     return None if named == PLACEHOLDER else named
@@ -107,15 +107,14 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
     """Run each of the functions ``parts`` on a thread of its own, and return their results by name.
 
     Raises:
-        TrainingFailed: a function did not return in time, or the first function that failed could not create an
-            actor.
-        Exception: any other error of the first function that failed.
+        TrainingFailed: a function did not return in time, or failed because an actor could not be created.
+        Exception: any other error of a function. If several fail, the error is that of the first.
     """
     pool = ThreadPoolExecutor(max_workers=len(parts), thread_name_prefix="startup")
     began = time.monotonic()
     futures = {name: pool.submit(part) for name, part in parts.items()}
     done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
-    # If a part failed or is late, the run ends, and its processes with it. So do not wait for the other threads.
+    # If a function failed or is late, the run ends, and all of its processes. So do not wait for the other threads.
     pool.shutdown(wait=False, cancel_futures=True)
     results = {name: _result(name, future) for name, future in futures.items() if future in done}
     if pending:
@@ -135,7 +134,7 @@ def _result(name: str, part: Future[Any]) -> Any:
         raise
     except RayActorError as error:
         said = re.sub(r"\x1b\[\d*m", "", str(error))
-        # The message quotes a chain of exceptions, of which the first one is the cause.
+        # The message quotes a chain of exceptions. The first of them is the cause.
         cause = re.search(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|NotMade|Interrupt)\b.*$", said, re.MULTILINE)
         words = f"{cause[0]}{postponed(said)}\n" if cause else ""
         raise TrainingFailed(f"{name} could not be made: {words}{said}") from error
@@ -181,7 +180,7 @@ class Startup:
     publisher: WeightPublisher
     published: PublishedWeights
     hybrid: HybridPublisher | None = None
-    """The publisher of the replicas on the trainer's accelerators, which have the lowest numbers, or None."""
+    """The publisher of the hybrid replicas (those on the trainer's accelerators), or None if there are none."""
     restarts: Restarts
     """The run's budget for replacing lost replicas and servers."""
 
@@ -231,8 +230,8 @@ class Startup:
         """Reserve the accelerators of all processes; raise NothingFree if they do not become free in time."""
         self.reservations = Reservations()
         parts = wanted(OmegaConf.to_container(self.config, resolve=True), self.plan.settings)
-        # The limit is a little shorter than the whole launch's, because the error of a failed reservation says more
-        # than the error of a late launch.
+        # The limit is a little shorter than that of the whole launch, because the error of a failed reservation says
+        # more than the error of a late launch.
         self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
 
     def _start_training_side(self, hybrid: ReplicaManager | None) -> None:

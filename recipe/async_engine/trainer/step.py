@@ -56,7 +56,7 @@ class TrainingStep(Startup):
 
     @property
     def running(self) -> RolloutScheduler:
-        """The scheduler, which exists once `fit` has begun."""
+        """The scheduler, which exists only after the training loop (`fit`) has begun."""
         assert self.scheduler is not None
         return self.scheduler
 
@@ -65,7 +65,7 @@ class TrainingStep(Startup):
         self.record.ages(batch, self.ledger.version)
         self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
         self.metrics.update(self.step_metrics.of_batch(batch, groups, self.async_rollout_manager, self.timing_raw))
-        # The column `TOKEN_VERSIONS` has the versions of tokens from here on, so remove their run-length encoding.
+        # From here on, the column `TOKEN_VERSIONS` has the versions of tokens, so remove their run-length code.
         del batch.non_tensor_batch[VERSION_RUNS]
         batch = self.train_on(batch)
         self.running.batch_trained()
@@ -76,7 +76,7 @@ class TrainingStep(Startup):
         stages, version = self.stages, self.ledger.version
         self.metrics.update(note_answers(batch, self.tokenizer.all_special_ids, self.alarms))
         batch = stages.rewards(batch)
-        # If log-prob servers are the source, record the wait for their log-probs as a phase.
+        # If log-prob servers are the source, the time account has the wait for their log-probs as a phase of its own.
         with self.timeline.phase(ANSWER_SCORES) if self.plan.proximal is Proximal.SERVER else nullcontext():
             self.log_probs.fill(batch, version, self.metrics, self.timing_raw)
         if stages.uses_reference and self.plan.settings.servers.reference_replicas:
@@ -103,9 +103,9 @@ class TrainingStep(Startup):
         return batch
 
     def by_published_weights(self, batch: DataProto) -> tuple[DataProto, float]:
-        """Compute old log-probs of a batch with the weights that were published last."""
-        # For the first batch after a publication, the trainer's own weights are the published ones. The ledger has
-        # already subtracted this batch from `batches_left`.
+        """Return what `Stages.old_log_probs` returns, but computed with the weights that were published last."""
+        # For the first batch after a publication, the trainer's own weights are the published ones. `batches_left` no
+        # longer counts the present batch.
         if self.ledger.batches_left == self.plan.batches_per_version - 1:
             return self.stages.old_log_probs(batch)
         with self.published.in_use():

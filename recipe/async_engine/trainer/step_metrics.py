@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes metrics of a step that stock verl's trainers report in addition to the metrics of verl's stages.
+"""Computes those metrics of a step that stock verl's trainers report but that verl's stages do not compute.
 
-Contract: a metric with a name of stock verl has the same meaning as in stock verl. docs/metrics.md lists the exceptions
-key by key, and a test compares that table with verl's source and with the metrics of real runs. Shown by
-tests/integration/test_metrics.py.
+Contract: a metric that has the name of a metric of stock verl also has the meaning of that metric. docs/metrics.md
+lists the exceptions in a table, and a test compares the table with verl's source and with the metrics of real runs.
+Shown by tests/integration/test_metrics.py.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class StepMetrics:
     def of_batch(
         self, batch: DataProto, groups: Sequence[GroupRun], manager: AgentLoopManager, timing: dict[str, float]
     ) -> dict[str, float]:
-        """Return metrics of an assembled batch, and add ``agent_loop/*`` to the step's ``timing``.
+        """Return metrics of an assembled batch, and add verl's ``agent_loop/*`` to the step's ``timing``.
 
-        The agent loops' measurements are removed from the batch.
+        The agent loops' measurements, from which these are computed, are removed from the batch.
         """
         measured = batch.meta_info.pop("metrics")
         timing.update(manager._performance_metrics([measured], batch))
@@ -65,7 +65,7 @@ class StepMetrics:
         self._stale += metrics[STALE]
         return {
             STALE: self._stale,
-            # verl divides the throughput by the number of the trainer's accelerators, but here all accelerators count.
+            # verl has divided the throughput by the number of the trainer's accelerators; here all accelerators count.
             "perf/throughput": metrics["perf/throughput"] * self._trainers_share,
             "fully_async/total_wait_time": timing["gen"],
             "fully_async/trainer/idle_ratio": timing["gen"] / timing["step"],

@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 Call = Callable[[Tracking], Any]
 
 BACKLOG = 4096
-"""Limit on the number of rows that wait for a tracker. Further rows are dropped."""
+"""Largest number of rows that may wait for a tracker. Further rows are dropped."""
 LONGEST = 1000
-"""Largest number of characters of an error for trackers, because MLflow refuses tags of a few thousand characters."""
+"""Longest text of an error that trackers get, in characters. MLflow refuses tags of a few thousand characters."""
 ENDED = "run/ended"
 MLFLOW_FILE = "mlflow_run.json"
 
@@ -53,7 +53,7 @@ class TrackerFailed(RecipeError):
 
 
 class _Tracker:
-    """One tracker, which ``make`` sets up. The tracker's own thread makes all calls, in order."""
+    """One tracker, which ``make`` sets up. A thread of its own makes all calls of the tracker, in order."""
 
     def __init__(self, name: str, make: Callable[[], Tracking]) -> None:
         self.name = name
@@ -87,7 +87,7 @@ class _Tracker:
             logger.error("tracker %s %s, the run goes on: %r", self.name, what, error)
 
     def ask(self, what: str, call: Call | None) -> None:
-        """Queue ``call`` for the tracker's thread; None ends the thread. ``what`` names the call's data in messages."""
+        """Queue ``call`` for the tracker's thread; None ends the thread. ``what`` says in messages what is sent."""
         try:
             self._asked.put_nowait(None if call is None else (what, call))
         except queue.Full as error:
@@ -123,7 +123,9 @@ class Trackers:
         self._trackers = [_Tracker(name, partial(self._set_up, name)) for name in self._samples]
         self._ending = threading.Lock()
         self.generations = SimpleNamespace(log=self._log_generations)
-        """A stand-in for verl's `ValidationGenerationsLogger`, which logs answers of a validation."""
+        """Stands in for verl's `ValidationGenerationsLogger`, with which verl sends answers of a validation to
+        trackers.
+        """
         try:
             self._wait(startup_s)
         except TrackerFailed as error:
@@ -189,8 +191,8 @@ class Trackers:
             tracking.logger[name].fp.write(kept)
         elif name == "tensorboard":
             writer = tracking.logger[name].writer
-            # If the run resumes, drop the rows after its checkpoint. Otherwise drop all earlier rows, but only from a
-            # folder inside the run's own, because another folder may have other runs in it.
+            # If the run resumes, drop the rows after its checkpoint. Otherwise drop all earlier rows, but only if the
+            # tracker's folder is inside the run's own folder; elsewhere the rows may be those of other runs.
             if self._resumed_step > 0 or self._folder.resolve() in Path(writer.log_dir).resolve().parents:
                 _leave_out(writer, self._resumed_step + 1 if self._resumed_step > 0 else 0)
         elif name == "mlflow" and name in tracking.logger:
@@ -227,7 +229,7 @@ class Trackers:
 
 
 def begin_tracking(config: Any, step: int, startup_s: float) -> Trackers:
-    """Set up the trackers that the configuration names (see `Trackers` for ``step`` and ``startup_s``)."""
+    """Set up and return the trackers that the configuration names. `Trackers` explains ``step`` and ``startup_s``."""
     trainer = config.trainer
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
     names = str(trainer.project_name), str(trainer.experiment_name)
@@ -263,7 +265,7 @@ def _file_of(project: str, experiment: str) -> Path:
 
 
 def _rows_kept(file: Path, step: int) -> bytes:
-    """Return the rows up to ``step`` that earlier launches wrote and that verl would overwrite."""
+    """Return the rows up to ``step`` that earlier launches wrote to ``file``, because verl would overwrite them."""
     if step == 0 or not file.is_file():
         return b""
     return b"".join(line + b"\n" for line in file.read_bytes().splitlines() if _is_row(line, step))
@@ -278,7 +280,7 @@ def _is_row(line: bytes, last: int) -> bool:
 
 
 def _leave_out(writer: Any, step: int) -> None:
-    """Make TensorBoard drop earlier launches' rows of ``step`` and later steps, as its ``purge_step`` does."""
+    """Make TensorBoard drop the rows of earlier launches from ``step`` on, like its own argument ``purge_step``."""
     from torch.utils.tensorboard.writer import Event, SessionLog
 
     writer.file_writer.add_event(Event(file_version="brain.Event:2"), step)

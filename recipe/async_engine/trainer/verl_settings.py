@@ -15,17 +15,17 @@ from recipe.async_engine.config.verdicts import TOKENIZER_ARGUMENTS
 from recipe.async_engine.trainer.log_probs.losses import BYPASS, CHOSEN, LOGLINEAR
 
 HYBRID_SHARE = "recipe_hybrid_gpu_memory_utilization"
-"""Key in ``rollout.custom`` for the share of memory that an engine on the trainer's accelerators may use."""
+"""Key in ``rollout.custom`` that has the ``gpu_memory_utilization`` of engines on the trainer's accelerators."""
 
 
 def for_hybrid_replicas(config: Any) -> Any:
-    """Return a copy of ``config`` (after `derive_verl_settings`) for replicas on the trainer's accelerators."""
+    """Return a copy of ``config`` for replicas on the trainer's accelerators. Call `derive_verl_settings` first."""
     config = copy.deepcopy(config)
     with open_dict(config):
         rollout = config.actor_rollout_ref.rollout
         rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
         rollout.gpu_memory_utilization = rollout.custom[HYBRID_SHARE]
-        # Otherwise the launch of these replicas would replace Prometheus's list of replicas by these alone.
+        # Otherwise, when these replicas are launched, Prometheus would get a list of only these replicas.
         rollout.prometheus.enable = False
         rollout.checkpoint_engine.backend, rollout.checkpoint_engine.custom_backend_module = "naive", None
     return config
@@ -34,12 +34,12 @@ def for_hybrid_replicas(config: Any) -> Any:
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
     """Write derived values into the configuration, in place, and then resolve its interpolations, as verl's main does.
 
-    OmegaConf parses an unresolved interpolation each time it is read. Agent loops read several for each answer, which
-    took two thirds of an agent-loop worker's CPU time.
+    OmegaConf parses an unresolved interpolation each time it is read. Agent loops read several interpolations for each
+    answer; without resolving them first, this took two thirds of an agent-loop worker's CPU time.
     """
     with open_dict(config):
-        # verl's constructor requires `hybrid_engine`, even for a separate rollout. The setting starts no process: only
-        # the role mapping decides which processes exist.
+        # The constructor of verl's trainer requires `hybrid_engine`, even for a separate rollout. The setting has no
+        # effect on which processes are started: the role mapping decides this.
         config.actor_rollout_ref.hybrid_engine = True
         config.trainer.total_training_steps = plan.total_steps
         config.data.gen_batch_size = 1
@@ -52,7 +52,7 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
             # Stock verl's fully-async rollouter does the same (fully_async_rollouter.py:113).
             rollout.gpu_memory_utilization = rollout.standalone_gpu_memory_utilization
         if shared:
-            # This is verl's name for the transfer of weights between processes on the same accelerators.
+            # With this backend, verl passes weights between processes on the same accelerators.
             rollout.checkpoint_engine.backend = "naive"
         # The agent loops' client reads here whether an interrupted answer may continue under another version.
         lends = plan.settings.async_training.placement == ELASTIC
@@ -65,7 +65,7 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
 
 
 def _tell_tokenizer(rollout: Any, path: str | None) -> None:
-    """Make the engine use the run's tokenizer, instead of the model folder's, for stop strings and forbidden words."""
+    """Make the engine use the run's tokenizer, not the one in the model's folder, for stop strings and bad words."""
     argument = TOKENIZER_ARGUMENTS.get(rollout.name)
     if path and argument:
         kwargs = rollout.get("engine_kwargs") or {}
@@ -95,9 +95,9 @@ def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = Non
 def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -> None:
     """Write the arguments of the checkpoint engines, except for those that the user has set.
 
-    With verl's nccl engine all ranks on the sender's node relay weights, by broadcasts in the CUDA stream of their
-    training. If training continues during a transfer, these broadcasts and the collectives of training could wait for
-    each other, so only rank 0 sends in this case.
+    With verl's nccl engine, all ranks on the sender's node pass weights on, by broadcasts in the CUDA stream in which
+    they train. If training continues during a transfer, these broadcasts and the collectives of training could wait for
+    each other. So only rank 0 sends in this case.
     """
     derived: dict[str, Any] = {}
     if engine.backend == "nccl" and weights.publish == "beside":

@@ -40,13 +40,14 @@ class TrainerGroup(RayWorkerGroup):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         worker = kwargs.get("ray_cls_with_init")
         if worker is not None:
-            # verl has already made the actor class. Make it again, because concurrency groups cannot be added later.
+            # verl has already made the Ray actor class. Make a new one, because concurrency groups cannot be added to
+            # it.
             group = ray.remote(concurrency_groups={BESIDE_TRAINING: len(BESIDE_METHODS)})
             worker.cls = group(worker.cls.__ray_actor_class__)
         super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> Any:
-        """Bind the workers' methods like verl, but call `make_tokens_ragged` on each argument before verl splits it."""
+        """Bind the workers' methods as verl does, but apply `make_tokens_ragged` to the arguments of each call."""
 
         def bound(*args: Any, **kwargs: Any) -> Callable[..., Any]:
             method = func_generator(*args, **kwargs)
@@ -61,18 +62,18 @@ class TrainerGroup(RayWorkerGroup):
         return super()._bind_worker_method(user_defined_cls, bound)
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        # If an actor has several roles, verl prefixes the method's name with the role, so compare only the end.
+        # If an actor has several roles, verl puts the role in front of the method's name, so compare only its end.
         if method_name.endswith(BESIDE_METHODS):
             return getattr(worker, method_name).options(concurrency_group=BESIDE_TRAINING).remote(*args, **kwargs)
         return super()._execute_remote_single_worker(worker, method_name, *args, **kwargs)
 
 
 def make_tokens_ragged(data: Any) -> None:
-    """Make the tokens the ragged dimension of position ids, whose shape with images is (rows, 4, tokens).
+    """Make the token dimension of position ids the ragged one. With images, their shape is (rows, 4, tokens).
 
     If all rows have the same length, verl's trainer makes dimension 1 (of size 4) ragged
-    (verl/workers/utils/padding.py:62). verl's workers expect dimension 2 (verl/utils/tensordict_utils.py:915) and would
-    raise an error.
+    (verl/workers/utils/padding.py:67). verl's workers expect dimension 2 to be ragged, and would raise an error
+    (verl/utils/tensordict_utils.py:915).
     """
     positions = data.get("position_ids") if isinstance(data, TensorDict) else None
     if positions is not None and positions.is_nested and positions.dim() == 3 and positions._ragged_idx == 1:
@@ -85,9 +86,8 @@ class VerlTrainer(SeparateRayPPOTrainer):
     Args:
         actor_worker: the class of the workers that train the policy.
         actor_role: verl's name of these workers' role.
-        phase: a function that takes the name of a phase and returns a context which records the phase.
-        updated: a function that is called after an update with the model's name ("actor", "critic") and the metrics
-            of its ranks.
+        phase: takes the name of a phase, and returns a context that records the phase in the timeline.
+        updated: called after an update, with the name of the model ("actor" or "critic") and the metrics of its ranks.
     """
 
     config: Any
@@ -125,8 +125,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
             collate_fn=partial(collate, defaults=defaults(config)),
             train_sampler=create_rl_sampler(config.data, data[0]),
         )
-        # verl would put a reward model on the trainer's accelerators. Switch this off, because here the reward workers
-        # have their own accelerators for the reward model.
+        # Keep verl from starting a reward model on the trainer's accelerators: here it has accelerators of its own.
         self.use_rm = False
         # verl's update reads `distillation_config` (ray_trainer.py:1340), but verl sets it only when it starts
         # teachers.
@@ -219,7 +218,8 @@ class VerlTrainer(SeparateRayPPOTrainer):
     def advantages(self, batch: DataProto) -> DataProto:
         """Add the columns ``advantages`` and ``returns`` to the batch.
 
-        For GRPO with several outputs in a trajectory, `compare_last_outputs` then replaces verl's values.
+        For GRPO, if trajectories have several outputs, `compare_last_outputs` then replaces the values that verl
+        computed.
         """
         batch = self._fit_compute_advantage(batch)
         algorithm, keys = self.config.algorithm, batch.non_tensor_batch.get(OUTPUT_KEYS)
@@ -229,14 +229,14 @@ class VerlTrainer(SeparateRayPPOTrainer):
             compare_last_outputs(batch, keys, partial(compute_advantage, **settings, config=algorithm))
         return batch
 
-    # verl's workers accept only a number of rows that can be divided equally among ranks, and into whole micro-batches
-    # or mini-batches. Trajectories with several outputs make other numbers, so rows without effect are added for each
-    # call.
+    # verl's workers accept a batch only if its rows can be divided equally among ranks, and into whole micro-batches or
+    # mini-batches. With several outputs per trajectory this may be impossible, so rows without effect are added for
+    # each call.
 
     def _shared(self, batch: DataProto, group: Any, role: str, scoring: Any = None) -> DataProto:
         """Return the batch with rows added at its end, so that the ranks of a worker group can divide it equally.
 
-        ``scoring`` is the section of verl's settings that may set a number of rows for each micro-batch of log-probs.
+        ``scoring`` is the configuration section with the micro-batch size for log-probs, if log-probs are computed.
         """
         rows = 1
         if scoring is not None and not scoring.log_prob_use_dynamic_bsz:
@@ -257,7 +257,7 @@ class VerlTrainer(SeparateRayPPOTrainer):
         self._fit_collect_metrics(batch)
         self._fit_experimental(batch)
 
-    # Each of the following overrides runs, within a phase of the timeline, a method that computes in worker groups.
+    # Each of the following methods runs verl's method of the same name within a phase of the timeline.
 
     def _compute_values(self, batch: DataProto) -> DataProto:
         with self._phase(COMPUTE):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for advantages, losses and corrections.
 
-Each function of verl that the rules accept works on a batch of this package, and each that they refuse fails:
-tests/integration/test_algorithms.py calls all of them with the columns of such a batch.
+Each of verl's functions that the rules accept works on a batch of this package, and each function that they refuse
+fails on it: tests/integration/test_algorithms.py calls all of them with the columns of such a batch.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ ADVANTAGE_ESTIMATORS = (
     "rloo_vectorized",
     "tir_optimal_token_baseline",
 )
-"""The advantage estimators of verl 0.9.1 that need no second, greedy answer to each prompt."""
+"""The advantage estimators of verl 0.9.1, except remax, which needs an additional greedy answer to each prompt."""
 # Estimators that compare the answers of one group: with a single answer every advantage is zero or undefined.
 GROUP_ESTIMATORS = frozenset(ADVANTAGE_ESTIMATORS) - {"gae", "gpg", "reinforce_plus_plus"}
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
@@ -49,13 +49,14 @@ PPO = ("vanilla", "bypass_mode")
 def has_ratio(loss: str) -> bool:
     """Return whether a loss has a ratio to the proximal policy.
 
-    A user's own loss counts as a loss without a ratio, so importance weights are applied to it if the settings say so.
+    A user's own loss counts as a loss without a ratio, so it is multiplied by importance weights if the settings ask
+    for them.
     """
     return loss in RATIO_LOSSES
 
 
 def chosen_loss(mode: str, loss_type: str | None, source: Proximal) -> str:
-    """Return the name of an update's loss: ``mode`` or, if ``mode`` is verl's PPO loss, what ``loss_type`` selects."""
+    """Return the name of the loss: ``mode`` or, if ``mode`` is verl's PPO loss, the loss that ``loss_type`` selects."""
     if mode not in PPO:
         return mode
     return "reinforce" if loss_type == "reinforce" and source is Proximal.BYPASS else "vanilla"
@@ -93,7 +94,7 @@ def _group_filter(context: RuleContext) -> Iterator[Problem]:
 
 
 def _token_baseline(context: RuleContext, estimator: str) -> Iterator[Problem]:
-    """Check estimators that need each token's full distribution, which only the trainer's forward pass has."""
+    """Check the settings for estimators that need each token's full distribution, which only the trainer computes."""
     if not context.get(f"{ACTOR}.calculate_sum_pi_squared"):
         allowed = f"true with algorithm.adv_estimator={estimator}"
         yield context.problem(f"{ACTOR}.calculate_sum_pi_squared", allowed, "Set it, or choose another estimator.")

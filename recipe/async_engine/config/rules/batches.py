@@ -39,7 +39,7 @@ def tight_bound(context: RuleContext) -> Iterator[str]:
 
 
 def batch(context: RuleContext) -> Iterator[Problem]:
-    """Check the batch of a step against the mode, the data and the limits of the run."""
+    """Check that the size of a step's batch suits the mode, the number of data rows and the limits of the run."""
     training = context.settings.async_training
     whole, train = synchronous_batch(training), context.get("data.train_batch_size")
     if not whole and train not in (0, None):
@@ -95,7 +95,7 @@ def admission_policy(context: RuleContext) -> Iterator[Problem]:
 
 
 def whole_batches(context: RuleContext) -> Iterator[Problem]:
-    """Check that the admission policy `whole_batches` trains each batch at most one version late."""
+    """Check that, with the admission policy `whole_batches`, a batch is at most one version old when it is trained."""
     training = context.settings.async_training
     if not training.whole_batches:
         return
@@ -108,7 +108,7 @@ def whole_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def shared_placement(context: RuleContext) -> Iterator[Problem]:
-    """Check settings for which a shared placement or whole batches allow only one value."""
+    """Check settings that must have one certain value with ``placement=shared`` or the policy `whole_batches`."""
     training = context.settings.async_training
     if synchronous_batch(training) and training.trigger_parameter_sync_step != 1:
         allowed = f"1 with {'placement=shared' if training.placement == SHARED else 'whole batches'}"

@@ -39,7 +39,7 @@ class RuleContext:
 
     @property
     def batch_groups(self) -> int | None:
-        """b, the number of prompt groups of a step; None without a valid `ppo_mini_batch_size`."""
+        """Number of prompt groups of a step (b), or None if `ppo_mini_batch_size` is not valid."""
         mini = self.count(f"{ACTOR}.ppo_mini_batch_size")
         return None if mini is None else batch_size(self.config, self.settings.async_training)
 
@@ -60,7 +60,7 @@ class RuleContext:
 
     @property
     def vllm_engines(self) -> tuple[str, ...]:
-        """The sections of vLLM's engines: the policy's, unless SGLang generates, and those of other models."""
+        """The sections in `engines` for which vLLM runs: all of them, without the policy's if SGLang generates."""
         return self.engines[1:] if self.on_sglang else self.engines
 
     @property
@@ -75,22 +75,22 @@ class RuleContext:
 
     @property
     def room(self) -> int:
-        """The smallest `max_model_len` with room for `longest`: verl's SGLang server keeps one position free."""
+        """The smallest `max_model_len` that suffices for `longest`. verl's SGLang server needs one position more."""
         return self.longest + self.on_sglang
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the trainer's workers keep reference-policy weights; with LoRA they use the actor's base model."""
+        """Whether the trainer's workers keep weights of a reference policy. With LoRA, they use the base model."""
         return has_reference(self.config)
 
     @property
     def trainer_scores(self) -> bool:
-        """Whether the trainer computes log-probs, always or when log-prob servers fail to answer."""
+        """Whether the trainer computes proximal log-probs, either always or when log-prob servers fail to answer."""
         return proximal_source(self.config, self.settings) in (Proximal.RECOMPUTE, Proximal.SERVER)
 
     @property
     def positions(self) -> int | None:
-        """Number of token positions of the policy; None if not known.
+        """Number of token positions of the policy model, or None if it is not known.
 
         The number is in the model's config.json, unless the configuration overrides it
         (verl/workers/config/model.py:216). verl makes this number the default `max_model_len` of an engine.

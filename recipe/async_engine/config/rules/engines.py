@@ -25,7 +25,7 @@ STRATEGIES = {
     "veomni": ("veomni",),
 }
 """The values of ``strategy`` that verl has for each ``model_engine``."""
-# Number of tokens of the built-in task's longest answer with lengths=long_tail, including the end token.
+# Number of tokens of the longest answer in the built-in task with lengths=long_tail, including the end token.
 LONG_TAIL_TOKENS = 121
 
 
@@ -92,7 +92,7 @@ def weights(context: RuleContext) -> Iterator[Problem]:
 
 
 def _connectors(context: RuleContext, at_swap: str | None) -> Iterator[Problem]:
-    """Refuse to keep older weights' KV cache outside of vLLM, and replicas that only prefill or only decode."""
+    """Refuse connectors that keep the KV cache of older weights, and replicas that only prefill or only decode."""
     arguments = f"{ROLLOUT}.engine_kwargs.vllm"
     for name in ("kv_transfer_config", "kv_offloading_size"):
         if at_swap == "keep" and context.get(f"{arguments}.{name}"):
@@ -116,7 +116,7 @@ def _relays(context: RuleContext) -> Iterator[Problem]:
 
 
 def _stageable(context: RuleContext) -> Iterator[Problem]:
-    """Refuse to stage weights with model settings that allow only loading in place."""
+    """Refuse model settings with which weights can only be loaded in place. (The run is set to stage weights.)"""
     for setting in (f"{ROLLOUT}.quantization", "actor_rollout_ref.model.mtp.enable_rollout"):
         if context.get(setting):
             advice = "Its weights can only be loaded in place: set async_training.weights.staging=none, or remove it."
@@ -142,9 +142,9 @@ def engine(context: RuleContext) -> Iterator[Problem]:
 
 
 def _torchtitan(context: RuleContext) -> Iterator[Problem]:
-    """Refuse, with torchtitan, a critic and the settings that need copies of published weights.
+    """With torchtitan, refuse a critic, and settings with which the trainer must keep a copy of published weights.
 
-    verl has neither for this engine (separation/engine_workers.py:118).
+    For this engine, verl has neither a critic nor such copies (separation/engine_workers.py:108).
     """
     setting, training = "async_training.trigger_parameter_sync_step", context.settings.async_training
     keeps = context.trainer_scores or training.placement == ELASTIC or (context.get("trainer.save_freq") or -1) > 0
@@ -276,7 +276,7 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
 
 
 def _bucket(context: RuleContext) -> Iterator[Problem]:
-    """Check that the largest tensor fits into a bucket: on a CPU, no tensor is split over several transfer buckets."""
+    """Check that the largest tensor fits into one transfer bucket, because on a CPU no tensor is split."""
     setting = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
     megabytes = context.count(setting)
     wide = context.get(f"{ACTOR}.fsdp_config.model_dtype", "fp32") in ("fp32", "float32")
@@ -337,7 +337,7 @@ def resources(context: RuleContext) -> Iterator[Problem]:
 
 
 def _rooms(context: RuleContext, nodes: Sequence[NodeRoom]) -> Iterator[Problem]:
-    """Check that each group of accelerators that verl reserves on one node, with its CPUs, fits on the nodes."""
+    """Check that the nodes have room for the groups of accelerators and CPUs that verl reserves, each on one node."""
     part = unplaceable(wanted(context.config, context.settings), nodes)
     if part is None:
         return

@@ -19,7 +19,7 @@ MODEL = "actor_rollout_ref.model"
 RETURNED = f"{ROLLOUT}.enable_rollout_routing_replay"
 """The setting with which rollout engines return the experts that they chose."""
 REPLAYING = ("megatron", "veomni")
-"""The training engines that have router replay; each has its settings in the section of this name."""
+"""The training engines that have router replay. The settings of each engine are in the section with its name."""
 # Model families whose experts have other names in Transformers' model than in a checkpoint. verl's FSDP engines send
 # the names of the model, and rollout engines expect those of the checkpoint.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
@@ -39,7 +39,7 @@ def families(context: RuleContext) -> Iterator[Problem]:
 
 
 def replay_mode(context: RuleContext) -> str | None:
-    """Return the name of the setting for the actor's replay mode if replay is on, else None."""
+    """Return the name of the setting that has the actor's replay mode, or None if the actor does not replay."""
     strategy = context.get(f"{ACTOR}.strategy")
     if strategy not in REPLAYING:
         return None
@@ -82,7 +82,7 @@ def _one_choice(context: RuleContext, mode: str) -> Iterator[Problem]:
 
 
 def _of_trainer(context: RuleContext, mode: str) -> Iterator[Problem]:
-    """Check the settings that replay in training needs (megatron/transformer_impl.py:1269, config/actor.py:368)."""
+    """Check settings without which verl cannot replay (megatron/transformer_impl.py:1269, config/actor.py:368)."""
     with_replay = f"with {mode}={context.get(mode)}"
     packed, padded = f"{MODEL}.use_remove_padding", f"{ACTOR}.megatron.pad_to_length"
     if not context.get(packed):

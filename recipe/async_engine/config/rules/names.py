@@ -29,7 +29,7 @@ OWN_ENGINES = {
 UNTRIED_ENGINES = ("kimi_ckpt_engine", "mooncake", "nixl")
 DTYPES = ("fp16", "float16", "fp32", "float32", "bf16", "bfloat16")
 CORRECTION = "algorithm.rollout_correction"
-# The package of each logger. If the package is missing, verl fails only after everything else has started.
+# The package that each logger needs. If it is missing, verl fails only after everything else has started.
 LOGGERS: Mapping[str, str] = {
     "clearml": "clearml",
     "console": "",
@@ -46,7 +46,7 @@ LOGGERS: Mapping[str, str] = {
 
 
 def _is_no_described_loop(context: RuleContext) -> bool:
-    """Return whether verl looks up the default agent loop in its registry, because no file of agent loops lists it."""
+    """Return whether no file of agent loops has the default agent loop, so that verl looks it up in a registry."""
     setting = f"{ROLLOUT}.agent.agent_loop_config_path"
     described = next((fact.columns for fact in context.files if fact.setting == setting), None)
     if described is None:
@@ -61,8 +61,9 @@ class Name:
     Attributes:
         own: the names that verl itself has.
         registry: the ``module:attribute`` of verl's registry of these names; empty if they are fixed.
-        external: whether the processes that look up the name have imported the model's ``external_lib``.
-        used: returns whether a run looks up the name.
+        external: whether the processes that look up the name have imported the model's ``external_lib``, which may add
+            names.
+        used: a function that returns whether a run looks up the name at all.
     """
 
     setting: str
@@ -82,7 +83,7 @@ PARSERS = ("deepseek_v4", "gemma4", "glm", "gpt-oss", "hermes", "kimi", "minimax
 
 
 def _is_on(setting: str, *values: Any) -> Callable[[RuleContext], bool]:
-    """Return a function that tests whether a setting has one of ``values``; without ``values``, whether it is on."""
+    """Return a function that tests whether a setting has one of ``values``; without values, whether it is true."""
     return lambda context: context.get(setting) in values if values else bool(context.get(setting))
 
 
@@ -179,7 +180,7 @@ def unknown(context: RuleContext, setting: str, known: Sequence[str]) -> Problem
 
 
 def unusual(context: RuleContext) -> list[Name]:
-    """Return the settings whose names are not verl's own, so that they must be looked up in verl's registries."""
+    """Return the settings whose value is not one of verl's own names, and must be looked up in verl's registry."""
     ours = OWN_ENGINES.get(context.get(MODULE))
     asked = ((name, context.get(name.setting)) for name in NAMES if name.registry and name.used(context))
     return [name for name, value in asked if value is not None and value not in (*name.own, ours)]

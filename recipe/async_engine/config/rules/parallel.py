@@ -2,7 +2,7 @@
 """Rules for the division of ranks and batches, which verl checks only after the workers have started.
 
 verl's own checks are in verl/workers/config/actor.py:199-209 and critic.py (micro-batches have a size or are sized by
-tokens), verl/workers/engine_workers.py:616-643 (both sized the same way for updates and log-probs),
+tokens), verl/workers/engine_workers.py:616-643 (micro-batches of updates and of log-probs are sized in the same way),
 verl/workers/engine/utils.py:124 (divisibility) and verl/utils/seqlen_balancing.py:384 (the longest sequence fits into
 a micro-batch). Shown by tests/config/test_model_rules.py and test_parallel_sizes.py.
 """
@@ -118,7 +118,7 @@ def updating(section: str) -> Sizing:
 
 
 def micro_batches(context: RuleContext) -> Iterator[Problem]:
-    """Check that micro-batches have a size in sequences or tokens, and that one in tokens fits the longest sequence."""
+    """Check that micro-batches have a size, in sequences or in tokens, and that the longest sequence fits into them."""
     for section, sizing in _used(context).items():
         by_tokens = bool(context.get(sizing.dynamic))
         if not by_tokens and (context.get(sizing.rows) is None or context.get(sizing.old_rows) is not None):
@@ -145,7 +145,7 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
 def _used(context: RuleContext) -> dict[str, Sizing]:
     """Return the settings that size a run's micro-batches, by configuration section."""
     sizings = {section: updating(section) for section in context.trained}
-    # verl asserts the sizes for log-probs even if the trainer computes no log-probs.
+    # verl checks the sizes for log-probs even if the trainer computes no log-probs.
     sizings[ROLLOUT] = scoring(ROLLOUT)
     if context.uses_reference:
         sizings[REFERENCE] = scoring(REFERENCE)

@@ -14,7 +14,8 @@ from recipe.async_engine.core.scoring import Anchor
 
 SERVERS, DISTILLATION = "model_engine_server", "distillation"
 DEFAULT_TENSOR_SIZE = 2
-"""The tensor-parallel size of verl's `RolloutConfig`, which a teacher gets if the user adds it without a size."""
+"""Default tensor-parallel size of verl's `RolloutConfig`. A teacher has it if the user adds a teacher without a size.
+"""
 PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -35,7 +36,7 @@ def proximal_log_probs(context: RuleContext) -> Iterator[Problem]:
 
 
 def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
-    """Check the log-prob servers against the mode, the weight sync and the accelerators."""
+    """Check that the settings of the log-prob servers suit the mode, the weight sync and the accelerators."""
     servers = context.settings.servers
     yield from _reference(context)
     if not servers.enabled:
@@ -103,7 +104,7 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
     rollout = f"{REWARD_MODEL}.rollout"
     size = context.count(f"{rollout}.tensor_model_parallel_size") or 1
     total = reward_accelerators(context)
-    # The loop above has reported a total of 0.
+    # If the total is 0, the loop above has reported it.
     if total and total % size:
         advice = f"The accelerators are the {total} of {REWARD_MODEL}.nnodes * n_gpus_per_node."
         allowed = "a divisor of the reward model's accelerators"
@@ -111,7 +112,7 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
 
 
 def teachers_servers(context: RuleContext) -> Iterator[Problem]:
-    """Check that teachers have accelerators, and that verl can divide these (workers/config/distillation.py:234)."""
+    """Check that the teachers' servers take all of their accelerators (verl/workers/config/distillation.py:282)."""
     sections = teachers(context.config)
     if not sections:
         return

@@ -16,7 +16,7 @@ ON_CPU: Mapping[str, Any] = {"device": "cpu", "attention_backend": "torch_native
 
 
 def sglang(context: RuleContext) -> Iterator[Problem]:
-    """Check a run in which SGLang generates."""
+    """Check the settings of SGLang, if it is the run's rollout engine."""
     if not context.on_sglang:
         return
     yield from _replicas(context)
@@ -35,7 +35,7 @@ def sglang(context: RuleContext) -> Iterator[Problem]:
 
 
 def untried(context: RuleContext) -> Iterator[str]:
-    """Warn about models that see images, with which SGLang was never tried."""
+    """Warn if SGLang runs a model that sees images, because this was never tried."""
     if context.on_sglang and "vision_config" in context.policy:
         yield f"a model with vision was never tried with {ROLLOUT}.name=sglang; vLLM was"
 

@@ -11,7 +11,7 @@ weights only if it applies the weights.
 `BYPASS`: the proximal policy is the behaviour policy, which sampled the answers. The ratio in most losses is then
 already the importance weight, so these losses get no additional weights, as in verl's PPO loss for this case
 (core_algos.py:2441). verl's own loss ``bypass_mode`` is not used: it supports only two losses, and verl selects it only
-after the workers have got their configuration (rollout_corr_helper.py:1148), so ``algorithm.rollout_correction`` would
+after the workers have got their configuration (rollout_corr_helper.py:1109), so ``algorithm.rollout_correction`` would
 have no effect.
 
 `LOGLINEAR`: the proximal policy is interpolated between the behaviour policy and the current policy (Li, Wu, Shen:
@@ -44,7 +44,7 @@ from recipe.async_engine.core.versions import NOT_SAMPLED
 
 BYPASS, LOGLINEAR = "recipe_bypass", "recipe_loglinear"
 CHOSEN = "loss_mode"
-"""This package adds the chosen loss's name, under this key, to ``rollout_correction`` in the workers' settings."""
+"""Key that this package adds to ``rollout_correction`` in the workers' settings, with the name of the chosen loss."""
 SAFETY_BOUND = 20.0
 """The absolute value to which verl clamps log ratios before it exponentiates them."""
 
@@ -70,7 +70,7 @@ def bypass_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> Loss:
-    """Return the policy loss for `BYPASS` and its metrics. The signature is verl's, and tensors are (rows, R)."""
+    """Return the policy loss for `BYPASS`, and its metrics. verl defines the signature; tensors are (rows, R)."""
 
     def anchors(sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sampled, log_prob.detach()
@@ -91,7 +91,7 @@ def loglinear_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> Loss:
-    """Return the policy loss for `LOGLINEAR` and its metrics. The signature is verl's, and tensors are (rows, R).
+    """Return the policy loss for `LOGLINEAR`, and its metrics. verl defines the signature; tensors are (rows, R).
 
     ``rollout_is_weights`` has the result of `shares`, as the module's docstring explains.
     """
@@ -116,9 +116,9 @@ def corrected(
 ) -> Loss:
     """Return the chosen loss with verl's rollout correction, and metrics of the loss and the mismatch.
 
-    All tensors are (rows, R). A micro-batch without trainable tokens has the loss 0, and metrics as if the
-    current policy were the behaviour policy. verl's correction would raise an error instead, but all ranks have to
-    report the same number of values of each metric (utils/metric/utils.py:143).
+    All tensors are (rows, R). For a micro-batch without trained tokens, the loss is 0, and the metrics are computed as
+    if the behaviour policy were the current policy. verl's correction would raise an error in this case, but all ranks
+    have to report the same number of values of each metric (utils/metric/utils.py:143).
 
     Args:
         anchors: a function that takes the behaviour policy's log-probs. It returns the log-probs in the denominator of

@@ -65,8 +65,8 @@ class ProximalLogProbs:
         timing.setdefault("old_log_prob", 0.0)
         began = time.monotonic()
         if self._source in (Proximal.BYPASS, Proximal.LOGLINEAR):
-            # Here `old_log_probs` are those of the behaviour policy. The loss (`losses`) computes the proximal ones
-            # from these, and reports the mismatch.
+            # Here `old_log_probs` are the behaviour policy's log-probs. From them, the loss (`losses`) computes the
+            # proximal log-probs, and reports how much the two differ.
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
             if self._source is Proximal.LOGLINEAR:
                 batch.batch["rollout_is_weights"] = shares(batch.batch[TOKEN_VERSIONS], version)
@@ -87,16 +87,16 @@ class ProximalLogProbs:
             computed, mfu = self._compute(batch)
         metrics["perf/mfu/actor_infer"] = mfu
         log_probs, entropy = computed.batch.pop("old_log_probs"), computed.batch.pop("entropys")
-        # The pass may return the experts that it chose, which verl replays in the update (R2).
+        # The pass may also return the experts that it chose. verl replays them in the update (router replay, mode R2).
         batch.batch.update(computed.batch)
         return log_probs, entropy
 
     def _by_servers(
         self, batch: DataProto, version: int, metrics: Metrics, timing: Timing
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probs and entropies that log-prob servers have computed, and add the column `SCORED_BY`.
+        """Return the log-probs and entropies from the log-prob servers, and add the column `SCORED_BY` to the batch.
 
-        The trainer computes the rows for which the servers have no usable log-probs.
+        The trainer computes those rows for which the servers have no usable log-probs.
         """
         rows = _resolved(batch.non_tensor_batch.pop(SCORES, [None] * len(batch)), self._servers.timeout)
         sampled_by = batch.batch[TOKEN_VERSIONS]
@@ -122,7 +122,7 @@ class ProximalLogProbs:
         return log_probs, entropy
 
     def report_entropy(self, batch: DataProto, entropy: torch.Tensor, metrics: Metrics) -> None:
-        """Add verl's metrics of ``entropy``, of the shape (rows, R), and of the batch's log-probs to ``metrics``."""
+        """Add to ``metrics`` verl's metrics of ``entropy``, a tensor (rows, R), and of the batch's log-probs."""
         metrics.update(entropy_metric(entropy, batch.batch["response_mask"], self._actor))
         metrics.update(calculate_debug_metrics(batch))
 
@@ -130,8 +130,8 @@ class ProximalLogProbs:
 def fill_reference(batch: DataProto, metrics: Metrics, compute: Callable[[DataProto], DataProto]) -> DataProto:
     """Add the reference policy's log-probs, which its servers have computed, to ``batch`` as ``ref_log_prob``.
 
-    If some rows have none, the trainer computes all rows with ``compute``, and only the rows that had none get the
-    trainer's values.
+    If some rows lack log-probs from the servers, ``compute`` makes the trainer compute all rows, and the rows that lack
+    them get the trainer's values.
     """
     rows = batch.non_tensor_batch.pop(REFERENCE, [None] * len(batch))
     column = torch.zeros(batch.batch["responses"].shape)
@@ -182,7 +182,7 @@ class ServerColumns:
     missing: torch.Tensor  # whether a row has no usable scores, bool (rows,)
     wrong: int  # number of rows in ``missing`` that have scores, but of an unacceptable version
     late_tokens: int  # number of tokens that were scored by another version than the requested one
-    queued_s: float  # longest time that a request for these scores waited at a server, in seconds
+    queued_s: float  # longest time, in seconds, that a request for these scores waited at a server
 
 
 def server_columns(
@@ -236,7 +236,7 @@ def _will_do(
 
 
 def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | None]:
-    """Return each row's scores from the items of a `scores_column`. Scores that are lost or late become None."""
+    """Return each row's scores from the items of a `scores_column`, with None for scores that are lost or late."""
     deadline = time.monotonic() + timeout_s
     fetched: dict[ObjectRef, Sequence[ResponseScores | None] | None] = {}
 
@@ -258,7 +258,8 @@ def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | 
 def scores_column(scores: Sequence[Any]) -> np.ndarray:
     """Return the scores of rows as a column of a batch.
 
-    An item is None, the row's scores, or a pair. The first element of a pair is an object reference to the scores of
-    all outputs of the row's trajectory, or None; the second is the row's index among these outputs.
+    Each item is None, or the row's scores, or a pair. The first element of a pair is an object reference to the scores
+    of all outputs of the row's trajectory, or None if there are none. The second is the row's index among these
+    outputs.
     """
     return np.fromiter(scores, dtype=object, count=len(scores))
