@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends an answer to its reward worker as NumPy arrays, at a quarter of the cost of verl's own transport.
+"""Makes a batch that is sent to a reward worker travel as NumPy arrays, for a quarter of the time that verl takes.
 
 Contract: the batch that arrives equals the batch that was sent, and is writable. Shown by
 tests/integration/test_reward_dispatch.py.
