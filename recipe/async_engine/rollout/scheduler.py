@@ -378,7 +378,7 @@ class RolloutScheduler:
             return self.ledger.counts()
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the rollout: its present state, and the shares of time in which it was idle."""
+        """Return the metrics of the rollout, which docs/metrics.md explains."""
         with self._changed:
             did = self._books.metrics(self.ledger.counts(), self.manager.counts())
             return {"fully_async/rollouter/slots": self.manager.slots, **self._pool.metrics(), **did}
