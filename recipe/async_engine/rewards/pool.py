@@ -371,8 +371,7 @@ def serve(
 
 
 def end_with(pipe: int) -> None:
-    """Make the kernel kill this process, whatever it is doing, when no process has ``pipe`` open for writing any more.
-    """
+    """Make the kernel kill this process, whatever it does, when no process has ``pipe`` open for writing any more."""
     # Open the pipe again: signals about an open file go to only one process, and other processes have inherited the
     # same open file.
     own = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)

@@ -200,8 +200,7 @@ def _plain_answer(answer: Any) -> dict[str, Any]:
 
 
 class ScoringManager(RewardLoopManager):
-    """verl's manager of reward workers, with `ScoringWorker` as their class. Reward models use this package's engines.
-    """
+    """verl's manager of reward workers, which are `ScoringWorker`s here. Reward models use this package's engines."""
 
     def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
         if config.reward.reward_model.enable:

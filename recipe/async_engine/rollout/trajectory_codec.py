@@ -99,8 +99,7 @@ def _up(size: int) -> int:
 
 
 def _as_array(value: Any) -> Any:
-    """Return a tensor as a NumPy array. Return other values unchanged, and also bfloat16 tensors: NumPy lacks bfloat16.
-    """
+    """Return a tensor as a NumPy array, and other values unchanged. NumPy has no bfloat16, so such tensors stay too."""
     if not isinstance(value, torch.Tensor) or value.dtype is torch.bfloat16:
         return value
     return np.ascontiguousarray(value.numpy(force=True))

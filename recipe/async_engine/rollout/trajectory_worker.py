@@ -390,8 +390,7 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.account()
 
     async def hold(self) -> TokenAccount:
-        """Hold the requests of training trajectories from now on, because a train step begins; return the token counts.
-        """
+        """Hold the requests of training trajectories from now on, while the trainer trains; return the token counts."""
         if not self.llm_client.gate.is_held:
             self.llm_client.gate.hold()
             self._answers.interrupted_in_tools(

@@ -94,8 +94,7 @@ class HybridPublisher(WeightPublisher):
         return seconds
 
     def spread(self, servers: Sequence[Any]) -> None:
-        """Make ``servers`` return the requests that have no sampled token yet, so that clients can send them elsewhere.
-        """
+        """Make ``servers`` return the requests that have no sampled token yet. Clients then send them elsewhere."""
         asyncio.run(self._spread(servers))
 
     async def _spread(self, servers: Sequence[Any]) -> None:

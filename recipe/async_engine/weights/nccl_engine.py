@@ -193,8 +193,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     @contextmanager
     def _filling(self) -> Iterator[Any]:
-        """Yield the stream for filling buckets, and make it the current stream of torch and cupy in the ``with`` block.
-        """
+        """Make the stream for filling buckets current in torch and cupy during the ``with`` block, and yield it."""
         stream, _ = self._own_streams
         with torch.cuda.stream(stream), cp.cuda.ExternalStream(stream.cuda_stream):
             yield stream
@@ -401,8 +400,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[Group]:
-        """Leave the group if the ``with`` block fails, ends early or is late, because its members are then out of step.
-        """
+        """Leave the group if the ``with`` block fails, ends early or is late: then the members are out of step."""
         group = self._group
         if group is None:
             raise WeightStreamError(f"{what} is impossible without a group: call prepare and init_process_group first")

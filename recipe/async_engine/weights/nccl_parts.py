@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets and threads for `recipe.async_engine.weights.nccl_engine`, in classes and functions that need no NCCL group.
-"""
+"""Classes and functions for `recipe.async_engine.weights.nccl_engine` that need no NCCL group: buckets and threads."""
 
 from __future__ import annotations
 

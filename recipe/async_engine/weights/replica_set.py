@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def plain_cause(error: BaseException) -> BaseException:
-    """Return the error inside ``error`` if that is Ray's wrapper, whose text has the remote traceback, or else ``error``.
+    """Return the error inside Ray's wrapper ``error``, or ``error`` itself if it is no wrapper.
+
+    The wrapper's text has the remote traceback, which is in the log already.
     """
     return getattr(error, "cause", None) or error
 

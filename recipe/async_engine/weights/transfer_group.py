@@ -138,8 +138,8 @@ def evaluated(
         found = {result for result in outcome if result is not None}
         if record.error is None and found != ({checksum} - {None}):
             record.error = ChecksumMismatch(
-                f"loaded weights of version {version} with the checksum {', '.join(sorted(map(str, found)))}, but the "
-                f"trainer sent weights with the checksum {checksum}"
+                f"loaded weights of version {version} with the checksum {', '.join(sorted(map(str, found)))}; the "
+                f"trainer sent {checksum}"
             )
     return [record for record in records if record.error is None], metrics, checksum, trainer_error
 
