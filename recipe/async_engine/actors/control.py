@@ -202,8 +202,8 @@ class Restartable:
 
     def __init__(self, actor_class: type, restarts: int, held: Collection[str] = (), **options: Any) -> None:
         self._remote_class = with_control(actor_class, held, max_restarts=restarts, **options)
-        # Each argument and its object reference, by the argument's id(). An argument that is kept keeps its id(), so
-        # no other object can get the same one.
+        # Each argument and its object reference, by the argument's id(). Arguments are kept so that no other object can
+        # get the same id().
         self._held: dict[int, tuple[Any, ray.ObjectRef]] = {}
 
     def options(self, **options: Any) -> SimpleNamespace:

@@ -19,8 +19,9 @@ MOST = 12
 
 
 def answers(asked: Mapping[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Wait for the open calls ``asked``, by component, and return each component's answer. If a component fails or does
-    not answer in time, a text that says so takes the place of its answer.
+    """Return the answer of each component to its open call in ``asked``.
+
+    If a component fails or does not answer in time, the result has a text that says so instead of its answer.
     """
     said: dict[str, Any] = {}
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=REPORT_ANSWER_S) if asked else None

@@ -213,7 +213,7 @@ class WorkerSet:
             self._question(name, for_ever=True)
 
     def doubt(self, name: str | None) -> None:
-        """Check a worker's health once, because a call to it was given up. New calls avoid it until it answers."""
+        """Check a worker's health once, because a call was given up. New calls avoid the worker until it answers."""
         if name in self.actors:
             self.silent.add(name)
             self._question(name, for_ever=False)

@@ -4,8 +4,8 @@
 Contract: while an answer is generated, the client regularly fetches the new tokens (:class:`Sampled`) and adds them to
 a :class:`Flight`. When the server dies, another server continues the answer after the fetched tokens; the tokens that
 were not fetched are lost. Before a checkpoint the client fetches once more, so that the checkpoint has the newest
-tokens.
-Shown by tests/integration/test_client.py and, with a real engine that is killed, tests/e2e/test_lost_replica.py.
+tokens. Shown by tests/integration/test_client.py and, with a real engine that is killed,
+tests/e2e/test_lost_replica.py.
 """
 
 from dataclasses import dataclass, field

@@ -6,9 +6,8 @@ requests may use only the endpoints in ``SERVED``, which generate, score or coun
 when a request through the Ray actor would wait: until the first complete weights are loaded, during a load, and during
 a pause. If a request waits too long, or if the server has left the load balancer, the request gets status 503 with the
 reason. A request to an endpoint outside ``SERVED`` (to sleep, pause, scale, load weights or adapters, or call workers)
-gets status 403, and WebSockets are refused. Shown by
-tests/integration/test_http_gate.py and, with the real servers, tests/e2e/test_replacement.py and
-tests/integration/test_sglang_server.py.
+gets status 403, and WebSockets are refused. Shown by tests/integration/test_http_gate.py and, with the real servers,
+tests/e2e/test_replacement.py and tests/integration/test_sglang_server.py.
 """
 
 import json

@@ -63,7 +63,8 @@ class OutputWatch:
     def _request(self, request_id: str, before: int) -> Iterator[None]:
         """Watch a request while it is in the engine.
 
-        If the request continues an interrupted answer, ``before`` is the number of tokens from before the interruption.
+        If the request continues an interrupted answer, ``before`` is the number of tokens from before the interruption;
+        otherwise it is 0.
         """
         self._activity.enter(request_id)
         self._before[request_id] = before
@@ -83,7 +84,9 @@ class OutputWatch:
         return 0 if answer is None else answer.prompt_tokens + self._before[request_id]
 
     def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
-        """Return an answer's tokens after the first ``known`` ones, possibly none, or None if the answer is complete.
+        """Return the tokens of an answer after the first ``known`` ones, even if there are none yet.
+
+        If the answer is complete, return None.
 
         A complete answer is already in transit to the client. If this method returned its tokens too, the client might
         treat the answer as incomplete, and request tokens beyond its end.

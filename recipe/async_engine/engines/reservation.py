@@ -91,7 +91,10 @@ class ReservedReplica(RolloutReplica):
         await self._launch_on(pool, f"rollout_{kind}standalone")
 
     async def init_colocated(self, resource_pool: RayResourcePool) -> None:
-        """Start a teacher's replica like verl (replica.py:156). ``resource_pool`` is its part of the teachers' pool."""
+        """Start a teacher's replica as verl does (replica.py:156).
+
+        ``resource_pool`` is the replica's part of the teachers' pool.
+        """
         self.rollout_mode = RolloutMode.COLOCATED
         await self._launch_on(resource_pool, "rollout_teacher_colocate")
 

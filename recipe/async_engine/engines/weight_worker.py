@@ -4,8 +4,8 @@
 Contract: `stage_weights` puts weights next to the live ones while the server continues to answer. `update_weights`
 loads weights over the live ones while the server keeps requests waiting. Either call succeeds completely, or fails
 within its deadline and leaves the engine ready for another attempt. If `update_weights` fails, the requests still wait
-(`recipe.async_engine.engines.gated_server`). The worker's event loop is never blocked. (Stock
-verl's ``BucketedWeightSender`` has no deadline, and blocks the event loop while it waits on a socket,
+(`recipe.async_engine.engines.gated_server`). The worker's event loop is never blocked. (verl's own
+``BucketedWeightSender`` has no deadline, and blocks the event loop while it waits on a socket,
 bucketed_weight_transfer.py:163.)
 """
 
@@ -119,7 +119,7 @@ class DeadlineAdapter:
 
 
 async def error_of(load: Awaitable[Any] | None) -> Exception | None:
-    """Await the call ``load``, or nothing if ``load`` is None. Return the error that it raises, or None."""
+    """Await the call ``load``, and return the error that it raises. Return None without an error or without a call."""
     try:
         if load is not None:
             await load
@@ -134,7 +134,7 @@ def _run_on(device: Any, work: Coroutine[Any, Any, None]) -> None:
 
 
 class RolloutWeightWorker(CheckpointEngineWorker):
-    """verl's checkpoint-engine worker, which passes weights to an engine through this package's adapter for it."""
+    """verl's checkpoint-engine worker. It passes weights to an engine through this package's adapter for the engine."""
 
     checkpoint_engine: Any
     server_adapter: Any

@@ -56,8 +56,8 @@ COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
 total duration of the finished calls in seconds, including their wait for a process.
 """
 LINE_BYTES = 16 * MOST
-"""Largest size in bytes of an answer that a process sends, a line of JSON. JSON needs at most 12 bytes for a character
-and 25 for a float.
+"""Largest size in bytes of an answer. A process sends an answer as a line of JSON, which needs at most 12 bytes for a
+character and 25 for a float.
 """
 NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
 ATTEMPTS = 4
@@ -158,8 +158,8 @@ class ScoringPool:
         # Without ``__file__``, multiprocessing does not run the main script, Ray's worker script, again in each child.
         sys.modules["__main__"].__dict__.pop("__file__", None)
         os.environ[PRELOAD] = json.dumps([path, name])
-        # A local run sets multiprocessing's executable to one that forks a process with all modules imported
-        # (`laptop/prefork`). Such a fork is too large for the memory limit, and would not preload the reward function.
+        # Use the ordinary Python. In a local run, multiprocessing would otherwise fork a process with all modules
+        # imported (`laptop/prefork`), which is too large for the memory limit and does not preload the reward function.
         multiprocessing.set_executable(sys.executable)
         # This import is not at the top, because the scoring processes import this module and do not need Ray.
         from recipe.async_engine.actors.sockets import sockets_folder

@@ -179,7 +179,7 @@ def _as_text(error: BaseException, words: str = "") -> BaseException:
 
 
 def _is_cancelled() -> bool:
-    """Return whether the current task was cancelled. A CancelledError in any other task was raised by user code."""
+    """Return whether the current task was cancelled. A CancelledError without that comes from users' code."""
     with suppress(RuntimeError):  # this thread may have no event loop
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
@@ -248,9 +248,8 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
     the fewest open calls from this object.
 
     verl instead chooses a worker at random. Workers that died, do not respond or fail often are avoided if there are
-    others (`actors/worker_set.py`).
-    When a caller gives up a call, the object checks whether the worker responds. If no worker is available, a call
-    waits for one until the caller gives up. Only one event loop may use the object.
+    others (`actors/worker_set.py`). When a caller gives up a call, the object checks whether the worker responds. If no
+    worker is available, a call waits for one until the caller gives up. Only one event loop may use the object.
     """
     workers = WorkerSet("reward", actors, REWARD_WORKER_S * random.uniform(1.0, 1.5))
 

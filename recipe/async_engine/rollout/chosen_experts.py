@@ -3,7 +3,7 @@
 
 A turn is a request and its answer. Contract: the request of a later turn contains the tokens of all earlier turns. The
 engine reads these tokens again, possibly with newer weights, whose routers choose other experts. The trainer must
-replay the experts of the first reading, because the log-probs of the tokens come from these. Shown by
+replay the experts of the first reading, because the tokens' log-probs were computed with these. Shown by
 tests/integration/test_client.py and, with real engines, test_router_replay.py.
 """
 
@@ -19,11 +19,11 @@ class ChosenExperts:
         self._known: list[tuple[np.ndarray, np.ndarray]] = []
 
     def first_chosen(self, token_ids: list[int], experts: np.ndarray | None) -> np.ndarray | None:
-        """Return ``experts``, with each row that an earlier turn already had replaced by the row of that turn.
+        """Return ``experts`` with the rows of an earlier turn for the tokens that both turns begin with.
 
         ``token_ids`` has the tokens of a request and its answer, and ``experts`` has a row for each of them that the
-        engine has read. A row depends on its token and all tokens before it, so two turns have rows in common for the
-        tokens that both begin with.
+        engine has read. A row belongs to a token and all tokens before it, so only rows of a common beginning can be
+        taken from an earlier turn.
         """
         if experts is None:
             return None

@@ -216,8 +216,8 @@ class ResumingClient(NamingClient):
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         """Tell the load balancer that a request has ended.
 
-        If the load balancer accepts this, it is told together with the next request, and otherwise in a separate call,
-        as in verl.
+        A load balancer that accepts such reports with a request gets this one with the next request. Any other load
+        balancer gets a separate call, as in verl.
         """
         if ENDED not in (self._lb_require_acquire_fields or ()):
             super()._release_server(server_id, request_id)
@@ -390,8 +390,8 @@ class ResumingClient(NamingClient):
         """Send one request, whose digest is ``asked``, to one server.
 
         Returns:
-            The answer, or None if the server returned no token: it died, the request failed there, or it is no longer
-                in the load balancer.
+            The answer, or None if the server returned no token, because the server died, the request failed there, or
+                the server has left the load balancer.
         """
         with self._under_way(recorder, asked, patience.failed_at) as flight, patience.spent():
             answer = asyncio.ensure_future(super().generate(request_id, **kwargs))

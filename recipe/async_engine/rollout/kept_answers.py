@@ -53,7 +53,7 @@ class TrajectoryRecord:
 
     Attributes:
         answers: a pickled list of `KeptAnswer`. It has to come from a trusted source, because unpickling can run code.
-        cut_tokens: number of tokens in those of the answers that were interrupted.
+        cut_tokens: number of tokens in the interrupted ones of these answers.
         under_way_tokens: number of those tokens that belong to requests which were open at the checkpoint.
     """
 

@@ -29,7 +29,7 @@ from recipe.async_engine.core.policy import AdmissionPolicy, OldestReady, chosen
 logger = logging.getLogger(__name__)
 
 ROLLOUT_N = "__rollout_n__"
-"""Column of the data with a prompt's own number of trajectories, which overrides ``rollout.n`` (verl's v1 trainers)."""
+"""Column with a prompt's own number of trajectories, which overrides ``rollout.n`` as in verl's v1 trainers."""
 
 
 class DataFailed(RecipeError):

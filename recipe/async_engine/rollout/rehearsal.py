@@ -63,7 +63,7 @@ class Rehearsal:
         self._first: asyncio.Task[Any] | None = None
 
     async def begin(self) -> None:
-        """Run the first rehearsal, if that was not done yet.
+        """Run the first rehearsal, unless it has been run already.
 
         If it fails, for example because of an unusual model, all later rehearsals are skipped.
         """

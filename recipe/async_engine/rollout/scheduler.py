@@ -5,22 +5,20 @@ A group consists of a prompt and several trajectories for it. Contract: the sche
 but asks the sample ledger (`core.ledger`) which groups may start and which may be trained. The scheduler runs in one
 event loop on its own thread. This thread and the trainer's thread share one lock for the ledger, and neither holds the
 lock while it waits for something else, such as the data loader. The scheduler acts when a prompt arrives, a trajectory
-finishes, a batch is taken, or a version is published.
-The cost of each such event does not depend on the number of live groups. An event wakes the trainer's thread only if
-the condition for which the trainer waits has become true.
+finishes, a batch is taken, or a version is published. The cost of each such event does not depend on the number of
+groups. An event wakes the trainer's thread only if the condition for which the trainer waits has become true.
 
 A trajectory frees its generation slot when its last token is sampled, so no slot waits for a reward. A failed
 trajectory is retried on another worker, and the other trajectories of its group are kept. If the last retry fails, the
-whole group fails, and the run ends when ``max_consecutive_failures`` groups in a row have failed. The payload of a
-finished trajectory is a Ray object reference until the trainer fetches its batch. A snapshot for a checkpoint is taken
-while generation continues. The snapshot contains the answers of all unfinished trajectories, so that a resumed run
-does not sample their tokens again.
+whole group fails, and the run ends when ``max_consecutive_failures`` groups in a row have failed. The scheduler has
+only a Ray object reference to a finished trajectory's payload (the packed trajectory), which the trainer fetches with
+its batch. A snapshot for a checkpoint is taken while generation continues. The snapshot contains the answers of all
+unfinished trajectories, so that a resumed run does not sample their tokens again.
 
 The admission policy chooses which prompt begins, which trajectory generates next and which batch is taken. A place is
 room for one sequence in an engine. The number of places changes when replicas wake or go to sleep. While there are no
 places, trajectories that have begun keep their slots and tokens, and their next requests wait in the client
-(`TurnGate`).
-Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker actors),
+(`TurnGate`). Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker actors),
 tests/e2e/test_fully_async.py and test_partial_rollout.py.
 """
 
@@ -271,9 +269,10 @@ class RolloutScheduler:
             self._changed.made()
 
     def payloads_lost(self, group_ids: Iterable[int]) -> None:
-        """Return the batch that was taken to the ledger, because payloads (packed trajectories) in it are lost.
+        """Give the batch of the last `take_batch` back to the ledger, because some of its payloads are lost.
 
-        The groups ``group_ids``, to which the lost payloads belong, are generated again.
+        A payload is a packed trajectory. The groups ``group_ids``, to which the lost payloads belong, are generated
+        again.
         """
         with self._changed:
             self.ledger.return_batch()
@@ -287,7 +286,7 @@ class RolloutScheduler:
         self._poke()
 
     def batch_trained(self) -> Any:
-        """Count the batch that was taken last as trained, and return the staleness of its groups."""
+        """Count the batch of the last `take_batch` as trained, and return the staleness of its groups."""
         with self._changed:
             for group in self.ledger.leased():
                 run = self._runs.pop(group.id)
@@ -351,7 +350,7 @@ class RolloutScheduler:
         return self._ask(self._snapshot(timeout_s / 2), timeout_s)
 
     def restore_groups(self, groups: dict[int, dict[str, Any]]) -> None:
-        """Restore the groups that were generating or waited to be trained in a checkpoint, before :meth:`start`.
+        """Restore the groups of a checkpoint. This has to be called before :meth:`start`.
 
         Args:
             groups: a dict for each group id, with the prompt's ``row``, and with three lists that have an item or None

@@ -7,8 +7,8 @@ of the batch.
 Contract: :func:`unpack` returns what :func:`pack` was given, without the fields that nobody reads or that the trainer
 already has. The unpacked tensors are views of the array, and the array is a view of Ray's object store, so the trainer
 copies a trajectory only once, into its batch. One array is used because the trainer fetches hundreds of trajectories
-in a step, and Ray takes several times as long for an object with several arrays (benchmarks/bookkeeping.py).
-Shown by tests/integration/test_trajectory_worker.py.
+in a step, and Ray takes several times as long for an object with several arrays (benchmarks/bookkeeping.py). Shown by
+tests/integration/test_trajectory_worker.py.
 """
 
 import pickle
@@ -99,7 +99,10 @@ def _up(size: int) -> int:
 
 
 def _as_array(value: Any) -> Any:
-    """Return a tensor as a NumPy array, and other values unchanged. NumPy has no bfloat16, so such tensors stay too."""
+    """Return a tensor as a NumPy array, and any other value unchanged.
+
+    A bfloat16 tensor is also returned unchanged, because NumPy has no such dtype.
+    """
     if not isinstance(value, torch.Tensor) or value.dtype is torch.bfloat16:
         return value
     return np.ascontiguousarray(value.numpy(force=True))

@@ -13,11 +13,10 @@ last output. The other outputs get the same reward unless they have rewards of t
 (trainer/ppo/v1/agent_loop_tq.py:115), except that verl overwrites the others' own rewards. If a reward function fails,
 only the reward is computed again, for the same answer. Log-prob servers, if there are any, score answers while the
 trajectory runs, or score finished trajectories later (`rescore`). If a log-prob server does not answer, the trajectory
-succeeds without the server's log-probs.
-An agent loop has a deadline, which includes its tools. An agent loop that continues after its deadline or its
-cancellation is abandoned, and can send no further requests. After a failure the worker tests whether its process can
-still run a trajectory (`rehearsal`). Shown by tests/integration/test_trajectory_worker.py and
-tests/e2e/test_fully_async.py.
+succeeds without the server's log-probs. An agent loop has a deadline, which includes its tools. An agent loop that
+continues after its deadline or its cancellation is abandoned, and can send no further requests. After a failure the
+worker tests whether its process can still run a trajectory (`rehearsal`). Shown by
+tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
 """
 
 import asyncio
@@ -329,7 +328,7 @@ class TrajectoryWorker(AgentLoopWorker):
         """
 
         def now() -> float:
-            """Return a time that stands still while all requests of training trajectories are held for a train step."""
+            """Return a time that, for training trajectories, stands still while their requests are held."""
             return time.monotonic() - (0.0 if running.validates else self.llm_client.gate.held_s)
 
         deadline = now() + self._trajectory_timeout_s
@@ -381,7 +380,10 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.export(), self._answers.account()
 
     async def close_books(self) -> TokenAccount:
-        """Cancel all trajectories because the run is over. Return the token counts, with theirs as unfinished."""
+        """Cancel all trajectories, because the run is over, and return the token counts.
+
+        The tokens of these trajectories count as unfinished.
+        """
         self._answers.close()
         under_way = [asyncio.create_task(running.over.wait()) for running in self._running.values()]
         await self.cancel(list(self._running))

@@ -89,7 +89,7 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     for name in ARGUMENTS & row.keys():
         raise AgentLoopError(f"the data has a column {name!r}, the name of an argument of every agent loop: rename it")
     takes = _parameters(type(agent_loop).run)
-    # None means that this row's file lacks the column. If the agent loop has a default for it, do not pass the None.
+    # None means that this row's file lacks the column. Leave it out if the agent loop's parameter has a default.
     columns = {
         name: value
         for name, value in row.items()
@@ -118,9 +118,9 @@ def check_row(row: dict[str, Any]) -> None:
 
 @cache
 def _parameters(run: Hashable) -> dict[str, bool]:
-    """Return a dict that says for the name of each parameter of ``run`` whether it has a default.
+    """Return a dict with the name of each parameter of ``run``, and whether the parameter has a default.
 
-    `ANY` is the name of ``**kwargs``.
+    The name `ANY` stands for ``**kwargs``.
     """
     try:
         parameters = inspect.signature(cast(Callable[..., Any], run)).parameters.values()

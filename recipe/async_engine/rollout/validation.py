@@ -92,7 +92,8 @@ def with_stand_ins(answers: list[Any], prompt_length: int, response_length: int)
 def _stand_in(like: Any, prompt_length: int, response_length: int) -> Any:
     """Return an empty answer whose score is NaN.
 
-    Its tensors have the shapes of those of the answer ``like``. If that is None, the lengths are used.
+    Its tensors have the same shapes as those of the answer ``like``. If ``like`` is None, their shapes follow from the
+    two lengths.
     """
     if like is None:
         prompt, response, whole = (

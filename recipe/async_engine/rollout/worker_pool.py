@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULTS = Timeouts()
 LARGE = 64 << 10
-"""A larger prompt (in bytes) is put into the object store once. Otherwise Ray would put it there again for each call.
-"""
+"""A prompt with more bytes than this is put into the object store once. Ray would put it there again for each call."""
 VALIDATION = "validation-"
 """Prefix of the keys of validation attempts, which a worker may run at the same time as attempts for training."""
 ALONE = ", again, in a worker of its own (look for what in its agent loop or tools ends, blocks or fills the process)"
@@ -80,8 +79,8 @@ def _failure(run: TrajectoryRun, cause: BaseException) -> RecipeError:
 class TracedGroups:
     """Chooses the prompt groups that verl's rollout trace shows (``actor_rollout_ref.rollout.trace``).
 
-    If the setting ``max_samples_per_step_per_worker`` is not null, the trace has only the first groups of each version.
-    Their largest number, ``each_version``, is the setting's value times the number of agent-loop workers. Shown by
+    If the setting ``max_samples_per_step_per_worker`` is not null, the trace has only the first ``each_version`` groups
+    of each version: the setting's value times the number of agent-loop workers. Shown by
     tests/integration/test_rollout_trace.py.
     """
 

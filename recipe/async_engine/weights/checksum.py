@@ -23,7 +23,7 @@ WORD_BYTES = 8
 BLOCK_WORDS = 512
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
 LARGEST = 1 << 17
-"""Largest number of block sums in one allocation; such an allocation has one mebibyte."""
+"""Largest number of block sums in one allocation. Such an allocation takes one mebibyte."""
 CHECKSUM, VERSION = "sent checksum", "sent version"
 """Keys in a sender's metrics for the checksum and the version of the weights that it sent."""
 

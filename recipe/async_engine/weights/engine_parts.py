@@ -32,7 +32,7 @@ def consume(weights: Iterable[Any]) -> None:
 
 
 def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that runs ``call`` on another thread, with the accelerator that is current on this thread."""
+    """Return a version of ``call`` for another thread, which first selects this thread's current accelerator there."""
     if not torch.accelerator.is_available():
         return call
     device = torch.accelerator.current_device_index()
@@ -57,7 +57,7 @@ class CycleCollector:
     def add(self) -> None:
         """Record a failed sync, so that the next two calls of `clear` collect garbage.
 
-        One call would not suffice, because the error may still be referenced at the first.
+        One call would not suffice, because the error may still be referenced when the first one runs.
         """
         self._looks = 2
 

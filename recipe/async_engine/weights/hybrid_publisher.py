@@ -75,8 +75,8 @@ class HybridPublisher(WeightPublisher):
     def sleep(self, others_serve: bool = False) -> float:
         """Interrupt the replicas' requests and free the engines' memory; kill the servers that do not do so in time.
 
-        ``others_serve`` says whether other replicas go on generating. Then the load balancer first stops routing
-        requests to these replicas. A request that still reaches one of these is returned unanswered.
+        If other replicas go on generating (``others_serve``), the load balancer first stops routing requests to the
+        replicas that go to sleep. A request that still reaches one of these is returned unanswered.
 
         Returns:
             The seconds until all engines have stopped generating.
@@ -99,7 +99,7 @@ class HybridPublisher(WeightPublisher):
 
     async def _spread(self, servers: Sequence[Any]) -> None:
         asked = [server.give_back_waiting.remote() for server in servers]
-        # The load balancer sends all requests of a conversation to one server. Clear its cache, so that they can move.
+        # The load balancer's cache ties each conversation to one server. Clear it, so that conversations can move.
         answers = await self.outcomes([self.known.load_balancer.clear_sticky_cache.remote(), *asked])
         for error in (answer for answer in answers if isinstance(answer, BaseException)):
             logger.warning("requests may be spread unevenly over the rollout replicas: %s", error)

@@ -115,9 +115,9 @@ class LoraFSDPEngineWithLMHead(LoraSending, FSDPEngineWithLMHead):
 def register(device: str, vendor: str) -> None:
     """Make verl use `LoraFSDPEngineWithLMHead` in this process, for language models on a vendor's accelerator.
 
-    verl prefers an engine that is registered for a vendor to a general one. Its own FSDP engines are general, so this
-    one is chosen. On the CPU this does nothing, because the CPU's engines (`recipe.laptop.platform.engines`) already
-    derive from `LoraSending`.
+    verl prefers an engine that is registered for a vendor to a general one. verl's own FSDP engines are general, so
+    this one is chosen. On the CPU this function does nothing, because the CPU's engines
+    (`recipe.laptop.platform.engines`) already derive from `LoraSending`.
     """
     for backend in ("fsdp", "fsdp2"):
         if device != "cpu" and (device, vendor) not in EngineRegistry._engines["language_model"][backend]:

@@ -65,7 +65,7 @@ from recipe.async_engine.weights.engine_parts import CycleCollector, consume, de
 from recipe.async_engine.weights.nccl_parts import Bucket, InlineExecutor, within
 
 LOOK_MS = 100
-"""While a receiver waits for a bucket's description, it checks every so many milliseconds whether it left its group."""
+"""Milliseconds between two checks whether a receiver has left its group, while it waits for a bucket's description."""
 
 
 @dataclass
@@ -378,7 +378,9 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         bucket.left.record(self._own_streams[1])
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield the received tensors as verl does. Each is valid only until the next one, as a view of a reused buffer.
+        """Receive weights as verl does, and yield (name, tensor) for each.
+
+        A tensor is a view of a buffer that is reused, and is valid only until the next one is requested.
 
         Raises:
             WeightStreamError: this member left the group, or the deadline passed.

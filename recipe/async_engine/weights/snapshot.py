@@ -72,7 +72,7 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def take(self, export: Callable[[], Iterable[NamedTensor]], version: int, wire: Wire) -> None:
-        """Copy the weights from ``export``, which are version ``version``, and convert them to the dtypes of ``wire``.
+        """Copy the weights that ``export()`` yields, in the dtypes of ``wire``. The copy is of version ``version``.
 
         In the first call, and after a change of shapes, every rank iterates over the weights twice: first to find out
         how much memory the copy needs, then to copy.

@@ -76,9 +76,9 @@ def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) ->
 
 
 def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[int]:
-    """Return those of the tokens sampled before the interruption to which the request's grammar applies.
+    """Return the tokens from before the interruption that the request's grammar has to accept.
 
-    These are all tokens, or only the tokens after the end of the reasoning.
+    These are all tokens from before the interruption, or only those after the end of the reasoning.
     """
     before, wanted = sampled_before(request.sampling_params), request.structured_output_request
     if grammars.reasoner_cls is None or grammars.enable_in_reasoning:

@@ -27,7 +27,8 @@ async def call_each_worker(engine: Any, method: str, *args: Any) -> list[Any]:
 async def pause(engine: Any, mode: Literal["abort", "keep"]) -> None:
     """Pause generation like ``AsyncLLM.pause_generation``, but without clearing caches or sleeping for 20 ms.
 
-    vLLM sleeps to let the remaining answers arrive. A caller of this function that needs them has to wait itself.
+    vLLM sleeps to let the remaining answers arrive. A caller of this function that needs these answers has to wait for
+    them itself.
     """
     await call_each_core(engine, "pause_scheduler", mode, False)
 

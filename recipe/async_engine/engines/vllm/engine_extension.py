@@ -57,7 +57,7 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
 
 
 class StagingExtension(StagingWorker, vLLMColocateWorkerExtension):
-    """verl's extension of a vLLM worker, which in addition stages the next weights next to the live ones."""
+    """verl's extension of a vLLM worker, which can also receive new weights without changing the live ones."""
 
     device: Any
     model_runner: Any

@@ -23,8 +23,8 @@ class VLLMOutputs(OutputWatch):
     def watching(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
         """Wrap an engine's ``generate`` to record each output before it is yielded.
 
-        The wrapper has parameters with the same names and order, because verl passes all arguments by name, and vLLM's
-        HTTP endpoints pass the first three by position.
+        The names and the order of the parameters stay as in ``generate``, because verl passes all arguments by name,
+        and vLLM's HTTP endpoints pass the first three by position.
         """
 
         async def watched(

@@ -79,7 +79,7 @@ class StagedAdapter(StagedWeights):
 
         Raises:
             StagingRefused: the model lacks a layer for some of the adapter's weights. vLLM would ignore these weights,
-                and sample from another policy than the trainer's. Then no adapter is live.
+                and sample from another policy than the trainer's. After this error no adapter is live.
         """
         from verl.utils.vllm import TensorLoRARequest
 
