@@ -196,7 +196,7 @@ class Restartable:
     """Creates actors as a Ray remote class does. Ray restarts each of these actors up to ``restarts`` times.
 
     The arguments of the actors' constructors are kept in the object store, in one copy for all actors. Otherwise Ray
-    would delete large arguments once the actors are up, and could not restart the actors (ray-project/ray#53727).
+    would delete large arguments when the actors are up, and could not restart the actors (ray-project/ray#53727).
     ``held`` is passed to `with_control`.
     """
 

@@ -158,7 +158,7 @@ class RunWatch:
         return lost
 
     def _found_dead(self) -> CannotGoOn | None:
-        """Return an error that names a dead actor of those passed to `hold`, or None.
+        """Check whether the actors passed to `hold` are alive, and return an error that names a dead one, or None.
 
         Wait at most `BLAME_S` seconds for the actors' answers.
         """

@@ -76,7 +76,7 @@ class OutputWatch:
             self._activity.leave(request_id)
 
     def asked_tokens(self, request_id: str) -> int:
-        """Return the number of tokens in a request: its prompt, and the tokens of an interrupted answer to continue.
+        """Return the number of tokens in a request: those of the prompt, and those of the answer that it continues.
 
         The result is 0 until the engine has returned the first output for the request.
         """

@@ -66,7 +66,7 @@ class DeadlineSocket:
 
     def send_pyobj(self, obj: Any) -> None:
         self.said = obj
-        # The socket is writable once the engine has connected.
+        # The socket becomes writable when the engine connects.
         self._wait(zmq.POLLOUT)
         self._socket.send_pyobj(obj, zmq.NOBLOCK)
         self.may_send = False
@@ -182,7 +182,7 @@ def socket_address(replica_rank: int, node_rank: int) -> str:
 
 
 class PatientSocket:
-    """A zmq REP socket. Receiving raises StagingRefused after ``timeout_s`` seconds or once ``stopped`` is set."""
+    """A zmq REP socket. Receiving raises StagingRefused after ``timeout_s`` seconds, or when ``stopped`` is set."""
 
     def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, stopped: threading.Event) -> None:
         self._socket, self._timeout_s, self._stopped = socket, timeout_s, stopped

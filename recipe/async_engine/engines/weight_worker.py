@@ -50,7 +50,7 @@ class DeadlineAdapter:
         return float(settings.get("weight_sync_timeout_s", 600.0))
 
     def _ensure_server_handle(self) -> bool:
-        """Look up the server, and return whether this rank is the leading one, the only one that calls the server."""
+        """Look up the server, and return whether this rank is the leading rank, which alone calls the server."""
         raise NotImplementedError
 
     @torch.no_grad()

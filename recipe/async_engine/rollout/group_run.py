@@ -23,7 +23,7 @@ from recipe.async_engine.rollout.loop_output import RewardError
 
 
 class RolloutFailed(RecipeError):
-    """Generation cannot continue, or no batch was ready in time. Any underlying error is chained as the cause."""
+    """Generation cannot continue, or no batch was ready in time. If another error led to this, it is ``__cause__``."""
 
 
 class AgentLoopError(RecipeError):

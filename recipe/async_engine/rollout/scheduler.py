@@ -443,7 +443,7 @@ class RolloutScheduler:
         return len(picked) >= PORTION
 
     def _issue_next(self) -> bool:
-        """Issue a group for the next buffered prompt, and return whether there was such a prompt."""
+        """Start a group for the next buffered prompt, and return whether there was such a prompt."""
         prompt = self._next_prompt()
         if prompt is not None:
             self._register(self.manager.issue(prompt.reference, self._size_of(prompt.row)), prompt.row)

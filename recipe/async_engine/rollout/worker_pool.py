@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULTS = Timeouts()
 LARGE = 64 << 10
-"""A prompt with more bytes than this is put into the object store once. Ray would put it there again for each call."""
+"""A prompt with more bytes is put into the object store only once. Ray itself would put it there for each call."""
 VALIDATION = "validation-"
 """Prefix of the keys of validation attempts, which a worker may run at the same time as attempts for training."""
 ALONE = ", again, in a worker of its own (look for what in its agent loop or tools ends, blocks or fills the process)"

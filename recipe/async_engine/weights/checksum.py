@@ -54,7 +54,7 @@ class Tensor:
     blocks: int = 0
     runs: list[tuple[int, int, int]] = field(default_factory=list)
     last: int | None = None
-    """Index of the tensor's last block among the incomplete blocks of all tensors, or None if the block is complete."""
+    """Index of the tensor's last block among the incomplete blocks of all tensors; None if that block is complete."""
 
 
 class StreamChecksum:

@@ -8,9 +8,9 @@ a server of a sleeping engine are returned unanswered, so no request waits at a 
 replica that died gets no requests. The next `wake` first restarts it on the same accelerators, within the restart
 budget, since every trainer rank needs an engine to which it can pass its weights.
 
-FSDP ranks gather their weights from the same shards, so all must pass identical weights; otherwise the run ends.
-Megatron ranks each pass their own copy of parameters that are not sharded (norms, biases, routers), and these copies
-may differ in single bits; with Megatron a difference is only logged, once.
+FSDP ranks gather their weights from the same shards, so all ranks must pass identical weights; otherwise the run ends.
+Each Megatron rank passes its own copy of parameters that are not sharded (norms, biases, routers), and these copies
+may differ in single bits. Therefore a difference is not an error with Megatron: the first one is logged.
 
 Shown by tests/integration/test_hybrid_publisher.py, tests/e2e/test_partial_rollout.py, test_elastic.py and
 test_lost_replica.py.
@@ -58,7 +58,7 @@ class HybridPublisher(WeightPublisher):
         self._restart, self.restarts = restart, restarts
 
     def wake(self, version: int) -> dict[str, float]:
-        """Load the trainer's weights as ``version``, and have the load balancer route to the replicas.
+        """Load the trainer's weights into the replicas as ``version``, and add the replicas to the load balancer.
 
         Returns:
             The metrics of a weight sync.

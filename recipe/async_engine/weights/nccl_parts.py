@@ -16,7 +16,7 @@ ALIGNMENT = 16
 
 
 class Bucket:
-    """One of a sender's two buffers for tensors. While the sender fills one of them, it sends the other one."""
+    """One of a sender's two buffers for tensors. While the sender fills one buffer, it sends the other."""
 
     def __init__(self, memory: Any) -> None:
         self._memory = memory

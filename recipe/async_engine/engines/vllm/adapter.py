@@ -39,7 +39,7 @@ class DeadlineServerAdapter(DeadlineAdapter, ServerAdapter):
         """Load all tensors of ``weights`` over the live weights, then commit version ``global_steps``.
 
         Raises:
-            WeightLoadError: the engine reported an error or did not answer in time. The server keeps requests waiting.
+            WeightLoadError: the engine reported an error or did not answer in time. Requests go on waiting.
         """
         if wire_format != "named_tensors":
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
