@@ -316,7 +316,7 @@ class GatedServer(HttpServer):
         await self._drop_computed()
 
     def _swapped_under(self, sampled: dict[str, int], version: int) -> None:
-        """Record a swap to ``version``. ``sampled`` says how many tokens the old weights sampled for each request."""
+        """Record a swap to ``version``. ``sampled`` says how many tokens each request got from the engine before it."""
         self._versions.swap(sampled, version)
         held = {name: count for name, count in sampled.items() if name in self._tasks and count}
         for name, count in held.items():
