@@ -41,7 +41,7 @@ def test_experts_up_to_the_last_sampled_token_suffice(rows: int) -> None:
     ("experts", "words"),
     [
         (None, "has no routed_experts"),
-        (np.zeros((6, 2, 1)), "(6, 2, 1): it needs 7 to 9 rows"),
+        (np.zeros((6, 2, 1)), "(6, 2, 1), but needs 7 to 9 rows"),
         (np.zeros((10, 2, 1)), "(10, 2, 1)"),
         (np.zeros((7, 2)), "(7, 2)"),
         ("all of them", "'all of them'"),

@@ -382,7 +382,7 @@ async def test_answer_that_a_swap_found_under_way_has_the_versions_that_its_serv
     assert (extra["min_global_steps"], extra["max_global_steps"]) == (7, 8)
     assert not extra.keys() & {VERSION_RUNS, RECOMPUTED}
     answer.extra_fields[VERSION_RUNS] = [(7, 2)]
-    with pytest.raises(GenerationError, match="3 tokens, but other counts by version"):
+    with pytest.raises(GenerationError, match="3 tokens, but its token counts by version have another sum"):
         await ask(client_of(ScriptedServer(answer)), max_tokens=6)
 
 

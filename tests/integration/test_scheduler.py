@@ -940,7 +940,7 @@ def test_a_number_of_trajectories_that_is_none_costs_its_own_group(
     counts = scheduler.ledger.counts()
     # The fourth of the wrong ones, None, is that of a row without the column.
     assert (counts.issued, counts.failed) == (18, 5)
-    assert "__rollout_n__ has 2.5, which is not a whole number from 1 on" in caplog.text
+    assert "__rollout_n__ has 2.5, which is not a whole number of at least 1" in caplog.text
 
 
 def test_policy_that_raises_ends_the_run_with_its_words(start: Any) -> None:

@@ -292,5 +292,5 @@ def test_what_has_no_counterpart_that_it_fits_into_is_refused_by_name_before_a_s
 def test_a_live_parameter_that_the_other_instance_lacks_is_refused_by_name() -> None:
     live, model = staged()
     live.layer.extra = nn.Parameter(torch.ones(SIZE))
-    with pytest.raises(StagingRefused, match=r"layer\.extra exists in only one instance of its model"):
+    with pytest.raises(StagingRefused, match=r"layer\.extra has no counterpart in the staged model"):
         stage(model, 1)

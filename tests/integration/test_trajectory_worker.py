@@ -408,7 +408,7 @@ async def test_what_groups_are_filtered_by_is_the_reward_or_a_field_of_it(
 
 async def test_metric_that_the_reward_does_not_give_is_named(make_worker: Any) -> None:
     worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.75), metric="accuracy")
-    said = r"filter_groups\.metric=accuracy is not a value that the reward gave \(acc, reward\)"
+    said = r"filter_groups\.metric=accuracy is not among the values that the reward function returned \(acc, reward\)"
     with pytest.raises(RewardError, match=said):
         await run(worker)
 

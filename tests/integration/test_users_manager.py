@@ -60,7 +60,7 @@ def test_users_manager_and_its_workers_are_base_classes(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("user_manager.NoManager", "no subclass of verl's AgentLoopManager"),
+        ("user_manager.NoManager", "not a subclass of verl's AgentLoopManager"),
         ("user_manager.BatchManager", "generate_sequences of its own"),
         ("user_manager.Missing", "Class 'Missing' not found"),
         ("no_such_module.Manager", "no_such_module"),
@@ -86,5 +86,5 @@ def test_each_method_of_whole_batches_is_refused(method: str) -> None:
 
 @pytest.mark.parametrize("other", [object, 3, None, lambda: None])
 def test_workers_of_another_kind_are_refused(other: Any) -> None:
-    with pytest.raises(RolloutFailed, match="no subclass of verl's AgentLoopWorker"):
+    with pytest.raises(RolloutFailed, match="not a subclass of verl's AgentLoopWorker"):
         worker_over("mine.Manager", other)

@@ -404,7 +404,7 @@ async def test_staging_ends_within_its_deadline_where_nobody_answers(address: st
     assert ("staged", 4) not in server.journal
 
 
-@pytest.mark.parametrize(("timeout_s", "words"), [(0.1, "said nothing for 0.1 s"), (SOON, "took its place")])
+@pytest.mark.parametrize(("timeout_s", "words"), [(0.1, "sent nothing for 0.1 s"), (SOON, "took its place")])
 def test_receiver_gives_up_on_a_sender_that_says_nothing_or_when_it_is_told_to(
     address: str, timeout_s: float, words: str
 ) -> None:

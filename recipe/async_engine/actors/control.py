@@ -4,9 +4,10 @@
 Contract: a Ray actor runs a limited number of calls at once, 1,000 by default, and further calls wait in order. Methods
 whose calls stay open for long (a trajectory, an answer, a score) share this limit. All other methods (an abort, a
 cancellation, a weight sync, a health check) are control methods: they have a concurrency group of their own and never
-wait for the long calls. Ray runs each group on its own event loop and thread. A control call is forwarded from there to
-the actor's main loop, so that all of the actor's code still runs on one thread. Actors without coroutines get a lock
-instead. Shown by tests/integration/test_control.py, with real actors at small limits, and test_restarts.py.
+wait for the long calls. Ray runs each group on its own event loop and thread. There, a control call is only forwarded
+to the actor's main loop, so that all of the actor's code still runs on one thread. In an actor without coroutines, a
+lock lets only one call run at a time instead. Shown by tests/integration/test_control.py, with real actors at small
+limits, and test_restarts.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 CONTROL = "control"
 CALLS = 256
-"""Number of control calls that an actor runs at once, including calls that wait long for weights or for a drain."""
+"""Number of control calls that an actor can run at once. Calls that wait long, for example for weights, count too."""
 
 
 def with_control(
@@ -34,8 +35,9 @@ def with_control(
 
     Args:
         held: names of the methods whose calls stay open for long.
-        plain: names of control methods that are not coroutines and that the actor does not call itself. In a class
-            without coroutines this is not needed: there every method that is not in ``held`` is a control method.
+        plain: names of methods that are not coroutines and become control methods. They become coroutines too, so the
+            actor must not call them itself. Only a class with coroutines needs ``plain``: in other classes every
+            method that is not in ``held`` becomes a control method.
         options: options for ``ray.remote``.
     """
     methods = {name: method for name, method in inspect.getmembers(actor_class, inspect.isfunction) if name[0] != "_"}
@@ -53,14 +55,16 @@ def with_control(
 
 
 def sign_of_life(actor: Any) -> Any:
-    """Return the remote method that checks an actor's event loop, or only its process if it has no control group."""
+    """Return a remote method that an actor answers while it works: `is_there`, or Ray's own check of the process if
+    the actor was not made by `with_control`.
+    """
     return getattr(actor, "is_there", None) or actor.__ray_ready__
 
 
 class EarlyCancellations:
     """Remembers cancellations of calls that have not begun yet, because a cancellation may arrive before its call.
 
-    Only the newest `LIMIT` cancellations are kept: older ones are for calls that had ended before their cancellation.
+    Only the newest `LIMIT` cancellations are kept. Older ones are assumed to be for calls that had already ended.
     """
 
     LIMIT = 20_000
@@ -85,7 +89,9 @@ def _is_coroutine(method: Callable[..., Any]) -> bool:
 
 
 def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator like functools.wraps, but without ``__wrapped__``, in which Ray would look for the group."""
+    """Return a decorator like functools.wraps that sets no ``__wrapped__``: Ray would look there for the method's
+    concurrency group.
+    """
 
     def named(call: Callable[..., Any]) -> Callable[..., Any]:
         call = functools.wraps(method)(call)
@@ -96,10 +102,10 @@ def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
 
 
 class _OnMainLoop:
-    """Base class of actors with coroutines, which run all calls on the actor's main event loop."""
+    """Base class of actors that have coroutines. All calls of such an actor run on its main event loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Ray constructs an actor with coroutines on its main loop, which also runs calls outside the control group.
+        # Ray runs this constructor on the actor's main loop, which also runs all calls outside the control group.
         self._home = asyncio.get_running_loop()
         super().__init__(*args, **kwargs)
 
@@ -124,7 +130,7 @@ class _OnMainLoop:
 
 
 class _Locked:
-    """Base class of actors without coroutines, which run one call at a time, under a lock."""
+    """Base class of actors that have no coroutines. A lock lets only one call of such an actor run at a time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._turn = threading.RLock()
@@ -189,14 +195,15 @@ def was_restarted() -> bool:
 class Restartable:
     """Creates actors as a Ray remote class does. Ray restarts each of these actors up to ``restarts`` times.
 
-    The actors' arguments are kept in the object store, in one copy for all actors. Otherwise Ray would delete large
-    arguments once the actors are up, and could not restart the actors (ray-project/ray#53727). ``held`` is passed to
-    `with_control`.
+    The arguments of the actors' constructors are kept in the object store, in one copy for all actors. Otherwise Ray
+    would delete large arguments when the actors are up, and could not restart the actors (ray-project/ray#53727).
+    ``held`` is passed to `with_control`.
     """
 
     def __init__(self, actor_class: type, restarts: int, held: Collection[str] = (), **options: Any) -> None:
         self._remote_class = with_control(actor_class, held, max_restarts=restarts, **options)
-        # Object references by the id() of the argument. The argument is kept too, so that its id() is not reused.
+        # Each argument and its object reference, by the argument's id(). Arguments are kept so that no other object can
+        # get the same id().
         self._held: dict[int, tuple[Any, ray.ObjectRef]] = {}
 
     def options(self, **options: Any) -> SimpleNamespace:

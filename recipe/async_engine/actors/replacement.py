@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a new replica for each one that a run has lost, while the run continues.
+"""Starts a new replica for each replica that a run has lost, while the run continues.
 
 Contract: the run never waits for a replacement. A thread ends the processes of the lost replica, frees its resources
 and starts another replica; `Replacements.take` returns the new replica when it is up. Each attempt counts against a
@@ -92,7 +92,7 @@ class Replacements:
     def begin(self, what: str, lost: Any, start: Callable[[], Any]) -> None:
         """Replace the replica ``lost`` by the one that ``start`` returns; ``what`` names the new replica in the log.
 
-        If ``start`` raises NothingFree, `take` starts a new attempt.
+        If ``start`` raises NothingFree, the next `take` starts a new attempt.
         """
         self._fill(_Attempt(what, start, lost))
 
@@ -138,7 +138,8 @@ class Replacements:
         threading.Thread(target=self._clear_away, args=[attempt.lost], name="clear a lost replica", daemon=True).start()
 
     def _work(self, attempt: _Attempt) -> None:
-        # If `take` has given up this attempt, `result` is cancelled: then ignore errors and end a new replica.
+        # If `take` has given up this attempt, `result` is cancelled. In that case ignore an error of the attempt, or
+        # end the replica that it has started.
         try:
             self._clear_away(attempt.lost)
             started = attempt.start()
@@ -161,10 +162,13 @@ POLL_S = 0.05
 
 
 def clear_replica(replica: Any, timeout_s: float = CLEARED_S) -> None:
-    """End a replica and wait until Ray reports its resources as free; raise TimeoutError if Ray does not in time.
+    """End a replica and wait until Ray reports its resources as free.
 
     Without this wait, verl could refuse to start the next replica for lack of free accelerators
     (single_controller/ray/base.py:239).
+
+    Raises:
+        TimeoutError: the resources are not free after ``timeout_s`` seconds.
     """
     _kill([*replica.servers, *replica.workers])
     groups = (replica.resource_pool.pgs if replica.resource_pool else None) or ()
@@ -183,7 +187,7 @@ def cleared_on_failure(replicas: Sequence[Any]) -> Iterator[None]:
         for replica in replicas:
             try:
                 clear_replica(replica)
-            except Exception:  # the caller gets the error of the failed start instead
+            except Exception:  # only log this error: the caller gets the error of the failed start
                 logger.exception("replica %s, which failed to start, could not be ended", replica.replica_rank)
         raise
 
@@ -212,7 +216,7 @@ def _wait_until_none(left: Callable[[], Sequence[str]], what: str, timeout_s: fl
 
 
 def _holding_resources(groups: Sequence[PlacementGroup]) -> list[str]:
-    """Return the ids of the placement groups that still hold resources. Ray's names of the resources contain the id."""
+    """Return the ids of those ``groups`` that still hold resources. Ray's names of such resources contain the id."""
     resources = list(ray.available_resources()) if groups else []
     ids = [group.id.hex() for group in groups]
     return [group for group in ids if any(group in name for name in resources)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Socket paths and ports that a run's processes use to connect: paths short enough for Linux, ports that stay free.
+"""Chooses socket paths that are short enough for Linux, and ports that stay free until a process uses them.
 
-Contract: sockets can be put in a folder whose path is too long for them, because `short` returns a symbolic link to the
-folder. The link is kept and reused. A process that Ray kills cannot remove its sockets, so they are put in Ray's own
-folder, which is removed together with Ray's logs of the run (`sockets_folder`).
+Contract: sockets can be put in a folder whose path is too long for a socket, because `short` returns a symbolic link to
+the folder. The link is kept and reused. A process that Ray kills cannot remove its sockets, so they are put in Ray's
+own folder, which is removed together with Ray's logs of the run (`sockets_folder`).
 
 verl asks the system for a free port and binds it seconds later (verl/single_controller/ray/base.py:91-110). By then one
 of Ray's connections may use the port. `rendezvous_ports` prevents this: its ports are below the range from which
@@ -27,19 +27,24 @@ from recipe.async_engine.core.errors import RecipeError
 LONGEST_PATH = 107
 """Number of bytes that Linux accepts in a socket's path (unix(7))."""
 LONGEST_NAME = 40
-"""Longest name, in bytes, that an engine (a UUID) or multiprocessing (folder and file) appends to a folder's path."""
+"""Length in bytes of the longest socket name that an engine (a UUID) or multiprocessing (``folder/file``) uses in the
+folder for its sockets.
+"""
 LONGEST_OF_RAY = 72
-"""Longest suffix, in bytes, that Ray appends to its temporary folder's path: ``ray``, session, ``sockets``, a file."""
+"""Length in bytes of the longest socket path that Ray uses below its temporary folder:
+``ray/<session>/sockets/<file>``.
+"""
 LINKS = "/tmp/recipe-{user}"
 ORDINARY = re.compile(r"[\w./+@%:=,-]+", re.ASCII)
-"""Matches paths that Ray can use in its workers' command lines, which it splits at spaces."""
+"""Matches paths that Ray can put into the command line of a worker. Ray splits this line at spaces."""
 
 
 def usable(folder: str, named: str) -> str:
     """Create a folder for temporary files if it does not exist, and return its absolute path.
 
     Raises:
-        RecipeError: no file can be written in the folder, which the setting or variable ``named`` names.
+        RecipeError: no file can be written in the folder. The message contains ``named``, the setting or environment
+            variable that the folder comes from.
     """
     path = os.path.abspath(folder)
     try:
@@ -53,7 +58,9 @@ def usable(folder: str, named: str) -> str:
 
 
 def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
-    """Return the folder, or a link to it if the folder's path has spaces or is too long to add ``room`` bytes.
+    """Return ``folder``, or a symbolic link to it if its path has spaces or is too long for sockets.
+
+    A path is too long if a socket's name of ``room`` bytes cannot be appended.
 
     Raises:
         RecipeError: no link can be made, for example because other users may write to the folder of the links.
@@ -82,7 +89,7 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
 
 
 def sockets_folder() -> str:
-    """Return Ray's folder of sockets if its path is short enough, or else the temporary folder (see `short`)."""
+    """Return Ray's folder of sockets if its path is short enough, or else a short path of the temporary folder."""
     node = ray._private.worker._global_node
     folder = None if node is None else str(node.get_sockets_dir_path())
     fits = folder is not None and len(folder.encode()) + 1 + LONGEST_NAME <= LONGEST_PATH

@@ -19,7 +19,10 @@ MOST = 12
 
 
 def answers(asked: Mapping[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Return each component's answer, or a text which says that the component failed or did not answer in time."""
+    """Return the answer of each component to its open call in ``asked``.
+
+    If a component fails or does not answer in time, the result has a text that says so instead of its answer.
+    """
     said: dict[str, Any] = {}
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=REPORT_ANSWER_S) if asked else None
     for name, reference in asked.items():
@@ -41,9 +44,9 @@ def thread_stack(ident: int) -> list[str]:
 
 
 def waits(loop: asyncio.AbstractEventLoop | None = None) -> list[str]:
-    """Return the places where an event loop's tasks wait and the number of tasks at each, the most common place first.
+    """Return the places in the code where the tasks of an event loop wait, and the number of tasks at each place.
 
-    Without ``loop`` these are the tasks of the running event loop.
+    The place with the most tasks comes first. Without ``loop`` the running event loop is used.
     """
     tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
     counted = Counter(_innermost(task.get_coro()) for task in tasks)

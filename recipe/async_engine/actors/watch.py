@@ -9,11 +9,11 @@ It ends the run in one of these cases:
 - a stage with a deadline of its own (`RunWatch.within`) is late;
 - an actor that the run needs and cannot replace (`RunWatch.hold`) has died.
 
-To end the run, the watch makes the trainer's wait for a batch fail with the error. If the trainer waits for something
-else, the watch ends the process. The report is written on a thread of its own, so a hanging disk cannot keep the run
-alive. The main process gets the error in the answer to its next heartbeat (`RunWatch.last_words`). `core/deadlines.py`
-lists all processes that are watched, and the limits. Shown by tests/integration/test_watch.py, tests/e2e/test_stalls.py
-and test_ends.py.
+To end the run, the watch makes the trainer's wait for a batch fail with an error that names the cause. If the trainer
+waits for something else, the watch ends the process. The report is written on a thread of its own, so a hanging disk
+cannot keep the run alive. The main process gets the error in the answer to its next heartbeat (`RunWatch.last_words`).
+`core/deadlines.py` lists all processes that are watched, and the limits. Shown by tests/integration/test_watch.py,
+tests/e2e/test_stalls.py and test_ends.py.
 """
 
 import logging
@@ -52,7 +52,7 @@ class Questions:
 
     Args:
         calls: functions that make the calls, by the name of the called component.
-        every_s: seconds between an answer of a component and the next call to it.
+        every_s: seconds between a component's answer and the next call to the component.
     """
 
     def __init__(self, calls: Mapping[str, Callable[[], ray.ObjectRef]], every_s: float) -> None:
@@ -62,7 +62,7 @@ class Questions:
         self._asked: dict[ray.ObjectRef, str] = {}
 
     def answered(self) -> list[tuple[str, ray.ObjectRef]]:
-        """Return (component, object reference) for each new answer, and call the components that are due again."""
+        """Return (component, object reference) for each new answer. Call those components whose next call is due."""
         now = time.monotonic()
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         answers = [(self._asked.pop(answer), answer) for answer in done]
@@ -109,7 +109,7 @@ class RunWatch:
         """Watch a trainer from now on.
 
         Args:
-            silent_s: returns the seconds without progress, as the module's contract defines it.
+            silent_s: returns the seconds since the last progress. The module's contract defines progress.
             describe: returns a report on what each process does or waits for.
             fail: makes the trainer's wait for a batch fail with an error.
             leaving: called with the error's name and message before the trainer's process is ended. This call may
@@ -130,15 +130,16 @@ class RunWatch:
             self._stage = None
 
     def hold(self, actors: Mapping[str, Any]) -> None:
-        """From now on, end the run if one of these actors dies. None of them may be an actor that Ray restarts."""
+        """From now on, end the run if one of these actors, given by name, dies. Ray must not restart these actors."""
         self._held = dict(actors)
         self._questions = Questions({name: _ask(actor) for name, actor in actors.items()}, HELD_AGAIN_S)
 
     def cause_of(self, error: Exception) -> Exception:
-        """Return the cause of a trainer's error: the death of an actor passed to `hold`, if any, else the error itself.
+        """Return what caused the trainer's ``error``: the death of an actor passed to `hold`, or else ``error`` itself.
 
-        The error may hide that death. Ray's error names no actor if a connection broke before Ray noticed the loss of
-        the node. And if one rank dies, a collective of another rank may fail first.
+        The actors are asked whether they are alive, because ``error`` need not mention a death: Ray's error names no
+        actor if a connection broke before Ray noticed the loss of the node, and if one rank dies, a collective of
+        another rank may fail first.
         """
         cause: BaseException | None = error
         while cause is not None:
@@ -157,7 +158,7 @@ class RunWatch:
         return lost
 
     def _found_dead(self) -> CannotGoOn | None:
-        """Return an error that names a dead actor of those passed to `hold`, or None.
+        """Check whether the actors passed to `hold` are alive, and return an error that names a dead one, or None.
 
         Wait at most `BLAME_S` seconds for the actors' answers.
         """
@@ -201,7 +202,7 @@ class RunWatch:
         if self._stall.too_long(silent_s if stage is None else 0.0):
             stalled = f"{self._stall.part} for {silent_s:.0f} s (async_training.timeouts.stall)"
             return CannotGoOn(f"{stalled}: {self._report()}")
-        # An actor may answer late because it is busy, so only its death counts, which Ray reports at once.
+        # A late answer does not count, because the actor may be busy. Only a death counts, and Ray reports it at once.
         for name, answer in self._questions.answered():
             try:
                 ray.get(answer, timeout=REPORT_ANSWER_S)
@@ -214,7 +215,7 @@ class RunWatch:
         return None
 
     def _report(self) -> str:
-        """Return the report on what each process does. Give up after `REPORT_S` s: a stuck process may not answer."""
+        """Return the report on what each process does. If it is not there after `REPORT_S` seconds, say so instead."""
         said = [f"the report was not done within {REPORT_S:g} s"]
 
         def describe() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses a worker for each call from workers that Ray restarts when they die.
+"""Chooses a worker for each call, among workers that Ray restarts when they die.
 
 Contract: a worker that died gets no calls until Ray has restarted it and `_prepare` has run; if there is no other
 worker, calls wait for it. A worker that has not answered for half of ``answer_s`` seconds gets calls only if there is
@@ -28,7 +28,7 @@ from recipe.async_engine.core.plain import told
 logger = logging.getLogger(__name__)
 
 ASK_EVERY = 0.1
-"""Pause between an answer and the next health check, as a share of ``answer_s``."""
+"""Pause between a worker's answer to a health check and the next check, as a share of ``answer_s``."""
 LOOK_S = 1.0
 PASSED_OVER_AT_MOST = 64
 
@@ -38,11 +38,11 @@ class WorkerDied(RecipeError):
 
 
 class WorkersLost(RecipeError):
-    """All workers have died, and none is restarted."""
+    """All workers have died, and none is being restarted."""
 
 
 class WorkerRestarted(RecipeError):
-    """Raised by a worker that was restarted and has not been prepared."""
+    """Raised by a worker that was restarted and has not got its settings again (`WorkerSet._prepare`)."""
 
 
 class WorkerSpoilt(RecipeError):
@@ -93,9 +93,8 @@ class WorkerSet:
     def choose(self, but: str | None = None) -> str | None:
         """Return the name of the worker with the fewest open calls, or None if all workers are lost.
 
-        The worker ``but`` is chosen only if no other one is available.
-
-        A worker whose last n calls failed (`note`) is avoided in the next 2^n choices, at most 64, if others are alive.
+        The worker ``but`` is chosen only if no other one is available. A worker whose last n calls failed (`note`) is
+        avoided in the next 2^n choices, but in at most 64, as long as other workers are alive.
         """
         candidates = [name for name in self.actors if name not in self.silent and name not in (but, self.reserved)]
         # If the only worker alive is reserved, calls wait for workers that are being restarted.
@@ -110,7 +109,11 @@ class WorkerSet:
 
     @asynccontextmanager
     async def one(self, name: str) -> AsyncIterator[Any]:
-        """Wait until a worker is up and yield it for a call; raise WorkerDied if it dies before or during the call."""
+        """Wait until the worker ``name`` is up, and yield it for a call.
+
+        Raises:
+            WorkerDied: the worker died before or during the call.
+        """
         self.load[name] += 1
         self._calls[name] += 1
         life = 0
@@ -136,13 +139,13 @@ class WorkerSet:
             self.load[name] -= 1
 
     async def ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return the result of ``call`` with the least busy worker.
+        """Run ``call`` with the least busy worker and return the result.
 
-        A worker whose calls fail is avoided if there are others. If the caller gives up a call, usually because of its
+        A worker whose calls fail is avoided if there are others. If this call is cancelled, usually because of a
         deadline, the worker's health is checked. If no worker is available, the call waits for one.
 
         Raises:
-            WorkerDied: the worker died, and others are left.
+            WorkerDied: the worker died, and others are alive or being restarted.
             WorkersLost: all workers have died.
         """
         while (name := self.choose()) in self.silent:
@@ -168,9 +171,10 @@ class WorkerSet:
         raise WorkersLost(f"every {self._kind} worker has died; the last error of a call: {self._last or 'none'}")
 
     def died(self, name: str, life: int, error: BaseException) -> None:
-        """Take a dead worker out of service until it is up again; only the first report of a death counts.
+        """Give a dead worker no calls until it is up again.
 
-        ``life`` is the worker's number of restarts (`lives`) when the failed call began; an old number is ignored.
+        Only the first report of a death counts. ``life`` is the worker's number of restarts (`lives`) at the time when
+        the failed call began. If the worker has been restarted since then, the report is ignored.
         """
         if name in self.actors and life == self.lives[name]:
             logger.error("%s %s died: %s", self._kind, name, error)
@@ -180,7 +184,7 @@ class WorkerSet:
                 self._noticed_death(name)
 
     async def _spoilt(self, name: str, life: int, error: RayTaskError) -> WorkerSpoilt | None:
-        """Return why a worker can no longer serve any call, or None if only the call with this error failed."""
+        """Return why a worker can no longer serve any call, or None if only the call that raised ``error`` failed."""
         # Ray may deliver a WorkerSpoilt as an error of another class that quotes the WorkerSpoilt's text.
         for line in str(error).splitlines():
             _, named, words = line.partition(f"{WorkerSpoilt.__name__}: ")
@@ -203,13 +207,13 @@ class WorkerSet:
         """Do nothing; a subclass may send a restarted worker the settings and handles that it needs for calls."""
 
     def watch(self) -> None:
-        """From now on, check every worker's health repeatedly, also after a restart."""
+        """From now on, check the health of every worker repeatedly. This goes on after a worker is restarted."""
         self._watched = True
         for name in self.actors:
             self._question(name, for_ever=True)
 
     def doubt(self, name: str | None) -> None:
-        """Check a worker's health once, because a call to it was given up; until it answers, it counts as silent."""
+        """Check a worker's health once, because a call was given up. New calls avoid the worker until it answers."""
         if name in self.actors:
             self.silent.add(name)
             self._question(name, for_ever=False)

@@ -2,9 +2,10 @@
 """The format in which a rollout server returns answers to its client, independent of the engine.
 
 Contract: while an answer is generated, the client regularly fetches the new tokens (:class:`Sampled`) and adds them to
-a :class:`Flight`. When the server dies, another server continues the answer after the fetched tokens, and samples the
-other tokens again. Before a checkpoint the client fetches once more, so that the checkpoint has the newest tokens.
-Shown by tests/integration/test_client.py and, with a real engine that is killed, tests/e2e/test_lost_replica.py.
+a :class:`Flight`. When the server dies, another server continues the answer after the fetched tokens; the tokens that
+were not fetched are lost. Before a checkpoint the client fetches once more, so that the checkpoint has the newest
+tokens. Shown by tests/integration/test_client.py and, with a real engine that is killed,
+tests/e2e/test_lost_replica.py.
 """
 
 from dataclasses import dataclass, field
@@ -16,13 +17,13 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.async_engine.core.versions import joined, last_runs
 
 COMPLETED = "completed"
-"""Stop reason of a complete answer, which servers use for an engine's finish reasons `stop` and `length`."""
+"""Stop reason of a complete answer. Servers return it for an engine's finish reasons stop, length and repetition."""
 ABORTED = ("aborted", "abort")
-"""Stop reasons of an incomplete answer."""
+"""Stop reasons of an answer that was interrupted before its end."""
 
 GOES_ON = "recipe_goes_on"
-"""Extra field of an answer that was interrupted for another reason than a weight sync: `SERVER_DIED` or `CHECKPOINT`.
-The version that sampled such an answer may still be live, and can then continue the answer.
+"""Extra field of an answer that was interrupted, but not by a weight sync. Its value is the reason: `SERVER_DIED` or
+`CHECKPOINT`. The version that sampled such an answer may still be live, and can then continue the answer.
 """
 VERSION_RUNS = "recipe_version_runs"
 """Extra field of an answer: (version, token count) for each run of tokens that one version sampled."""
@@ -47,13 +48,13 @@ class Sampled:
 
 
 def joined_experts(known: np.ndarray | None, more: np.ndarray | None, tokens: int) -> np.ndarray | None:
-    """Return the experts chosen for an answer so far, ``known``, with those for its next ``tokens`` tokens.
+    """Return ``known``, the experts chosen for an answer so far, followed by those for its next ``tokens`` tokens.
 
     The arrays have a row (layers, experts per token) for each token of prompt and answer that the engine has read. The
-    newest token of an answer has no row, because the engine reads it only to sample the next one. So each token adds
-    the row of the token before it, and the first token of an answer adds the rows of the whole prompt. ``more`` ends
-    with the rows that the new tokens add. Rows of earlier tokens in ``more`` are not used: the engine may have read
-    these tokens again, with other weights than those that sampled them.
+    newest token of an answer has no row yet, because the engine reads a token only when it samples the next one. So a
+    new token adds the row of the token before it, and the first token of an answer adds the rows of the whole prompt.
+    ``more`` ends with the rows that the new tokens add. Rows before these in ``more`` are not used: the engine may have
+    read their tokens again, with other weights than those that sampled them.
     """
     if more is None or not tokens:
         return known
@@ -64,8 +65,8 @@ def joined_experts(known: np.ndarray | None, more: np.ndarray | None, tokens: in
 class Flight:
     """One open request at a server, with the tokens of its answer that the client has fetched.
 
-    ``asked`` is the digest of the request. ``avoided`` is the server that failed this request before, if any. ``told``
-    is whether the latest fetch of this request's tokens has ended, with an answer or with an error.
+    ``asked`` is the digest of the request. ``avoided`` is the id of the server that failed this request before, if any.
+    ``told`` says whether the latest fetch of this request's tokens has ended, with an answer or with an error.
     """
 
     asked: bytes
@@ -93,7 +94,10 @@ class Flight:
             self.log_probs = [*(self.log_probs or []), *sampled.log_probs[new]]
 
     def cut_answer(self, why: str) -> TokenOutput | None:
-        """Return the fetched tokens as an answer that was interrupted because of ``why``, or None if there are none."""
+        """Return the fetched tokens as an interrupted answer, or None if there are no tokens.
+
+        ``why`` is the reason for the interruption: `SERVER_DIED` or `CHECKPOINT`.
+        """
         if not self.token_ids:
             return None
         first, last = self.runs[0][0], self.runs[-1][0]

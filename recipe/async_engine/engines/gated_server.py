@@ -46,11 +46,11 @@ else:
     HttpServer = object
 
 STRAGGLER_S = 0.002
-"""Seconds between two attempts to pause an engine, or to drop its KV cache, while requests are still in it."""
+"""Seconds between two attempts to pause an engine, or to drop its KV cache, while requests are still in the engine."""
 REPETITION = "repetition"
 """vLLM's finish reason for an answer that ``repetition_detection`` ended; such an answer counts as complete."""
 HELD = ("generate",)
-"""Methods whose calls take long. Other methods have another concurrency group, so that their calls need not wait."""
+"""Methods whose calls take long. All other methods have another concurrency group, so they need not wait for these."""
 
 
 class GatedServer(HttpServer):
@@ -68,7 +68,7 @@ class GatedServer(HttpServer):
         if "dummy" in self.config.load_format and not settings.get("has_trainer", False):
             raise RolloutServerError(
                 f"actor_rollout_ref.rollout.load_format={self.config.load_format} makes a server wait for a trainer's "
-                "weights, and this one has no trainer; use load_format=auto for a server on its own"
+                "weights, but this server has no trainer; set load_format=auto to load the weights from files"
             )
         self._first_weights_timeout_s = float(settings.get("first_weights_timeout_s", 1800.0))
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
@@ -92,7 +92,7 @@ class GatedServer(HttpServer):
         raise NotImplementedError
 
     def _engine_requests(self) -> Collection[str]:
-        """Return the ids of the requests that the engine has."""
+        """Return the ids of all requests in the engine."""
         raise NotImplementedError
 
     async def _pause_engine(self, keep: bool) -> None:
@@ -108,7 +108,7 @@ class GatedServer(HttpServer):
         raise NotImplementedError
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
-        """Merge the token counts of all workers into one mapping by the server's request ids."""
+        """Merge the token counts of all workers, each by request id, into one mapping by the server's request ids."""
         return {name: count for of_worker in counts for name, count in of_worker.items()}
 
     async def generate(
@@ -196,7 +196,7 @@ class GatedServer(HttpServer):
             task.cancel()
 
     async def give_back_waiting(self) -> None:
-        """Return requests that have no token yet as aborted, so that their clients can use other servers."""
+        """Abort the requests that have no token yet, so that their clients can send them to other servers."""
         for request_id in list(self._tasks):
             if not self._outputs.asked_tokens(request_id):
                 await self.drop_request(request_id)
@@ -245,10 +245,10 @@ class GatedServer(HttpServer):
         self._versions.forget(name)
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """Abort all requests like verl, but pause the engine right after its current step.
+        """Pause the engine right after its current step, and abort all requests.
 
         With vLLM, verl first waits until every admitted request has its first token (vllm_async_server.py:970). Here
-        requests that reach the engine after the pause are aborted as well.
+        admitted requests that reach the engine after the pause are aborted too.
 
         Raises:
             RolloutServerError: an admitted request did not return in time.
@@ -316,7 +316,7 @@ class GatedServer(HttpServer):
         await self._drop_computed()
 
     def _swapped_under(self, sampled: dict[str, int], version: int) -> None:
-        """Record a swap to ``version``. ``sampled`` has each request's number of tokens from the old weights."""
+        """Record a swap to ``version``. ``sampled`` says how many tokens each request got from the engine before it."""
         self._versions.swap(sampled, version)
         held = {name: count for name, count in sampled.items() if name in self._tasks and count}
         for name, count in held.items():
@@ -346,7 +346,7 @@ class GatedServer(HttpServer):
         return Activity(time.monotonic(), self._life, spans, tokens)
 
     def _note_state(self) -> None:
-        """Report to the run record whether the engine can generate and, if not, why."""
+        """Report to the run record whether the engine can generate, and why if it cannot."""
         if self._gate.refusing:
             self._activity.close(Class.DOWN)
         elif not self._gate.is_open:
@@ -358,7 +358,7 @@ class GatedServer(HttpServer):
             self._activity.open()
 
     async def leave_routing(self) -> None:
-        """Return all waiting and later requests as aborted without tokens, so that their clients use other servers.
+        """Answer all waiting and later requests as aborted, without tokens, so that their clients use other servers.
 
         The weight publisher calls this after it has removed the server from the load balancer. After the next complete
         load the server accepts requests again.

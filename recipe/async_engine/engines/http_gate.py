@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Middleware that makes HTTP requests to an engine wait for complete weights, as requests through the Ray actor do.
 
-Contract: requests that only read (GET, HEAD, OPTIONS) pass, unless they are for an endpoint in ``CHANGING``. Other
-requests may use only the endpoints in ``SERVED``, which generate, score or count tokens and change nothing. A request
-to any other endpoint (to sleep, pause, scale, load weights or adapters, or call workers) gets status 403, and
-WebSockets are refused. A request to an endpoint in ``SERVED`` waits when a request through the Ray actor would wait:
-until the first complete weights are loaded, during a load, and during a pause. If a request waits too long, or if the
-server has left the load balancer, the request gets status 503 with the reason. Shown by
-tests/integration/test_http_gate.py and, with the real servers, tests/e2e/test_replacement.py and
-tests/integration/test_sglang_server.py.
+Contract: requests that only read (GET, HEAD, OPTIONS) pass at once, unless their endpoint is in ``CHANGING``. All other
+requests may use only the endpoints in ``SERVED``, which generate, score or count tokens and change nothing. They wait
+when a request through the Ray actor would wait: until the first complete weights are loaded, during a load, and during
+a pause. If a request waits too long, or if the server has left the load balancer, the request gets status 503 with the
+reason. A request to an endpoint outside ``SERVED`` (to sleep, pause, scale, load weights or adapters, or call workers)
+gets status 403, and WebSockets are refused. Shown by tests/integration/test_http_gate.py and, with the real servers,
+tests/e2e/test_replacement.py and tests/integration/test_sglang_server.py.
 """
 
 import json

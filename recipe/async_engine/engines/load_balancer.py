@@ -4,9 +4,10 @@
 Contract: as in verl, all requests of a conversation go to one server, and a new conversation goes to the server with
 the fewest requests in progress. In addition, a conversation moves to another server, if there is one, after its server
 has failed one of its requests. When a client asks for a server, it also reports at which servers requests have
-ended since its last call, and which server has failed. These reports are arguments of `acquire_server` that
-`require_acquire_fields` declares. A report is delayed by at most `SAY_ENDED_S` seconds. A user's own load balancer gets
-a call for each ended request, as in verl. Shown by tests/integration/test_client.py and test_control.py.
+ended since its last call, and which server has failed the present request. These reports are arguments of
+`acquire_server` that `require_acquire_fields` declares. A client reports the end of a request after at most
+`SAY_ENDED_S` seconds. A user's own load balancer instead gets a call for each ended request, as in verl. Shown by
+tests/integration/test_client.py and test_control.py.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,15 @@ HELD = ("acquire_server", "release_server", "release_servers")
 
 
 class CountingBalancer(GlobalRequestLoadBalancer):
-    """verl's load balancer, extended by reports of several ended requests at once."""
+    """verl's load balancer, to which a client can report several ended requests in one call."""
 
     def acquire_server(
         self, request_id: str, ended: Sequence[str] = (), avoided: str | None = None
     ) -> tuple[str, ray.actor.ActorHandle]:
-        """Return a server other than ``avoided`` if possible. ``ended`` has a server id for each ended request."""
+        """Return id and handle of a server for a request, if possible not of the server ``avoided``.
+
+        ``ended`` has a server id for each request that has ended since the client's last call.
+        """
         self.release_servers(ended)
         if avoided is not None and self._request_id_to_server.get(request_id) == avoided:
             others = [server_id for server_id in self._inflight_requests if server_id != avoided]
@@ -35,7 +39,7 @@ class CountingBalancer(GlobalRequestLoadBalancer):
         return super().acquire_server(request_id)
 
     def release_servers(self, ended: Sequence[str]) -> None:
-        """Record ended requests. ``ended`` has a server id for each of them."""
+        """Record that requests have ended. ``ended`` has the id of the server of each request."""
         for server_id in ended:
             self.release_server(server_id)
 

@@ -45,9 +45,11 @@ class ReplicaManager(LLMServerManager):
         self.global_load_balancer = load_balancer or self._new_load_balancer()
 
     def _new_load_balancer(self) -> Any:
-        """Create the load balancer that the user has configured, or else this package's own. This package's own load
-        balancer runs on the node of this process, whereas Ray may place verl's on any node. Calls that add or remove
-        servers have a concurrency group of their own, so that requests do not delay them.
+        """Create the load balancer that the user has configured, or else this package's own, `CountingBalancer`.
+
+        `CountingBalancer` runs on the node of this process, while Ray may place a user's load balancer on any node. In
+        `CountingBalancer`, calls that add or remove servers have a concurrency group of their own, so that requests do
+        not delay them.
         """
         file = getattr(self.rollout_config, "router_config_path", None)
         hashes = getattr(self.rollout_config, "full_determinism", False)

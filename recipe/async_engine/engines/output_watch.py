@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the newest output of each request in an engine, so that clients can fetch tokens before an answer ends.
 
-Contract: a client that fetches tokens gets all those that were sampled since its last fetch
-(`recipe.async_engine.engines.answers`), and still has them if the server dies. Shown by
+Contract: each fetch of a client gets all tokens that were sampled since the client's last fetch, so the client has
+these tokens even if the server dies later (`recipe.async_engine.engines.answers`). Shown by
 tests/integration/test_client.py.
 """
 
@@ -23,7 +23,8 @@ class Answer:
     """The content of an engine's output, in the same form for every engine.
 
     ``log_probs`` has an entry for each of ``token_ids``, in the engine's own format, or is None if none were requested.
-    ``prompt_tokens`` does not count the answer's tokens that a continued request brought with it.
+    ``prompt_tokens`` is the length of the prompt. If the request continues an interrupted answer, the tokens from
+    before the interruption are not counted.
     """
 
     token_ids: Sequence[int]
@@ -48,19 +49,23 @@ class OutputWatch:
         raise NotImplementedError
 
     def log_prob(self, of_token: Any, token: int) -> float:
-        """Return the log-prob of the token ``token`` from its entry in `Answer.log_probs`."""
+        """Return the log-prob of the token id ``token`` from ``of_token``, the token's entry in `Answer.log_probs`."""
         raise NotImplementedError
 
     def experts(self, request_id: str, known: int, sampled: int) -> np.ndarray | None:
-        """Return the experts' rows that tokens ``known`` to ``sampled - 1`` of an answer add, as in `joined_experts`.
+        """Return the rows of chosen experts for the tokens of an answer with the index ``known`` to ``sampled - 1``.
 
-        None means that the engine does not return the chosen experts.
+        `joined_experts` says which rows belong to a token. The result is None if the engine returns no experts.
         """
         return None
 
     @contextmanager
     def _request(self, request_id: str, before: int) -> Iterator[None]:
-        """Watch a request while it is in the engine. The request brings ``before`` tokens of an interrupted answer."""
+        """Watch a request while it is in the engine.
+
+        If the request continues an interrupted answer, ``before`` is the number of tokens from before the interruption;
+        otherwise it is 0.
+        """
         self._activity.enter(request_id)
         self._before[request_id] = before
         try:
@@ -71,15 +76,17 @@ class OutputWatch:
             self._activity.leave(request_id)
 
     def asked_tokens(self, request_id: str) -> int:
-        """Return the number of tokens in a request: its prompt, and answer tokens sampled before an interruption.
+        """Return the number of tokens in a request: those of the prompt, and those of the answer that it continues.
 
-        The result is 0 before the first output for the request.
+        The result is 0 until the engine has returned the first output for the request.
         """
         answer = self._answer(request_id)
         return 0 if answer is None else answer.prompt_tokens + self._before[request_id]
 
     def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
-        """Return an answer's tokens after the first ``known`` ones, possibly none, or None if the answer is complete.
+        """Return the tokens of an answer after the first ``known`` ones, even if there are none yet.
+
+        If the answer is complete, return None.
 
         A complete answer is already in transit to the client. If this method returned its tokens too, the client might
         treat the answer as incomplete, and request tokens beyond its end.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of a rollout engine.
 
-Contract: the other packages use an engine only through these protocols. To add an engine, add a package next to `vllm`
-and an entry to `ENGINES` (`recipe.async_engine.config.verdicts`). An engine consists of a replica object in the
-trainer's process, and of servers and weight workers, which are Ray actors. tests/integration/test_second_engine.py
-has an example of a few dozen lines.
+Contract: the other packages use an engine only through these protocols. To add an engine, add a package next to `vllm`,
+and entries to `ENGINES` and `ADAPTERS` (`recipe.async_engine.config.verdicts`). An engine consists of a replica object
+in the trainer's process, and of servers and weight workers, which are Ray actors.
+tests/integration/test_second_engine.py has an example of a few dozen lines.
 
 An engine must guarantee the following, because its callers cannot:
 
@@ -97,16 +97,16 @@ class RolloutServer(Protocol):
         """Make the staged weights live as ``version``. The caller pauses generation during this call."""
 
     async def leave_routing(self) -> None:
-        """Answer waiting requests as aborted, and likewise later ones until complete weights have been loaded."""
+        """Until complete weights are loaded again, answer waiting and new requests as aborted, without tokens."""
 
     async def check_engine(self) -> None:
         """Raise `EngineDied` if the engine has died."""
 
     async def activity(self) -> Activity:
-        """Return what the engine did, and for how long, since the last call, with its token counts."""
+        """Return what the engine did since the last call, and for how long, and the engine's token counts."""
 
     async def describe(self) -> list[str]:
-        """Return lines of text for a report on a stalled run, with the state of the server and what it waits for."""
+        """Return lines of text for a report on a stalled run: the server's state, and what the server waits for."""
 
 
 class WeightWorker(Protocol):
@@ -128,5 +128,7 @@ def engine_class(name: str) -> Any:
 
 
 def adapter_class(name: str) -> Any:
-    """Return the class of the engine's adapter, like verl's `ServerAdapter`, with `stage_weights` and a checksum."""
+    """Return the class that passes weights to engine ``name``: like verl's `ServerAdapter`, with `stage_weights` and
+    ``checksum`` in addition.
+    """
     return load_class_from_fqn(ADAPTERS[name])

@@ -13,9 +13,9 @@ from recipe.async_engine.engines.weight_worker import RolloutWeightWorker
 
 
 class GatedReplica(ReservedReplica):
-    """A mixin for verl's replica of an engine, with this package's servers and weight workers.
+    """A mixin that makes verl's replica of an engine use this package's servers and weight workers.
 
-    A subclass sets ``server`` to the class of its servers, which derives from `GatedServer`.
+    A subclass sets ``server`` to the class of its servers, a subclass of `GatedServer`.
     """
 
     server: type

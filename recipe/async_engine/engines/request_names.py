@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's client of rollout servers, extended by a method that is called with the engine's id of each request."""
+"""verl's client of rollout servers, which in addition passes the engine's id of each request to a method."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 """Reserves accelerators for the trainer, the rollout replicas and the other components of a run before they start.
 
 Contract: Ray placement groups are reserved one after the other, in decreasing order of the accelerators that they need
-on one node. Among equals the trainer's group comes first. A placement group is never split over nodes. In verl all
+on one node. Among equals the trainer's group comes first. A placement group is never split over nodes. (In verl all
 components reserve at the same time. Since Ray spreads small groups over nodes, there may be no whole node left for a
-large group, and the components wait for each other for ever. An error names the accelerators that were not free in
-time, and the free ones of each node. The processes start concurrently after all reservations. Shown by
+large group, and the components wait for each other for ever.) An error names the accelerators that were not free in
+time, and those that are free on each node. The processes start concurrently after all reservations. Shown by
 tests/integration/test_reservation.py.
 """
 
@@ -55,7 +55,9 @@ class Reservations:
             self._pools[part.pool] = pool
 
     def pool(self, name: str, on_a_node: int = 0, groups: int = 0) -> RayResourcePool:
-        """Return the pool that was reserved as ``name``. If there is none, or an earlier call got it, reserve one now.
+        """Return the pool that was reserved as ``name``, or reserve one now if there is none.
+
+        Each reserved pool is returned only once. A later call with its name reserves another one.
 
         ``groups`` is the number of placement groups, and ``on_a_node`` is the number of accelerators in each of them.
 
@@ -89,7 +91,10 @@ class ReservedReplica(RolloutReplica):
         await self._launch_on(pool, f"rollout_{kind}standalone")
 
     async def init_colocated(self, resource_pool: RayResourcePool) -> None:
-        """Start a teacher's replica on its part of the teachers' pool, like verl's method (replica.py:156)."""
+        """Start a teacher's replica as verl does (replica.py:156).
+
+        ``resource_pool`` is the replica's part of the teachers' pool.
+        """
         self.rollout_mode = RolloutMode.COLOCATED
         await self._launch_on(resource_pool, "rollout_teacher_colocate")
 

@@ -9,14 +9,14 @@ parameter that still contains NaN at the end of the stream is incomplete. Theref
 too. (The names that vLLM's loaders return do not suffice, because they include a packed parameter as soon as one of its
 components is loaded.)
 
-The second instance is created once. The engine's own loaders fill it, and values that the engine derives from loaded
-weights (packed layers, for example) are computed in it while the engine generates. A swap overwrites the live tensors,
-so that everything that refers to them has the new values: objects other than modules (such as those with a router's
-bias or an attention backend's sinks), views, captured CUDA graphs, and compiled code. To find the tensors to copy, both
-instances are traversed in parallel (`recipe.async_engine.weights.held`). A swap copies parameters, buffers, all tensors
-that share storage with one of these, and all derived tensors. A derived object other than a tensor (a kernel's own
-packed format) is assigned to the live instance. If a tensor has no counterpart of the same shape and dtype, the version
-is refused before the swap.
+The second instance is created once. The engine's own loaders fill it. Values that the engine derives from loaded
+weights (packed layers, for example) are also computed in the second instance, while the engine generates. A swap
+overwrites the live tensors, so everything that refers to them gets the new values: objects other than modules (such as
+those with a router's bias or an attention backend's sinks), views, captured CUDA graphs, and compiled code. To find the
+tensors to copy, both instances are traversed in parallel (`recipe.async_engine.weights.held`). A swap copies
+parameters, buffers, all tensors that share storage with one of these, and all derived tensors. A derived object other
+than a tensor (a kernel's own packed format) is assigned to the live instance. If a tensor has no counterpart of the
+same shape and dtype, the version is refused before the swap.
 
 With ``staging=host`` the second instance is in host memory. In that case the swap copies parameters and buffers from
 host memory, and the engine then derives the other values from the live weights. Shown by
@@ -43,9 +43,9 @@ class StagedModel(StagedWeights):
     Args:
         live: the instance with which the engine generates.
         spare: another instance of the same model, without weights.
-        finish: the engine's function that derives values in an instance from its loaded weights. It is called for every
-            version.
-        in_host: whether ``spare`` is in host memory, so that values can be derived only in ``live``.
+        finish: the engine's function that derives values (packed layers, for example) from the loaded weights of an
+            instance. It is called for every version.
+        in_host: whether ``spare`` is in host memory. In that case ``finish`` can work only on ``live``.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class StagedModel(StagedWeights):
         reached = {_storage(live) for live, _ in self._copies} | {_storage(shared) for shared in _slots(self._spare)}
         for name, parameter in self._live.named_parameters():
             if parameter.numel() and _storage(parameter) not in reached:
-                raise StagingRefused(f"the engine's {name} exists in only one instance of its model; {_ADVICE}")
+                raise StagingRefused(f"the engine's {name} has no counterpart in the staged model; {_ADVICE}")
 
         # Free loaded data that the engine has replaced by another layout. The next stream allocates this memory again.
         for _, data, _ in self._loadable:
@@ -138,7 +138,7 @@ class StagedModel(StagedWeights):
 
 
 class LiveModel(StagedWeights):
-    """Loads weights over the live weights of ``model``, which must not compute meanwhile.
+    """Loads weights over the live weights of ``model``. The model must not compute anything during the load.
 
     ``finish`` derives values from loaded weights, as for `StagedModel`.
     """
@@ -172,7 +172,7 @@ def wide_parameters(model: nn.Module, dtype: torch.dtype) -> list[str]:
 
 
 def pin(model: nn.Module) -> None:
-    """Pin the host memory of a model's parameters, so that an accelerator can copy from it without waiting."""
+    """Pin the host memory of a model's parameters, so that they can be copied to an accelerator asynchronously."""
     for parameter in model.parameters():
         parameter.data = parameter.data.pin_memory()
 
@@ -185,12 +185,14 @@ def fill_with_nan(model: nn.Module) -> None:
 
 
 def find_incomplete(model: nn.Module, loaded: Collection[str]) -> str | None:
-    """Return a text that names an incomplete parameter, or None if there is none. A floating-point parameter is
-    incomplete if it contains NaN, any other parameter if its name is not in ``loaded``.
+    """Return a text that names an incomplete parameter of ``model``, or None if all parameters are complete.
+
+    A floating-point parameter is incomplete if it contains NaN, and any other parameter if its name is not in
+    ``loaded``.
     """
     parameters = dict(model.named_parameters())
-    # A sum is NaN if any element is NaN. Unlike a mask, it needs no memory. Read all results from the device at
-    # once, because each read waits for the device.
+    # A sum is NaN if any element is NaN, and needs no memory for a mask. Read all results from the device at once,
+    # because each read waits for the device.
     sums = {name: parameter.sum() for name, parameter in parameters.items() if parameter.is_floating_point()}
     are_nan = torch.stack([found.isnan() for found in sums.values()]).tolist() if sums else []
     missing = [name for name, is_nan in zip(sums, are_nan, strict=True) if is_nan]
@@ -228,13 +230,17 @@ def _fits(pair: Pair) -> tuple[Any, ...]:
 
 
 def _replaceable(pair: Pair) -> Callable[[], None]:
-    """Return a function that assigns a pair's new object to the live model, or raise StagingRefused."""
+    """Return a function that assigns a pair's staged object to the live model.
+
+    Raises:
+        StagingRefused: the object cannot be assigned.
+    """
     if pair.put_theirs is None or pair.has_parts or not pair.are_alike:
         raise StagingRefused(f"the engine's {pair.path} cannot be assigned to the live model; {_ADVICE}")
     return functools.partial(pair.put_theirs, pair.mine)
 
 
-_ADVICE = "its weights can only be loaded in place: set async_training.weights.staging=none"
+_ADVICE = "this engine's weights can only be loaded in place: set async_training.weights.staging=none"
 LOADED_IN_PLACE_ONLY = (
     "weights of a quantized engine, or of one with a draft model, can only be loaded in place; set "
     "async_training.weights.staging=none"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stream of weights from a weight worker to the processes of an engine on the same node, with deadlines.
 
-The sender and the receiver are verl's, which use a socket and shared memory or CUDA IPC. Contract: neither waits longer
-than its deadline for the other. A stream with an error is read to its end, so that the sender does not block, and
-`Staging.outcome` reports the error.
+The sender and the receiver are verl's; they use a socket, and shared memory or CUDA IPC. Contract: neither of them
+waits for the other longer than its deadline. After an error the receiver reads the stream to its end, so that the
+sender does not block, and `Staging.outcome` reports the error.
 """
 
 import contextlib
@@ -31,17 +31,18 @@ from recipe.async_engine.weights.staged import NamedTensors as Bucket
 try:
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
 except PackageNotFoundError:
-    # verl's package `vllm_rollout` cannot be imported without vLLM, but this module of the package does not need vLLM.
+    # verl's package `vllm_rollout` cannot be imported without vLLM. Import its module `bucketed_weight_transfer`, which
+    # does not need vLLM, from the module's file.
     _file = Path(verl.__file__).parent / "workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
     _transfer: Any = load_module(str(_file), "recipe_bucketed_weight_transfer")
     BucketedWeightReceiver, BucketedWeightSender = _transfer.BucketedWeightReceiver, _transfer.BucketedWeightSender
 
 LOOK_MS = 100
-"""Milliseconds between two checks whether the engine has failed, while a call on a socket waits."""
+"""Milliseconds between two checks for a failure, while a call on a socket waits for the other side."""
 
 UNDER_WAY, COMPLETE = "under way", "complete: "
-"""Outcomes of staging that `Staging` reports. `COMPLETE` is followed by the checksum of the
-staged weights. Any other text is an error message.
+"""Outcomes that `Staging` reports. `COMPLETE` is followed by the checksum of the staged weights. Any other text is an
+error message.
 """
 
 Failure = Callable[[], Exception | None]
@@ -65,7 +66,7 @@ class DeadlineSocket:
 
     def send_pyobj(self, obj: Any) -> None:
         self.said = obj
-        # The socket is writable once the engine has connected.
+        # The socket becomes writable when the engine connects.
         self._wait(zmq.POLLOUT)
         self._socket.send_pyobj(obj, zmq.NOBLOCK)
         self.may_send = False
@@ -90,11 +91,11 @@ class DeadlineSocket:
 class DeadlineWeightSender(BucketedWeightSender):
     """verl's sender of weights through shared memory or CUDA IPC, with deadlines and checks of memory.
 
-    With shared memory, each tensor must fit into one bucket, the buffer through which weights are sent. Shared memory
-    is allocated before it is written to, because Linux kills a process (SIGBUS) that writes to it when /dev/shm is
-    full.
+    With shared memory, each tensor must fit into one bucket, the buffer through which weights are sent. The memory is
+    allocated in /dev/shm before tensors are written to it. Otherwise Linux would kill this process (SIGBUS) at a write
+    when /dev/shm is full.
 
-    If the stream of weights breaks, the engine still gets the last message of the protocol, because its worker would
+    If the stream of weights breaks, the engine's worker still gets the last message of the protocol, because it would
     otherwise wait for the next bucket for ever. The broken version is not committed.
     """
 
@@ -135,7 +136,7 @@ class DeadlineWeightSender(BucketedWeightSender):
                 if self.use_shm and tensor.nbytes > self.bucket_size:
                     raise WeightLoadError(
                         f"tensor {name} has {tensor.nbytes} bytes, more than fit into "
-                        f"checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb}; raise it"
+                        f"checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb}; raise this setting"
                     )
                 self._reserve(tensor.nbytes + tensor.element_size())
                 yield name, tensor
@@ -156,29 +157,32 @@ class DeadlineWeightSender(BucketedWeightSender):
         except OSError as error:
             raise WeightLoadError(
                 f"/dev/shm has no room for a bucket of weights: {error.strerror} after {self._reserved >> 20} of "
-                f"checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb}; lower it, or make /dev/shm "
-                "larger (docker run --shm-size)"
+                f"checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb} MiB; lower this setting, or "
+                "make /dev/shm larger (docker run --shm-size)"
             ) from error
         self._reserved += more
 
 
 def part_id(node_rank: int) -> str:
-    """Return an id for the socket between weight workers and engines, different for each run and node rank on a host.
+    """Return an id for the name of the socket between weight workers and engines.
 
-    verl uses Ray's job id (vllm_rollout.py:141). Runs that start Ray themselves all have the same job id, so two of
-    them on one host would load each other's weights. So would several node ranks of one replica on one host.
+    On one host the id is different for each run and each node rank. verl uses Ray's job id (vllm_rollout.py:141), which
+    is the same in all runs that start Ray themselves, and on all node ranks of a replica. Two of these on one host
+    would load each other's weights.
     """
     context = ray.get_runtime_context()
     return f"{context.get_job_id()}-{zlib.crc32(context.gcs_address.encode()):08x}-{node_rank}"
 
 
 def socket_address(replica_rank: int, node_rank: int) -> str:
-    """Return the address of the socket to an engine's process; ``{rank}`` is the process's number on its node."""
+    """Return the address of the socket to an engine's process, with the placeholder ``{rank}`` for the process's number
+    on its node.
+    """
     return f"ipc:///tmp/rl-colocate-zmq-{part_id(node_rank)}-replica-{replica_rank}-rank-{{rank}}.sock"
 
 
 class PatientSocket:
-    """A zmq REP socket. Receiving raises StagingRefused after ``timeout_s`` seconds or once ``stopped`` is set."""
+    """A zmq REP socket. Receiving raises StagingRefused after ``timeout_s`` seconds, or when ``stopped`` is set."""
 
     def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, stopped: threading.Event) -> None:
         self._socket, self._timeout_s, self._stopped = socket, timeout_s, stopped
@@ -189,14 +193,14 @@ class PatientSocket:
         deadline = time.monotonic() + self._timeout_s
         while not self._socket.poll(LOOK_MS):
             if self._stopped.is_set():
-                raise StagingRefused("the stream of weights ends here, because another stream took its place")
+                raise StagingRefused("this stream of weights was ended, because another stream took its place")
             if time.monotonic() > deadline:
-                raise StagingRefused(f"the sender of the weights said nothing for {self._timeout_s:g} s")
+                raise StagingRefused(f"the sender of the weights sent nothing for {self._timeout_s:g} s")
         return self._socket.recv_pyobj()
 
 
 class DeadlineReceiver(BucketedWeightReceiver):
-    """verl's receiver of weights, which gives up after ``timeout_s`` seconds without a message or when stopped."""
+    """verl's receiver of weights, which gives up after ``timeout_s`` seconds without a message, or after `stop`."""
 
     socket: Any
 
@@ -252,7 +256,7 @@ class Staging:
 
 
 class StagingWorker:
-    """A mixin for a process of an engine, which holds a staging area for the next weights."""
+    """A mixin for an engine's worker process, which adds a staging area for the next weights."""
 
     _staged_model: StagedWeights | None = None
     _staging: Staging | None = None
@@ -265,7 +269,11 @@ class StagingWorker:
     def _receive(
         self, into: StagedWeights, version: int, address: str, device: torch.device, use_shm: bool, timeout_s: float
     ) -> None:
-        """Start to receive a stream of weights from ``address``, on another thread; see `begin_staging`."""
+        """Start to receive a stream of weights from ``address``, on another thread.
+
+        ``use_shm`` says whether the sender uses shared memory instead of CUDA IPC. The stream fails after ``timeout_s``
+        seconds without a message.
+        """
         receiver = DeadlineReceiver(address, device, use_shm=use_shm, timeout_s=timeout_s)
         self._staging = Staging(into, version, receiver, get_platform().current_device())
 
@@ -274,7 +282,11 @@ class StagingWorker:
         return UNDER_WAY if self._staging is None else self._staging.outcome
 
     def _make_live(self, version: int) -> None:
-        """Make the staged weights the live ones; raise StagingRefused if this version is not staged completely."""
+        """Make the staged weights the live ones.
+
+        Raises:
+            StagingRefused: ``version`` is not staged completely.
+        """
         if self._staged_model is None:
             raise StagingRefused("no weights have been staged")
         self._staged_model.swap(version)

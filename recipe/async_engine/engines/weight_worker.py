@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ray actor that receives weights from the trainer and passes them to the engine on the same node.
 
-Contract: weights are either staged (`stage_weights`) while the server continues to answer with the live weights, or
-loaded over the live weights (`update_weights`) while the server keeps requests waiting. Either call succeeds
-completely, or fails within its deadline and leaves the engine ready for another attempt. If `update_weights` fails,
-requests go on waiting (`recipe.async_engine.engines.gated_server`). The worker's event loop is never blocked. (Stock
-verl's ``BucketedWeightSender`` has no deadline, and blocks the event loop while it waits on a socket,
+Contract: `stage_weights` puts weights next to the live ones while the server continues to answer. `update_weights`
+loads weights over the live ones while the server keeps requests waiting. Either call succeeds completely, or fails
+within its deadline and leaves the engine ready for another attempt. If `update_weights` fails, the requests still wait
+(`recipe.async_engine.engines.gated_server`). The worker's event loop is never blocked. (verl's own
+``BucketedWeightSender`` has no deadline, and blocks the event loop while it waits on a socket,
 bucketed_weight_transfer.py:163.)
 """
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class DeadlineAdapter:
     """The part of a server adapter that streams weights to the engine's processes, with deadlines, on another thread.
 
-    A subclass provides the declared attributes. ``zmq_handle`` is the address of the socket to the engine's process,
+    A subclass sets the attributes declared here. ``zmq_handle`` is the address of the socket to the engine's process,
     and ``checksum`` is the checksum of the weights that `update_weights` loaded last. The deadline is
     ``weight_sync_timeout_s`` (seconds) in ``rollout.custom["recipe"]``.
     """
@@ -50,7 +50,7 @@ class DeadlineAdapter:
         return float(settings.get("weight_sync_timeout_s", 600.0))
 
     def _ensure_server_handle(self) -> bool:
-        """Look up the server, and return whether this rank is the one that talks to it."""
+        """Look up the server, and return whether this rank is the leading rank, which alone calls the server."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ class DeadlineAdapter:
     async def _stream(self, weights: NamedTensors, version: int, begin: str, verb: str) -> str | None:
         """Call the server's method ``begin``, send ``weights`` to the engine, and return the engine's checksum of them.
 
-        The result is None on ranks other than the leading one. ``verb`` says in errors what the engine does.
+        The result is None on ranks other than the leading one. Error messages use ``verb`` for what the engine does.
         """
         leads = self._ensure_server_handle()
         if leads:
@@ -119,7 +119,7 @@ class DeadlineAdapter:
 
 
 async def error_of(load: Awaitable[Any] | None) -> Exception | None:
-    """Await the call ``load`` and return the error that it raises, or None without an error or if ``load`` is None."""
+    """Await the call ``load``, and return the error that it raises. Return None without an error or without a call."""
     try:
         if load is not None:
             await load
@@ -134,7 +134,7 @@ def _run_on(device: Any, work: Coroutine[Any, Any, None]) -> None:
 
 
 class RolloutWeightWorker(CheckpointEngineWorker):
-    """verl's checkpoint-engine worker, which passes weights on through the adapter of its engine."""
+    """verl's checkpoint-engine worker. It passes weights to an engine through this package's adapter for the engine."""
 
     checkpoint_engine: Any
     server_adapter: Any

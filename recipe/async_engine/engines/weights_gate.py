@@ -64,7 +64,8 @@ class WeightsGate:
         except TimeoutError:
             what = "no weights were ever published" if self.loading is None else f"version {self.loading} never arrived"
             raise RolloutServerError(
-                f"the rollout server refused a request after {timeout_s:g} s: it holds no complete weights ({what}). "
+                f"the rollout server refused a request after {timeout_s:g} s: the server has no complete weights "
+                f"({what}). "
                 "Raise async_training.timeouts.first_weights if the trainer needs longer to start, otherwise look for "
                 "the error of the trainer or of the weight sync."
             ) from None

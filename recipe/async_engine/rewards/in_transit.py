@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends an answer to its reward worker as NumPy arrays, at a quarter of the cost of verl's own transport.
+"""Sends batches to reward workers as NumPy arrays, which takes a quarter of the time of verl's own transport.
 
 Contract: the batch that arrives equals the batch that was sent, and is writable. Shown by
 tests/integration/test_reward_dispatch.py.

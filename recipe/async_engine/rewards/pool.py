@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs synchronous reward functions in separate processes, with a time limit for each call.
 
-Contract. `ScoringPool.score` returns the function's result as plain values, or raises `RewardFailed` with the text of
+Contract: `ScoringPool.score` returns the function's result as plain values, or raises `RewardFailed` with the text of
 the function's error. A call also fails if it does not return in time, if its process dies (out of memory, a crash in
-native code), or if the process writes anything but an answer to its socket. The process is then killed together with
-its child processes, and replaced. Each process has its own socket, so that the process of one call cannot disturb
-another call, and the event loop never blocks on a process.
+native code), or if the process writes something other than an answer to its socket. In these three cases the process is
+killed together with its child processes, and replaced. Each process has its own socket, so that the process of one call
+cannot disturb another call, and the event loop never blocks on a process.
 
 The processes are forks of a process that has already loaded the function (`PRELOAD`), unless loading failed. This
 module imports neither verl nor torch nor an engine, so that a new process starts quickly. Each process is the leader
@@ -41,7 +41,10 @@ from recipe.async_engine.core.plain import MOST, NotPlain, plain, told, traced
 
 
 class RewardFailed(RecipeError):
-    """The reward function raised an error (whose traceback is in a note), returned an invalid value, or timed out."""
+    """The reward function raised an error, returned an invalid value, or took too long.
+
+    If it raised an error, that error's traceback is a note on this one.
+    """
 
 
 class RewardProcessDied(RewardFailed):
@@ -49,12 +52,12 @@ class RewardProcessDied(RewardFailed):
 
 
 COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
-"""Names of a pool's statistics: number of calls in progress, numbers of finished calls by outcome, and total seconds
-of the finished calls, including their wait for a process.
+"""Names of a pool's statistics: the number of calls in progress, four numbers of finished calls by outcome, and the
+total duration of the finished calls in seconds, including their wait for a process.
 """
 LINE_BYTES = 16 * MOST
-"""Largest size in bytes of an answer, which is a line of JSON. JSON needs at most 12 bytes for a character and 25 for a
-float.
+"""Largest size in bytes of an answer. A process sends an answer as a line of JSON, which needs at most 12 bytes for a
+character and 25 for a float.
 """
 NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
 ATTEMPTS = 4
@@ -152,17 +155,17 @@ class ScoringPool:
         self._places = asyncio.Semaphore(processes)
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
-        # Keep multiprocessing from running the main script, which is Ray's worker script, again in every child process.
+        # Without ``__file__``, multiprocessing does not run the main script, Ray's worker script, again in each child.
         sys.modules["__main__"].__dict__.pop("__file__", None)
         os.environ[PRELOAD] = json.dumps([path, name])
-        # In a local run, multiprocessing's executable forks a process that has imported all modules (`laptop/prefork`).
-        # Such a fork is too large for the memory limit, and would not preload the reward function.
+        # Use the ordinary Python. In a local run, multiprocessing would otherwise fork a process with all modules
+        # imported (`laptop/prefork`), which is too large for the memory limit and does not preload the reward function.
         multiprocessing.set_executable(sys.executable)
         # This import is not at the top, because the scoring processes import this module and do not need Ray.
         from recipe.async_engine.actors.sockets import sockets_folder
 
-        # multiprocessing would create a folder for its sockets (`get_temp_dir`, multiprocessing/util.py:142). Create it
-        # here, where the paths of sockets are short enough.
+        # multiprocessing creates a folder for its sockets if none is set (`get_temp_dir`, multiprocessing/util.py:142).
+        # Set one here, in a folder in which the paths of sockets are short enough.
         temporary = tempfile.mkdtemp(prefix="pymp-", dir=sockets_folder())
         multiprocessing.current_process()._config["tempdir"] = temporary  # type: ignore[attr-defined]
         self._context = multiprocessing.get_context("forkserver")
@@ -231,8 +234,9 @@ class ScoringPool:
         return _result(answer)
 
     async def _free(self) -> _Process:
-        """Return the process that has been idle for longest, or a new process if none is idle. A process whose last
-        call failed is only chosen if there is no other idle one.
+        """Return the process that has been idle for longest, or a new process if none is idle.
+
+        A process whose last call failed is returned only if the last calls of all idle processes failed.
         """
         self._idle.sort(key=lambda process: process.failures)
         while self._idle:
@@ -262,7 +266,8 @@ class ScoringPool:
 def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.socket]:
     """Start a scoring process; return the process, and the socket through which the reward worker talks to it."""
     for left in reversed(range(ATTEMPTS)):
-        # Use a new pair of sockets, because an earlier failed attempt may have created a process that still answers.
+        # Use a new pair of sockets for each attempt, because a failed attempt may have created a process that answers
+        # later.
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -304,7 +309,8 @@ def _result(answer: dict[str, Any]) -> Any:
 # All code below runs inside the scoring processes.
 
 PRELOAD = "RECIPE_REWARD_FUNCTION"
-"""Environment variable with the path and name of a reward function, as JSON. Importing this module loads the function.
+"""Environment variable with a reward function's path and name, as JSON. If it is set, importing this module loads the
+function.
 """
 
 HEADER = 8
@@ -315,7 +321,7 @@ traceback), `FULL` for the text of a MemoryError, after which the process ends.
 """
 TRACE = "trace"
 OUT_OF_MEMORY = 112
-"""Exit status of a process that ran out of memory, which may have been unable to send a message about this."""
+"""Exit status of a process that ran out of memory. Such a process may be unable to send a message."""
 
 # Keep references to these functions, because a reward function may replace them in their modules.
 _exit, _getpid, _setitimer, _sendall = os._exit, os.getpid, signal.setitimer, socket.socket.sendall
@@ -325,7 +331,7 @@ _loaded: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def load(path: str, name: str) -> Callable[..., Any]:
-    """Return the function ``name`` of a Python file or of a module ``pkg://...``, which is loaded once per process."""
+    """Return the function ``name`` from ``path``, a Python file or ``pkg://module``. A process loads it only once."""
     if (path, name) not in _loaded:
         if path.startswith("pkg://"):
             module = importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
@@ -365,9 +371,9 @@ def serve(
 
 
 def end_with(pipe: int) -> None:
-    """Make the kernel kill this process, whatever it is doing, when the last writing end of ``pipe`` closes."""
-    # Open the pipe again, because an open file has only one recipient of signals, and other processes share the
-    # inherited open file.
+    """Make the kernel kill this process, whatever it does, when no process has ``pipe`` open for writing any more."""
+    # Open the pipe again: signals about an open file go to only one process, and other processes have inherited the
+    # same open file.
     own = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
@@ -399,14 +405,16 @@ def checked(result: Any) -> Any:
 
 
 def number_of(value: Any, given: Any) -> Any:
-    """Return ``given``, the plain form of the score ``value``. An array of one number becomes a number, as in verl."""
+    """Return ``given``, the plain form of the score ``value``. If ``value`` is an array of one number, return that
+    number.
+    """
     while hasattr(value, "tolist") and isinstance(given, list) and len(given) == 1:
         given = given[0]
     return given
 
 
 def _answer(channel: socket.socket, call: Callable[[], Any]) -> None:
-    """Run ``call`` and send its result or error. If the call has forked, the child process exits here."""
+    """Run ``call`` and send its result or error. If ``call`` has forked, the child process exits without sending."""
     own, answer = _getpid(), {}
     try:
         answer[RESULT] = call()

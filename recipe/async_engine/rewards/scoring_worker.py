@@ -4,8 +4,8 @@
 Contract: all reward managers of verl work as in verl, except that each reward worker calls a synchronous reward
 function in a pool of `reward_processes` processes. Asynchronous functions and reward models run as in verl. If the
 reward function or the manager fails, the call raises `RewardFailed` with the text of the error. Results are plain
-values, so that other processes need not unpickle users' classes. A failed call never becomes a score of 0, as it does
-in some of verl's managers. Ray restarts each dead worker up to `max_replica_restarts` times. `least_busy_worker`
+values, so that other processes need not unpickle users' classes. A failed call never gets a score of 0, whereas some of
+verl's managers return 0 then. Ray restarts each dead worker up to `max_replica_restarts` times. `least_busy_worker`
 chooses the worker for an answer. Shown by tests/integration/test_reward_pool.py, test_odd_rewards.py and
 test_reward_dispatch.py.
 """
@@ -39,7 +39,7 @@ from recipe.async_engine.rewards.pool import COUNTS, RewardFailed, RewardProcess
 
 HELD = ("compute_score", "compute_score_batch", "compute_score_disrm")
 """Methods of a reward worker that run for long. Calls of the worker's other methods do not wait for them."""
-# File and name of verl's default reward function, which applies a rule that depends on the row's data source.
+# File and name of verl's default reward function, which chooses a rule by the data source of the row.
 DEFAULT_RULES = "pkg://verl.utils.reward_score", "default_compute_score"
 
 
@@ -58,8 +58,8 @@ class ScoringWorker(RewardLoopWorker):
         training, reward = self.config.async_training, self.config.reward
         manager = reward.reward_manager
         if manager.source == "register" and manager.name == "remote" and training.reward_processes > 0:
-            # verl's `remote` manager is its `naive` manager with the reward function in actors. The pool replaces these
-            # actors, which would never be restarted.
+            # verl's `remote` manager is its `naive` manager, but calls the reward function in actors that are never
+            # restarted. The pool takes the place of these actors.
             with open_dict(self.config):
                 manager.name = "naive"
         try:
@@ -113,8 +113,8 @@ class ScoringWorker(RewardLoopWorker):
 
 
 def _has_sandbox(reward: Any) -> bool:
-    """Return whether verl's sandbox service is used. verl limits the calls to it with a semaphore that the processes
-    of the pool do not have, so the pool is not used then.
+    """Return whether the reward uses verl's sandbox service. In that case the pool is not used, because its processes
+    lack the semaphore with which verl limits the calls to the sandbox.
     """
     return bool((reward.get("sandbox_fusion") or {}).get("url"))
 
@@ -134,7 +134,8 @@ def _pool(training: Any, custom: Any) -> ScoringPool:
 
 async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments: Any) -> Any:
     """Call a reward function, in a thread unless it is async, and raise its errors as `RewardFailed` with their text.
-    Errors are converted at once, because a task or future cannot hold every exception, for example StopIteration.
+
+    Errors are converted at once, because a task or future cannot hold some exceptions, such as StopIteration.
     """
 
     def call() -> Any:
@@ -152,8 +153,10 @@ async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments:
 
 
 async def _bypassing_manager(call: Callable[..., Awaitable[Any]], timeout_s: float | None, **arguments: Any) -> Any:
-    """Make a call within the reward manager's time limit of ``timeout_s`` seconds. Its errors are raised as
-    `_PastManager`, which reward managers do not catch, so that they reach `ScoringWorker.compute_score`.
+    """Await ``call(**arguments)`` within ``timeout_s`` seconds, the reward manager's time limit.
+
+    An error is raised inside a `_PastManager`, which reward managers do not catch, so that the error reaches
+    `ScoringWorker.compute_score`.
     """
     try:
         async with asyncio.timeout(timeout_s) as limit:
@@ -176,7 +179,7 @@ def _as_text(error: BaseException, words: str = "") -> BaseException:
 
 
 def _is_cancelled() -> bool:
-    """Return whether the current task was cancelled. If not, user code raised CancelledError."""
+    """Return whether the current task was cancelled. A CancelledError without that comes from users' code."""
     with suppress(RuntimeError):  # this thread may have no event loop
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
@@ -197,7 +200,7 @@ def _plain_answer(answer: Any) -> dict[str, Any]:
 
 
 class ScoringManager(RewardLoopManager):
-    """verl's manager of reward workers, with :class:`ScoringWorker`. Reward models use this package's engines."""
+    """verl's manager of reward workers, which are `ScoringWorker`s here. Reward models use this package's engines."""
 
     def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
         if config.reward.reward_model.enable:
@@ -212,7 +215,8 @@ class ScoringManager(RewardLoopManager):
         self.reward_loop_workers_class = Restartable(ScoringWorker, restarts, HELD)
         super()._init_reward_loop_workers()
         self._asked: list[Any] = []
-        # The statistics of each pool, by number and process id of its worker, including processes that have died.
+        # The statistics of each worker's pool, by the worker's number and process id. A worker that was restarted has
+        # an entry for each of its processes.
         self._counts: dict[tuple[int, int], dict[str, float]] = {}
 
     def until_ready(self, timeout_s: float) -> None:
@@ -240,12 +244,12 @@ class ScoringManager(RewardLoopManager):
 
 
 def least_busy_worker(actors: Sequence[Any]) -> Any:
-    """Return an object that is used like the handle of a reward worker, and sends each call to the least busy worker.
+    """Return an object that can be used like the handle of one reward worker, but sends each call to the worker with
+    the fewest open calls from this object.
 
-    verl instead chooses a worker at random. The least busy worker is the one with the fewest open calls from this
-    object. Workers that died, do not respond or fail often are avoided if there are others (`actors/worker_set.py`).
-    When a caller gives up a call, the object checks whether the worker responds. If no worker is available, a call
-    waits for one until the caller gives up. Only one event loop may use the object.
+    verl instead chooses a worker at random. Workers that died, do not respond or fail often are avoided if there are
+    others (`actors/worker_set.py`). When a caller gives up a call, the object checks whether the worker responds. If no
+    worker is available, a call waits for one until the caller gives up. Only one event loop may use the object.
     """
     workers = WorkerSet("reward", actors, REWARD_WORKER_S * random.uniform(1.0, 1.5))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the experts that were chosen when the tokens of a trajectory were sampled, over all its turns.
+"""Keeps the experts that a model's routers chose while a trajectory was sampled, over all its turns.
 
-A turn is a request and its answer. Contract: a request of a later turn sends the earlier turns again, and the engine
-reads them again, possibly with newer weights, whose routers choose other experts. The experts that a trainer replays
-for the tokens of an earlier turn are those of that turn, because they belong to the log-probs of its tokens. Shown by
+A turn is a request and its answer. Contract: the request of a later turn contains the tokens of all earlier turns. The
+engine reads these tokens again, possibly with newer weights, whose routers choose other experts. The trainer must
+replay the experts of the first reading, because the tokens' log-probs were computed with these. Shown by
 tests/integration/test_client.py and, with real engines, test_router_replay.py.
 """
 
@@ -13,16 +13,17 @@ import numpy as np
 
 
 class ChosenExperts:
-    """The experts of one trajectory's tokens: rows as in `engines.answers.joined_experts`."""
+    """The experts chosen for one trajectory's tokens, in rows as described at `engines.answers.joined_experts`."""
 
     def __init__(self) -> None:
         self._known: list[tuple[np.ndarray, np.ndarray]] = []
 
     def first_chosen(self, token_ids: list[int], experts: np.ndarray | None) -> np.ndarray | None:
-        """Return ``experts``, but with the earlier values of all rows that are known from an earlier turn.
+        """Return ``experts`` with the rows of an earlier turn for the tokens that both turns begin with.
 
-        ``token_ids`` has the tokens of a request and its answer. A row depends on its token and on all tokens before
-        this token, so the row is known if the tokens of an earlier turn began with these tokens.
+        ``token_ids`` has the tokens of a request and its answer, and ``experts`` has a row for each of them that the
+        engine has read. A row belongs to a token and all tokens before it, so only rows of a common beginning can be
+        taken from an earlier turn.
         """
         if experts is None:
             return None
@@ -32,7 +33,8 @@ class ChosenExperts:
         if most is not None:
             rows = self._known[most][1][: shared[most]]
             experts = np.concatenate([rows, experts[len(rows) :]])
-        # Keep earlier turns that are not a prefix of this one: an agent loop may hold several conversations.
+        # Drop earlier turns whose tokens this turn begins with. Keep the others, because an agent loop may have several
+        # conversations.
         self._known = [known for known, same in zip(self._known, shared, strict=True) if same < len(known[0])]
         self._known.append((tokens, experts))
         return experts

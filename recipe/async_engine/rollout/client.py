@@ -7,15 +7,15 @@ Contract:
   requests the rest at once. The server holds the new request until its engine may run again, so the client does not
   poll.
 * The sampling parameters of a request apply to the whole answer, however often it is interrupted (``core/cuts.py``).
-* With ``async_training.weights.at_swap=keep`` the engine holds its requests during a sync, and the server reports which
-  version sampled which tokens.
+* With ``async_training.weights.at_swap=keep`` requests stay in the engine while it pauses for a sync, and the server
+  reports which version sampled which tokens.
 * With ``async_training.partial_rollout=False`` the scheduler lets all answers finish before a sync. If a sync
   interrupts an answer nevertheless, ``generate`` raises an error. With this setting, an answer whose server died, or
   that comes from a checkpoint, continues only under the version that began it.
 * With ``rollout.scheduling_policy=priority`` a full engine takes the requests of the oldest groups first, so
-  interrupted answers continue before younger ones begin.
-* The experts returned for a token are those that the router chose when an engine first read the token, in order to
-  sample the next one. Choices of later readings, after an interruption or in a later request, are ignored
+  interrupted answers continue before answers of younger groups begin.
+* The experts returned for a token are those that the router chose when an engine first read the token. The router's
+  choices when the token is read again, after an interruption or in a later request, are ignored
   (``rollout/chosen_experts.py``).
 * The client keeps every answer, complete or interrupted, for checkpoints. After a restart, a request whose answer is in
   the checkpoint is answered without a server (``kept_answers``). :meth:`ResumingClient.fetch` gets the tokens sampled
@@ -83,12 +83,12 @@ MOST_FAILURES = 3
 
 @dataclass
 class Patience:
-    """The time that is left for servers to return the next token of one answer.
+    """The time that servers have left to return the next token of one answer, and their attempts so far.
 
     Attributes:
         left_s: seconds left. Only the time inside `spent` is subtracted.
         refusals: number of requests in a row that returned no token.
-        failures: number of these requests that failed in their engine.
+        failures: number of those requests that failed in their engine.
         failed_at: id of the server where the last failure occurred.
     """
 
@@ -120,10 +120,10 @@ _flight: ContextVar[Flight | None] = ContextVar("recipe_flight", default=None)
 
 
 class TurnGate:
-    """Holds the requests of agent loops while the trainer trains, if generation and training alternate in turns.
+    """Holds the requests of agent loops while the trainer trains, if generation and training take turns.
 
     An agent loop that runs a tool when a generation turn ends continues until its next request, which then waits for
-    the next generation turn. Requests of a validation are never held. The gate holds no requests until `hold` is
+    the next generation turn. Requests of a validation are never held. The gate lets all requests pass until `hold` is
     called. A request that is held for ``timeout_s`` seconds fails.
     """
 
@@ -140,17 +140,17 @@ class TurnGate:
 
     @property
     def held_s(self) -> float:
-        """Total seconds for which the gate has held requests. They do not count toward the deadline of a trajectory."""
+        """Total seconds for which the gate was closed. These seconds do not count toward a trajectory's deadline."""
         return self._held_s + (0.0 if self._held_since is None else time.monotonic() - self._held_since)
 
     def hold(self) -> None:
-        """Hold requests from now on, because the generation turn is over."""
+        """Make requests wait from now on, because the trainer's turn begins."""
         if self._held_since is None:
             self._held_since = time.monotonic()
         self._open.clear()
 
     def go_on(self) -> None:
-        """Let all requests pass, because a generation turn begins."""
+        """Let all requests pass from now on, because a turn of generation begins."""
         self._held_s, self._held_since = self.held_s, None
         self._open.set()
 
@@ -161,7 +161,7 @@ class TurnGate:
                 await self._open.wait()
         except TimeoutError:
             raise GenerationError(
-                f"an interrupted trajectory waited {self._timeout_s:g} s for its next generation turn; raise "
+                f"a trajectory waited {self._timeout_s:g} s for generation to go on after a training step; raise "
                 "async_training.timeouts.batch_wait if training, a weight sync, a checkpoint and a validation together "
                 "take longer"
             ) from None
@@ -214,8 +214,10 @@ class ResumingClient(NamingClient):
             self._release_server(routed.result()[0], request_id)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        """Tell the load balancer that a request has ended: together with the next request if the load balancer accepts
-        that, and otherwise in a call of its own, as in verl.
+        """Tell the load balancer that a request has ended.
+
+        A load balancer that accepts such reports with a request gets this one with the next request. Any other load
+        balancer gets a separate call, as in verl.
         """
         if ENDED not in (self._lb_require_acquire_fields or ()):
             super()._release_server(server_id, request_id)
@@ -261,12 +263,12 @@ class ResumingClient(NamingClient):
         """Generate a complete answer to ``prompt_ids``, as the module's contract describes.
 
         Args:
-            request_id: identifies a conversation, of which all requests go to one server.
+            request_id: identifies a conversation, whose requests all go to one server.
             sampling_params: the engine's sampling parameters. ``max_tokens`` limits the whole answer, including resumed
                 parts.
 
         Returns:
-            TokenOutput with the tokens of all parts. Its ``extra_fields`` have ``min_global_steps`` and
+            TokenOutput with the tokens of the whole answer. Its ``extra_fields`` have ``min_global_steps`` and
                 ``max_global_steps``, the oldest and the newest version that sampled tokens of the answer.
 
         Raises:
@@ -321,8 +323,12 @@ class ResumingClient(NamingClient):
     def _note_cut(
         self, request_id: str, recorder: TrajectoryRecorder, cut_by: str | None, prompt_length: int, merged: TokenOutput
     ) -> None:
-        """Count an interruption and the tokens to send again; raise GenerationError if the answer may not be resumed.
+        """Count an interruption, and the tokens that have to be sent again to resume the answer.
+
         ``cut_by`` says what interrupted the answer; None stands for a weight sync.
+
+        Raises:
+            GenerationError: the answer may not be resumed.
         """
         tokens = len(merged.token_ids)
         if not self._resume and cut_by is None:
@@ -334,7 +340,7 @@ class ResumingClient(NamingClient):
         recorder.reprefilled_tokens += prompt_length + tokens
 
     def _record(self, recorder: TrajectoryRecorder, context: list[int], part: TokenOutput) -> list[int]:
-        """Record one part of an answer, sampled after the tokens ``context``; return the versions that sampled it."""
+        """Record ``part`` of an answer, sampled after the tokens ``context``; return the versions that sampled it."""
         versions, sampled = [], 0
         for version, count in self._runs(part):
             versions.append(version)
@@ -372,8 +378,8 @@ class ResumingClient(NamingClient):
             began = time.monotonic()
             answer = await self._ask_server(request_id, recorder, patience, asked, **kwargs)
             recorder.asked_s += time.monotonic() - began
-            # No other task runs between the removal of the request from ``recorder.flights`` and this line, so a
-            # checkpoint has the request's tokens exactly once.
+            # `_ask_server` has just removed the request from ``recorder.flights``, and no other task has run since. So
+            # a checkpoint has the request's tokens only once, in a flight or in the answer that is kept here.
             if answer is not None:
                 recorder.keep(asked, answer)
         return answer
@@ -384,8 +390,8 @@ class ResumingClient(NamingClient):
         """Send one request, whose digest is ``asked``, to one server.
 
         Returns:
-            The answer, or None if the server returned no token, because it died, failed the request, or is no longer
-                in the load balancer.
+            The answer, or None if the server returned no token, because the server died, the request failed there, or
+                the server has left the load balancer.
         """
         with self._under_way(recorder, asked, patience.failed_at) as flight, patience.spent():
             answer = asyncio.ensure_future(super().generate(request_id, **kwargs))
@@ -412,7 +418,11 @@ class ResumingClient(NamingClient):
         return part if part.token_ids or part.stop_reason not in ABORTED else None
 
     async def _growing(self, answer: asyncio.Task[Any], flight: Flight, patience: Patience) -> Any:
-        """Wait for ``answer``; raise TimeoutError if no new token of it is fetched within the time limit."""
+        """Wait for ``answer``. The time limit begins anew when the client has fetched tokens of the answer.
+
+        Raises:
+            TimeoutError: no new token was fetched within the time limit.
+        """
         try:
             limit_s = patience.left_s
             while True:
@@ -422,8 +432,8 @@ class ResumingClient(NamingClient):
                         return await asyncio.shield(answer)
                 if answer.done() or len(flight.token_ids) == sampled:
                     raise TimeoutError
-                # Tokens have arrived, so begin the limit anew. `Patience.spent` later subtracts the whole time spent in
-                # this method from ``left_s``, so add the new limit there too.
+                # Tokens have arrived, so begin the limit anew. `Patience.spent` will subtract the whole duration of
+                # this method from ``left_s``, so add the new limit to ``left_s`` too.
                 patience.left_s += self._timeout_s
                 limit_s = self._timeout_s
         finally:
@@ -444,7 +454,10 @@ class ResumingClient(NamingClient):
 
     @contextmanager
     def _under_way(self, recorder: TrajectoryRecorder, asked: bytes, avoided: str | None) -> Iterator[Flight]:
-        """Register a request as open during the ``with`` block, so that its tokens are fetched regularly."""
+        """Register a request as open during the ``with`` block, so that its tokens can be fetched.
+
+        ``asked`` is the digest of the request, and ``avoided`` is the id of the server that should not get it, if any.
+        """
         flight = Flight(asked, avoided=avoided)
         _flight.set(flight)
         self._flights.add(flight)
@@ -470,8 +483,9 @@ class ResumingClient(NamingClient):
     async def fetch(self, flights: Iterable[Flight], timeout_s: float) -> None:
         """Fetch the tokens that servers have sampled so far for the given open requests.
 
-        If a server does not know a request, the request or its answer is in transit, so the server is asked again until
-        it knows the request or the answer has arrived. After ``timeout_s`` seconds the remaining requests are skipped.
+        If a server does not know a request, either the request or its answer is in transit. Then the server is asked
+        again until it knows the request, or the answer has arrived. After ``timeout_s`` seconds, requests whose tokens
+        are still unknown are skipped.
         """
         left, deadline = set(flights), time.monotonic() + timeout_s
         for flight in left:
@@ -508,7 +522,7 @@ class ResumingClient(NamingClient):
             news = sampled.get(flight.engine_request_id)
             if news is not None:
                 flight.told = True
-                # Tokens are of no use to router replay without the experts that were chosen for them.
+                # With router replay, tokens are used only together with the experts that were chosen for them.
                 if not self._replays_experts or news.routed_experts is not None:
                     flight.add(news, after=known[str(flight.engine_request_id)])
 
@@ -519,7 +533,8 @@ class ResumingClient(NamingClient):
         if runs:
             if sum(count for _, count in runs) != len(part.token_ids):
                 raise GenerationError(
-                    f"a rollout server returned {len(part.token_ids)} tokens, but other counts by version: {runs}"
+                    f"a rollout server returned {len(part.token_ids)} tokens, but its token counts by version have "
+                    f"another sum: {runs}"
                 )
             return [(int(version), count) for version, count in runs]
         submitted, answered = part.extra_fields.get("submitted_version"), part.extra_fields.get("global_steps")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout scheduler's settings, its objects for live groups and trajectories, and the errors that it handles.
+"""The rollout scheduler's settings, its objects for prompt groups and their trajectories, and the errors it handles.
 
-The scheduler has one `TrajectoryRun` for each trajectory, from the issue of the group to the end of the trajectory's
-last attempt. The scheduler decides when to make an attempt. The worker pool makes the attempt and writes the result
-into the `TrajectoryRun`. Validation uses the same objects.
+A group consists of a prompt and several trajectories for it. The scheduler has a `GroupRun` for each group that is
+being generated or waits to be trained, with a `TrajectoryRun` for each trajectory. The scheduler decides when to make
+an attempt at a trajectory. The worker pool makes the attempt and writes the result into the `TrajectoryRun`. Validation
+uses the same objects.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from recipe.async_engine.rollout.loop_output import RewardError
 
 
 class RolloutFailed(RecipeError):
-    """Generation cannot continue, or no batch was ready in time. Any underlying error is chained as the cause."""
+    """Generation cannot continue, or no batch was ready in time. If another error led to this, it is ``__cause__``."""
 
 
 class AgentLoopError(RecipeError):
@@ -30,7 +31,7 @@ class AgentLoopError(RecipeError):
 
 
 class TrajectoryFailed(RecipeError):
-    """One attempt at a trajectory failed. If an agent loop raised an error, its traceback is a note on this error."""
+    """One attempt at a trajectory failed. If an agent loop raised the error, the traceback is a note on this error."""
 
 
 class TrajectoryDisturbed(TrajectoryFailed):
@@ -45,12 +46,12 @@ class TrajectoryCancelled(RecipeError):
 
 
 DEATHS_FOR_NOTHING = 2
-"""Number of disturbed attempts (`TrajectoryDisturbed`) after which a trajectory runs alone in a worker. Until then
-another trajectory in the same worker may be the cause.
+"""After this number of disturbed attempts (`TrajectoryDisturbed`), a trajectory runs alone in a worker. Fewer may have
+been caused by another trajectory in the same worker.
 """
 DEATHS_ALONE = 2
-"""Number of disturbed attempts alone in a worker after which a trajectory fails. One is not enough, because an earlier
-trajectory may have damaged the worker.
+"""A trajectory that runs alone in a worker fails after this number of further disturbed attempts. One is not enough,
+because an earlier trajectory may have damaged the worker.
 """
 
 
@@ -60,14 +61,15 @@ class SchedulerSettings:
 
     Attributes:
         group_size: number of trajectories in a group (``rollout.n``), unless the prompt's data row sets another.
-        slots: number of trajectories that may generate at once, over all replicas.
+        slots: number of trajectories that may generate at once, in all replicas together.
         max_retries: number of attempts at one trajectory after the first.
-        max_consecutive_failures: number of groups that have to fail in a row to end the run.
+        max_consecutive_failures: the run ends when this number of groups in a row have failed.
         slots_with_tools: upper limit to which ``slots`` may grow while trajectories use tools. None means ``slots``.
         filter_groups: whether a complete group is dropped if all its answers have the same
-            `TrajectoryScored.filter_metric`, so that their advantages are zero. A group of a new prompt replaces it.
+            `TrajectoryScored.filter_metric`, which would make their advantages zero. A new group replaces it.
         filter_limit: number of groups that may be dropped for one batch before the run ends; 0 means no limit.
-        on_non_finite: whether a group with a log-prob or reward that is NaN, infinite or missing fails or is dropped.
+        on_non_finite: what happens to a group with a log-prob or reward that is NaN, infinite or missing: it fails, or
+            it is dropped.
         prompt_timeout_s: seconds within which the data loader has to return a prompt.
         places: number of sequences that all engines together can generate at once; 0 means ``slots``.
     """
@@ -86,21 +88,23 @@ class SchedulerSettings:
 
 @dataclass(frozen=True)
 class TrajectoryScored:
-    """The facts about a finished trajectory that the scheduler needs. The response is the whole trajectory after its
-    prompt. If the agent loop returned a list, these are the facts about all outputs together.
+    """The facts about a finished trajectory that the scheduler needs.
+
+    A trajectory consists of a prompt and a response. If the agent loop returned a list of outputs, these are the facts
+    about all outputs together.
 
     Attributes:
-        score: the reward of the last output, or None if the trainer computes the reward, with a reward model on its own
-            accelerators.
+        score: the reward of the last output, or None if the trainer computes the reward later with a reward model on
+            the trainer's accelerators.
         oldest_version, newest_version: the oldest and the newest policy version that sampled tokens of the response.
         exact_versions: False if the agent loop changed or dropped sampled tokens, so that the version of some tokens is
             ambiguous. Each such token counts as sampled by the oldest possible version.
-        interruptions: number of interruptions, by weight syncs or deaths of servers, after which an answer was resumed.
-        reprefilled_tokens: number of tokens that were sent to an engine again because of these interruptions.
+        interruptions: number of times that a weight sync or a server's death interrupted an answer, which was resumed.
+        reprefilled_tokens: number of tokens that an engine had to read again because of these interruptions.
         response_tokens: number of tokens of the response, including those that tools added.
-        cut_tokens: number of tokens that were sampled before an interruption of their answer.
+        cut_tokens: number of tokens that belong to an interrupted answer and were sampled before the interruption.
         recovered_tokens: number of tokens that were fetched from a server before it died.
-        restored_tokens: number of tokens in answers that came from a checkpoint.
+        restored_tokens: number of tokens in answers that came from a checkpoint instead of a server.
         filter_metric: the value by which groups are filtered (``algorithm.filter_groups``). None without a filter.
         sampled_tokens: number of tokens of the response that the policy sampled.
         received_tokens: number of tokens that servers returned, including those that the agent loop did not use.
@@ -131,12 +135,12 @@ class TrajectoryRun:
 
     Attributes:
         of: the group of the trajectory.
-        n: number of the trajectory in its group, from 0.
-        record: the trajectory's answers from the checkpoint that the run resumed from. None after the first attempt.
+        n: index of the trajectory in its group, from 0.
+        record: the trajectory's answers in the checkpoint from which the run was resumed. None after the first attempt.
         errors: the error of each failed attempt.
         scored: the facts about the successful attempt, if any.
         payload: Ray object reference to the padded outputs of the successful attempt.
-        key: the name of the newest attempt, by which its worker identifies it.
+        key: the name of the newest attempt. The attempt's worker identifies it by this name.
         worker_id: the worker of the newest attempt.
         under_way: whether the newest attempt is still running.
         submitted: whether the newest attempt was sent to its worker.
@@ -165,11 +169,12 @@ class TrajectoryRun:
         return self.disturbances >= DEATHS_FOR_NOTHING
 
     def may_try_again(self, max_retries: int) -> bool:
-        """Return whether another attempt may be made.
+        """Return whether another attempt at this trajectory may be made.
 
         A trajectory is retried up to ``max_retries`` times. Disturbed attempts (`TrajectoryDisturbed`) do not count,
-        because another trajectory may have caused the disturbance. If the attempts are still disturbed when they run
-        alone in a worker, the trajectory counts as the cause and fails.
+        because another trajectory may have caused the disturbance. If attempts are still disturbed when the trajectory
+        runs alone in a worker, the trajectory counts as the cause and fails. A trajectory that was cancelled, or whose
+        reward failed, is not retried.
         """
         if self.errors and isinstance(self.errors[-1], TrajectoryCancelled | RewardError):
             return False
@@ -180,8 +185,8 @@ class TrajectoryRun:
         """Return the answers of this trajectory for a checkpoint, or None if it is finished or has no answers.
 
         Args:
-            told: the answers that workers reported for running attempts, by the attempt's key. If no worker
-                reported on the newest attempt, `record` is returned.
+            told: the answers that workers reported for running attempts, by the attempt's key. If this trajectory has
+                no running attempt, or no worker reported it, `record` is returned.
         """
         if self.payload is not None:
             return None
@@ -194,14 +199,17 @@ class TrajectoryRun:
 
 
 class GroupRun:
-    """A live group: its prompt and its trajectories. Times are those of `time.monotonic`.
+    """A group that is being generated or waits to be trained: its prompt and its trajectories.
+
+    Times are those of `time.monotonic`.
 
     Attributes:
-        group: the group's entry in the ledger.
+        group: the group's entry in the sample ledger.
         row: the prompt's row from the data loader.
-        fetched: the payloads of the trajectories, after the trainer has fetched them.
-        scores: Ray object references to log-probs by the newest version, if log-prob servers score waiting groups.
-        issued_at, ready_at: the times at which the group was issued and became ready.
+        fetched: the payloads (packed trajectories), after the trainer has fetched them.
+        scores: Ray object references to the trajectories' log-probs under the newest version, if log-prob servers score
+            the groups that wait to be trained.
+        issued_at, ready_at: the times at which the group's generation began, and at which the group became ready.
         sampled_at: the latest time at which one of the trajectories got its last token, or None.
         given_up: whether the group failed or was dropped, so that none of its trajectories is retried.
     """
@@ -217,7 +225,7 @@ class GroupRun:
 
     @property
     def payloads(self) -> list[Any]:
-        """Ray object references to the trajectories' payloads, with None for each incomplete trajectory."""
+        """Ray object references to the packed trajectories, with None for each trajectory that is not finished."""
         return [each.payload for each in self.trajectories]
 
     @property
@@ -230,7 +238,7 @@ class GroupRun:
 
     @property
     def states(self) -> list[TrajectoryState]:
-        """The states of the trajectories. This is only valid while none of them has a running attempt."""
+        """The states of the trajectories. The value is valid only while no trajectory has a running attempt."""
         pending, sampled = TrajectoryState.PENDING, TrajectoryState.SAMPLED
         return [pending if each.payload is None else sampled for each in self.trajectories]
 
@@ -246,7 +254,7 @@ class GroupRun:
 
     @property
     def cut_tokens(self) -> int:
-        """Number of the complete trajectories' tokens that were sampled before an interruption of their answer."""
+        """Sum of `TrajectoryScored.cut_tokens` over the finished trajectories."""
         return sum(scored.cut_tokens for scored in self.complete)
 
     @property
@@ -263,7 +271,7 @@ class GroupRun:
 
 
 def group_events(run: GroupRun, group: Group, version: int, reason: str | None = None) -> Iterator[Event]:
-    """Return the run record's events for a group that has been trained at ``version``, or was filtered or failed.
+    """Yield the run record's events for a group that was trained at ``version``, was filtered, or failed.
 
     ``reason`` says why the group was filtered or failed. docs/run-record.md explains the events.
     """
@@ -276,10 +284,10 @@ def group_events(run: GroupRun, group: Group, version: int, reason: str | None =
 
 
 def attempt_events(run: GroupRun, n: int, began: float, sampled: float | None) -> Iterator[Event]:
-    """Return the run record's events for an attempt at trajectory ``n``, which began at ``began`` and ends now.
+    """Yield the run record's events for an attempt at trajectory ``n``. The attempt began at ``began`` and ends now.
 
-    ``sampled`` is the time of the last token, or None if the attempt ended before its last token. docs/run-record.md
-    explains the events.
+    ``sampled`` is the time of the last token, or None if the attempt failed before it. docs/run-record.md explains the
+    events.
     """
     now, trajectory = time.monotonic(), run.trajectories[n]
     scored = trajectory.scored

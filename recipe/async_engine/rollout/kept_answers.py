@@ -3,15 +3,15 @@
 
 Contract:
 
-* The client that agent loops call records every answer in the trajectory's `TrajectoryRecorder`, because verl's agent
-  loops do not know policy versions. The client finds the recorder through a context variable, which asyncio passes on
-  to the tasks that an agent loop starts.
+* The client that agent loops call records every answer, and the version that sampled it, in the trajectory's
+  `TrajectoryRecorder`: verl's agent loops do not know versions. The client finds the recorder through a context
+  variable, which asyncio passes on to the tasks that an agent loop starts.
 * Every answer of a server, complete or interrupted, is kept with a digest of the request's tokens and images. A
-  checkpoint holds the answers of each unfinished trajectory, and the tokens sampled so far for an open request as an
-  interrupted answer.
+  checkpoint has the kept answers of each unfinished trajectory. For an open request it has the tokens sampled so far,
+  as an interrupted answer.
 * A trajectory that is restored from a checkpoint runs its agent loop from the beginning. As long as its requests have
   the same tokens and images as before, they get the kept answers, so no token is sampled twice. If a tool returns
-  something else the second time, the remaining kept answers are not used, and their tokens count as lost.
+  something else than before the restart, the remaining kept answers are not used, and their tokens count as lost.
 
 Only one event loop calls this module. Shown by tests/integration/test_kept_answers.py and test_client.py.
 """
@@ -43,7 +43,7 @@ class KeptAnswer:
 
     @property
     def cut_tokens(self) -> int:
-        """Number of tokens of an interrupted answer; 0 for a complete one."""
+        """Number of tokens of the answer if it was interrupted; 0 for a complete answer."""
         return len(self.answer.token_ids) if self.answer.stop_reason in ABORTED else 0
 
 
@@ -53,8 +53,8 @@ class TrajectoryRecord:
 
     Attributes:
         answers: a pickled list of `KeptAnswer`. It has to come from a trusted source, because unpickling can run code.
-        cut_tokens: number of tokens in the interrupted answers of the list.
-        under_way_tokens: number of those tokens that belong to requests which were still open.
+        cut_tokens: number of tokens in the interrupted ones of these answers.
+        under_way_tokens: number of those tokens that belong to requests which were open at the checkpoint.
     """
 
     answers: bytes
@@ -64,19 +64,20 @@ class TrajectoryRecord:
 
 @dataclass
 class TokenAccount:
-    """Counts what became of the tokens that rollout servers returned, to one worker or to all workers of a run.
+    """Counts what became of the tokens that rollout servers returned, for one agent-loop worker or for all of a run.
 
     For interrupted answers ``cut = trained + lost + cached``, where ``cached`` is the number of tokens in a checkpoint.
 
     Attributes:
         cut: number of tokens in interrupted answers.
         lost: number of these tokens that will not be trained, because their trajectory failed or was cancelled, or
-            because a tool returned something else after a restart.
-        in_tools: number of trajectories that were interrupted while they had no open request.
+            because a tool returned something else after a restart than before it.
+        in_tools: number of trajectories that had no open request, usually because a tool ran, when generation stopped
+            for a training step.
         held: number of tokens in interrupted answers of unfinished trajectories.
         trained: number of tokens in interrupted answers that were trained.
         received: number of all tokens that servers returned to trajectories which have ended.
-        dropped: number of received tokens whose trajectories ended without a payload.
+        dropped: number of received tokens whose trajectories failed or were cancelled.
         unfinished: number of received tokens whose trajectories were still running when the run ended.
     """
 
@@ -93,7 +94,7 @@ class TokenAccount:
         return TokenAccount(*[one + another for one, another in zip(astuple(self), astuple(other), strict=True)])
 
     def held_as_lost(self) -> TokenAccount:
-        """Return a copy in which the held tokens count as lost, because the worker has died."""
+        """Return a copy in which the tokens of ``held`` are moved to ``lost``, because their worker has died."""
         return replace(self, lost=self.lost + self.held, held=0)
 
 
@@ -112,10 +113,10 @@ class TrajectoryRecorder:
 
     Attributes:
         segments: (version, token ids) for each run of tokens that one version sampled, in the order of sampling.
-        contexts: for each of ``segments``, what `context_of` keeps of the tokens before it.
-        interruptions: number of times that a weight sync or a server's death interrupted an answer which was resumed.
+        contexts: for each of ``segments``, the result of `context_of` for the tokens before it.
+        interruptions: number of times that a weight sync or a server's death interrupted an answer, which was resumed.
         cut_tokens: number of tokens in the interrupted parts of answers. All these tokens are also in ``segments``.
-        reprefilled_tokens: number of prompt and answer tokens that resumed requests sent to an engine again.
+        reprefilled_tokens: number of prompt and answer tokens that an engine had to read again after interruptions.
         recovered_tokens: number of tokens that were fetched from a server before it died.
         account: the token counts of the worker.
         kept: the answers so far, in order.
@@ -162,7 +163,7 @@ class TrajectoryRecorder:
         return self.work is Work.VALIDATION
 
     def mark_multimodal(self) -> None:
-        """Stop the scoring by log-prob servers, because a request has images, video or audio."""
+        """Record that a request has images, video or audio, and send no more answers to log-prob servers."""
         self.text_only = False
         self.drop_scores()
 
@@ -181,7 +182,10 @@ class TrajectoryRecorder:
             self.scorer.add(version, context, token_ids)
 
     def again(self, asked: bytes) -> Any | None:
-        """Take the first unused answer of the checkpoint to a request with the digest ``asked``; return it, or None."""
+        """Return the first unused answer from the checkpoint to a request with the digest ``asked``, or None.
+
+        The answer then counts as used.
+        """
         found = next((kept for kept in self.replay if kept.asked == asked), None)
         if found is None:
             return None
@@ -241,14 +245,15 @@ class AnswerBook:
     def begin(self, key: str, record: TrajectoryRecord | None = None, **fields: Any) -> TrajectoryRecorder:
         """Create the recorder of a new attempt at a trajectory. ``key`` is the name of the attempt.
 
-        ``record`` has the trajectory's answers from a checkpoint, and ``fields`` has further fields of the recorder.
+        ``record`` has the trajectory's answers from a checkpoint, if any. ``fields`` sets further fields of the
+        recorder.
         """
         replay = [] if record is None else pickle.loads(record.answers)
         recorder = self._under_way[key] = TrajectoryRecorder(account=self._account, replay=replay, **fields)
         return recorder
 
     def end(self, key: str, complete: bool) -> None:
-        """Count the tokens of an attempt that has ended. ``complete`` says whether it resulted in a payload."""
+        """Count the tokens of an attempt that has ended. ``complete`` says whether the attempt succeeded."""
         recorder = self._under_way.pop(key)
         unused = recorder.replay if complete else recorder.answers
         self._account.lost += sum(kept.cut_tokens for kept in unused)
@@ -259,11 +264,11 @@ class AnswerBook:
             self._account.dropped += recorder.received_tokens
 
     def close(self) -> None:
-        """From now on, count the tokens of attempts that end without a payload as unfinished: the run is over."""
+        """From now on, count the tokens of attempts that do not succeed as unfinished, because the run is over."""
         self._is_closed = True
 
     def interrupted_in_tools(self, trajectories: int) -> None:
-        """Add to the number of trajectories that were interrupted while they had no open request."""
+        """Add ``trajectories`` to `TokenAccount.in_tools`."""
         self._account.in_tools += trajectories
 
     def flights(self) -> list[Flight]:
@@ -274,5 +279,5 @@ class AnswerBook:
         return replace(self._account, held=held)
 
     def export(self) -> dict[str, TrajectoryRecord | None]:
-        """Return the answers of each unfinished attempt for a checkpoint, by its key; None for one without answers."""
+        """Return the answers of each unfinished attempt for a checkpoint, by the attempt's key; None if it has none."""
         return {key: recorder.export() for key, recorder in self._under_way.items()}

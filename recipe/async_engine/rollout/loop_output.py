@@ -3,13 +3,13 @@
 
 Contract: whatever a user's agent loop returns, `plain_outputs` either returns ``AgentLoopOutput``s of plain values that
 any process can unpickle, or raises an error that names the faulty field. Token ids, masks and log-probs become
-lists of Python numbers. A value in ``extra_fields`` is accepted if it can be pickled. A field with the name of one of
-verl's columns is renamed.
+lists of Python numbers. A value in ``extra_fields`` is accepted if it can be pickled. An extra field that has the name
+of one of verl's columns is renamed.
 
 An answer that cannot be trained is refused here, because in a batch it would end the run or be trained unnoticed. This
 concerns answers without a sampled token, answers longer than the settings allow, and answers whose number of log-probs
 differs from their number of tokens. A faulty engine or agent loop causes such answers, so another attempt may help.
-``async_training.on_non_finite`` decides what follows if a log-prob or reward is NaN, infinite or missing. An answer
+``async_training.on_non_finite`` decides what happens if a log-prob or reward is NaN, infinite or missing. An answer
 that consists only of special tokens is valid, because the policy sampled it. Shown by
 tests/integration/test_users_loops.py, test_trajectory_worker.py and tests/e2e/test_non_finite.py.
 """
@@ -43,7 +43,7 @@ INT32 = 2**31
 
 
 def plain_outputs(returned: Any, rollout: Any, vocabulary: int) -> list[AgentLoopOutput]:
-    """Return copies of an agent loop's outputs that have only plain values.
+    """Check what an agent loop returned, and return copies of its outputs that contain only plain Python values.
 
     An agent loop returns one output, or a list of outputs if its context was rewritten or split among sub-agents.
     ``rollout`` has verl's rollout settings, and ``vocabulary`` is the size of the model's vocabulary.
@@ -59,7 +59,10 @@ def plain_outputs(returned: Any, rollout: Any, vocabulary: int) -> list[AgentLoo
 
 
 def plain_output(output: Any, rollout: Any, vocabulary: int) -> AgentLoopOutput:
-    """Return a copy of one output for `plain_outputs`, which explains the arguments and errors."""
+    """Check one output of an agent loop, and return a copy of it that contains only plain Python values.
+
+    `plain_outputs` explains the arguments and the errors.
+    """
     if not isinstance(output, AgentLoopOutput):
         raise UnusableAnswer(
             f"the agent loop returned a {type(output).__name__}, but has to return an AgentLoopOutput or a list of them"
@@ -170,7 +173,10 @@ def _metrics(value: Any) -> AgentLoopMetrics:
 
 
 def check_report(report: Any) -> None:
-    """Raise `UnusableAnswer` if the values that a reward function returned besides the score cannot be batched."""
+    """Check the values that a reward function returned besides the score; raise `UnusableAnswer` if they are unusable.
+
+    They have to be a dict, or None, of values that other processes can unpickle.
+    """
     if not isinstance(report, dict | NoneType):
         raise UnusableAnswer(f"{REPORTED} is {shown(report)}, not a dict")
     for name, value in (report or {}).items():
@@ -251,11 +257,11 @@ class NonFinite(RecipeError):
 
 
 class NonFiniteReward(NonFinite, RewardError):
-    """The reward is not a finite number. The reward function is not retried, since it would return the same value."""
+    """The reward is not a finite number. It is not computed again, since that would give the same value."""
 
 
 def is_number(value: Any) -> bool:
-    """Return whether the value is a finite number in float32, the dtype of rewards and log-probs in a batch."""
+    """Return whether ``value`` is a finite number in float32, the dtype of rewards and log-probs in a batch."""
     if isinstance(value, str | bytes):
         return False
     try:
@@ -269,7 +275,7 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
 
     Args:
         prompt_length, response_length: ``data.max_prompt_length`` and ``data.max_response_length`` in tokens.
-        log_probs: whether the engine was asked for log-probs.
+        log_probs: whether the settings ask for the engine's log-probs, so that each token needs one.
     """
     tokens = len(output.response_ids)
     if not any(output.response_mask):
@@ -291,7 +297,7 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
 
 
 def check_experts(output: AgentLoopOutput) -> None:
-    """Raise `UnusableAnswer` if ``routed_experts`` does not have a row for each token before the last sampled one.
+    """Raise `UnusableAnswer` if ``routed_experts`` has no row for one of the tokens before the last sampled token.
 
     verl would fill missing rows with expert 0, and the trainer would replay this expert.
     """
@@ -302,7 +308,7 @@ def check_experts(output: AgentLoopOutput) -> None:
     if len(shape) != 3 or not needed <= shape[0] <= tokens:
         given = f"the shape {shape}" if shape else shown(routed)
         raise UnusableAnswer(
-            f"routed_experts of the agent loop's AgentLoopOutput is {given}: it needs {needed} to {tokens} rows "
+            f"routed_experts of the agent loop's AgentLoopOutput is {given}, but needs {needed} to {tokens} rows "
             "(layers, experts per token), one for each token of prompt and response before the last sampled one"
         )
 

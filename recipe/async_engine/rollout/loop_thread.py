@@ -27,13 +27,13 @@ class LoopThread:
         self._thread.start()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start another task. After :meth:`start`, this may be called only on the event loop's thread."""
+        """Start a task on the event loop. After :meth:`start`, this may be called only on the event loop's thread."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run ``work`` on the event loop's thread. This may be called on any other thread."""
+        """Run ``work`` on the event loop, and return a future of its result. This may be called on any other thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def end_tasks(self) -> None:
@@ -57,11 +57,11 @@ class LoopThread:
 
 
 class Changes:
-    """A lock around some state, with which threads can also wait until a condition on the state is true.
+    """A lock for some state. Threads can also wait until a condition on the state is true.
 
     A thread that changes the state calls :meth:`made` before it releases the lock. A thread in :meth:`wait_until` wakes
-    up only when its condition has become true. A ``with`` block on the object holds the lock, which is reentrant. Shown
-    by tests/integration/test_changes.py.
+    up only when its condition has become true. A ``with`` block on this object holds the lock, which is reentrant.
+    Shown by tests/integration/test_changes.py.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Changes:
             deadline: a time of the clock `time.monotonic`.
 
         Returns:
-            True if the condition is true, or False if the deadline has passed.
+            True if the condition has become true, or False if the deadline passed first.
         """
         waiter = threading.Condition(self._lock)
         self._waiting[waiter] = holds

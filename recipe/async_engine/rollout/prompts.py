@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads prompts one at a time from verl's data loader, in its order, and stores the position in the data.
+"""Reads prompts one at a time from verl's data loader, in the data loader's order, and stores the position in the data.
 
 Contract: every prompt has an identity (epoch, data set index) that is the same after a restart. After
-:meth:`PromptSource.restore`, only prompts that had not been taken when the state was stored, or that had been put back,
-are returned. The data loader runs users' code, which may fail or take any time, so :class:`PromptFeed` calls it with a
-deadline, on a thread of its own. Shown by tests/integration/test_prompts.py.
+:meth:`PromptSource.restore`, the prompts that had been taken when the state was stored are not returned again, unless
+they had been put back. The data loader runs users' code, which may fail or take any time, so :class:`PromptFeed` calls
+it with a deadline, on a separate thread. Shown by tests/integration/test_prompts.py.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from recipe.async_engine.core.policy import AdmissionPolicy, OldestReady, chosen
 logger = logging.getLogger(__name__)
 
 ROLLOUT_N = "__rollout_n__"
-"""Column with a prompt's number of trajectories, in place of ``rollout.n``, as in verl's v1 trainers."""
+"""Column with a prompt's own number of trajectories, which overrides ``rollout.n`` as in verl's v1 trainers."""
 
 
 class DataFailed(RecipeError):
@@ -41,14 +41,14 @@ class PromptFailed(RecipeError):
 
 
 class IndexedDataset(Dataset):
-    """A wrapper of verl's data set in which a faulty row makes only its own prompt fail.
+    """A wrapper of verl's data set with which a faulty row makes only its own prompt fail.
 
     A row that cannot be read, or cannot be sent to another process, is replaced by a row whose field `FAILURE` has the
-    reason. A null in a field is replaced by the field's default, because a data set of several files has nulls in the
-    columns that a file lacks. All other attributes are those of the wrapped data set.
+    reason. A null in a field is replaced by the field's default: if a data set has several files, a row has nulls in
+    the columns that its file lacks. All other attributes are those of the wrapped data set.
 
     Args:
-        defaults: the default of each field, by name.
+        defaults: the defaults of fields, by the field's name.
         is_indexed: whether each row gets its index in the field `DATASET_INDEX`.
     """
 
@@ -96,14 +96,14 @@ class IndexedDataset(Dataset):
 
 
 def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch of rows in the form of verl's own ``collate_fn``.
+    """Join rows into a batch in the form of verl's own ``collate_fn``.
 
     A field becomes a stacked tensor if all rows have tensors of one shape, and otherwise an array of objects. Rows may
-    have different fields, which verl's function does not allow: a missing field gets its default, or None. If some
-    rows have the field `FAILURE` and others do not, those that have it are left out.
+    have different fields, which verl's function does not allow: a missing field gets its default, or None. Rows with
+    the field `FAILURE` are left out, unless all rows have it.
     """
     lost = [row[FAILURE] for row in rows if FAILURE in row]
-    # Rows without an index are validation data. Unusable rows of training data are reported by the scheduler.
+    # Rows without an index are validation data. The scheduler reports unusable rows of training data.
     if lost and DATASET_INDEX not in rows[0]:
         logger.error("%d of %d rows of the data are left out, the first: %s", len(lost), len(rows), lost[0])
     rows = [row for row in rows if FAILURE not in row] or rows
@@ -142,9 +142,9 @@ class UsableBatches:
 
 
 class LoaderInUse:
-    """Replaces the data loader in verl's trainer, because only the thread of the prompt feed may call the real one.
+    """Takes the place of the data loader in verl's trainer: only the prompt feed's thread may call the real one.
 
-    If verl had the real data loader, it would read the position in the data when it saves a checkpoint, possibly while
+    With the real data loader, verl would read the position in the data when it saves a checkpoint, possibly while
     that thread is taking a prompt.
     """
 
@@ -158,16 +158,16 @@ class LoaderInUse:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore ``state``, which `state_dict` left empty."""
+        """Ignore ``state``, which is empty because `state_dict` returned it."""
 
 
 def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:
-    """Return the error of a row that could not be read, or None for a usable row."""
+    """Return the error of a row or batch that could not be read, or None if it is usable."""
     return PromptFailed(str(row[FAILURE][0])) if FAILURE in row else None
 
 
 def group_size(row: Mapping[str, Any], usual: int) -> int:
-    """Return a prompt's number of trajectories: that in its column `ROLLOUT_N`, or ``usual`` if the row has none.
+    """Return a prompt's number of trajectories: the row's value of `ROLLOUT_N`, or ``usual`` if it has none.
 
     Raises:
         PromptFailed: the value of the column is not a whole number of at least 1.
@@ -178,7 +178,7 @@ def group_size(row: Mapping[str, Any], usual: int) -> int:
         return usual
     if isinstance(asked, int | float | np.number) and asked >= 1 and asked % 1 == 0:
         return int(asked)
-    raise PromptFailed(f"the data's column {ROLLOUT_N} has {asked!r}, which is not a whole number from 1 on")
+    raise PromptFailed(f"the data's column {ROLLOUT_N} has {asked!r}, which is not a whole number of at least 1")
 
 
 def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
@@ -267,13 +267,13 @@ class PromptFeed:
     loader the buffered prompts are still returned before :meth:`take` raises the error.
 
     Args:
-        source: the source of prompts. Only this feed may use it, and calls it on another thread, one call at a time. A
-            call that hangs is abandoned.
-        timeout_s: the data loader's deadline for a prompt or for its position.
+        source: the source of prompts, which only this feed may use. The feed calls it on another thread, one call at a
+            time. A call that hangs is abandoned.
+        timeout_s: seconds within which the data loader has to return a prompt, or its position in the data.
         policy: the admission policy, which chooses among the buffered prompts.
 
     Attributes:
-        left: number of prompts that :meth:`pop` will still return.
+        left: number of prompts that :meth:`pop` has not returned yet, in all remaining epochs.
     """
 
     def __init__(self, source: PromptSource, timeout_s: float, policy: AdmissionPolicy | None = None) -> None:
@@ -284,7 +284,7 @@ class PromptFeed:
         self._ahead: deque[Prompt] = deque()
         self._late: DataFailed | None = None
         self._failed: DataFailed | None = None
-        # No prompt may be taken while the position is read.
+        # Held while a prompt is taken and while the position is read, so that these do not overlap.
         self._lock = asyncio.Lock()
 
     @property
@@ -328,7 +328,7 @@ class PromptFeed:
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the source's state, with the position just after the prompts that :meth:`pop` has returned.
+        """Yield the state of the source, as if only the prompts that :meth:`pop` has returned had been taken from it.
 
         No prompt is taken from the source during the ``async with`` block.
 

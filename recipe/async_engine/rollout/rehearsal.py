@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests whether the process of an agent-loop worker can still run a trajectory after it has run users' code.
 
-Contract: the test, called a rehearsal, runs a made-up trajectory. It calls no server, no reward function and no user's
-code, and has the same result each time if the process is intact. A rehearsal tests what the process does, rather than
-which of its objects were replaced, because libraries replace many objects without harm. Shown by
+Contract: the test, called a rehearsal, runs a made-up trajectory. A rehearsal calls no server, no reward function and
+no user's code, and has the same result each time if the process is intact. A rehearsal tests what the process does,
+rather than which of its objects users' code has replaced, because libraries replace many objects without harm. Shown by
 tests/integration/test_rehearsed_workers.py.
 """
 
@@ -40,7 +40,7 @@ WHY = "look for what an agent loop or tool changes in its process"
 
 
 class MadeUpAnswers(TrajectoryRecorder):
-    """A recorder that has a fixed answer for every request, so that no server is asked."""
+    """A recorder that answers every request itself, always in the same way, so that no server is asked."""
 
     def again(self, asked: bytes) -> TokenOutput:
         return TokenOutput(
@@ -52,10 +52,10 @@ class MadeUpAnswers(TrajectoryRecorder):
 
 
 class Rehearsal:
-    """Runs a made-up trajectory before the first real one and after each failure, and compares the results.
+    """Runs a made-up trajectory before the first real one, and again after failures, and compares the results.
 
-    The function ``run`` lets one of verl's own agent loops answer the row `MADE_UP` with `MadeUpAnswers`, and returns
-    the padded output, in a list.
+    The function ``run`` runs one of verl's own agent loops on the row `MADE_UP`, with the answers of `MadeUpAnswers`,
+    and returns a list of the padded output.
     """
 
     def __init__(self, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -63,7 +63,10 @@ class Rehearsal:
         self._first: asyncio.Task[Any] | None = None
 
     async def begin(self) -> None:
-        """Run the first rehearsal. If it fails, for example because of an unusual model, later ones are skipped."""
+        """Run the first rehearsal, unless it has been run already.
+
+        If it fails, for example because of an unusual model, all later rehearsals are skipped.
+        """
         if self._first is None:
             self._first = asyncio.create_task(self._attempt())
         if not self._first.done() and not (await asyncio.wait({self._first}, timeout=REHEARSED_S))[0]:
@@ -75,7 +78,7 @@ class Rehearsal:
         """Run a rehearsal, to find out whether the process is intact.
 
         Raises:
-            WorkerSpoilt: the rehearsal failed, or its result differed from that of the first one.
+            WorkerSpoilt: the rehearsal failed, or its result differed from that of the first rehearsal.
         """
         if (what := await self._changed()) is not None:
             raise WorkerSpoilt(f"no trajectory can run in this worker any more ({what}): {WHY}")
@@ -85,7 +88,7 @@ class Rehearsal:
         """Run a rehearsal if the code in the ``async with`` block raises an error.
 
         Raises:
-            WorkerSpoilt: the rehearsal failed too, or its result differed from that of the first one.
+            WorkerSpoilt: the rehearsal failed too, or its result differed from that of the first rehearsal.
         """
         try:
             yield
@@ -98,7 +101,10 @@ class Rehearsal:
             raise WorkerSpoilt(f"{said}, and no trajectory can run in this worker any more ({what}): {WHY}") from error
 
     async def _changed(self) -> str | None:
-        """Run a rehearsal and return its error or its difference from the first one, or None if there is neither."""
+        """Run a rehearsal; return what was wrong with it, or None if its result equals that of the first rehearsal.
+
+        The result is also None if the first rehearsal failed, or if this one takes too long.
+        """
         first = self._first
         if first is None or not first.done() or first.cancelled() or first.exception() is not None:
             return None

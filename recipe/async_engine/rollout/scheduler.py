@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout scheduler issues prompt groups, assigns their trajectories to workers, and gives batches to the trainer.
+"""The rollout scheduler starts prompt groups, assigns their trajectories to workers, and gives batches to the trainer.
 
-Contract: the scheduler does not decide about staleness, but asks the sample ledger (`core.ledger`) which groups may
-start and which may be trained. The scheduler runs in one event loop on its own thread. This thread and the trainer's
-thread share one lock for the ledger, and neither holds the lock while it waits for something else, such as the data
-loader. The scheduler acts when a prompt arrives, a trajectory finishes, a batch is taken, or a version is published.
-The cost of each such event does not depend on the number of live groups. An event wakes the trainer's thread only if
-the condition for which the trainer waits has become true.
+A group consists of a prompt and several trajectories for it. Contract: the scheduler does not decide about staleness,
+but asks the sample ledger (`core.ledger`) which groups may start and which may be trained. The scheduler runs in one
+event loop on its own thread. This thread and the trainer's thread share one lock for the ledger, and neither holds the
+lock while it waits for something else, such as the data loader. The scheduler acts when a prompt arrives, a trajectory
+finishes, a batch is taken, or a version is published. The cost of each such event does not depend on the number of
+groups. An event wakes the trainer's thread only if the condition for which the trainer waits has become true.
 
 A trajectory frees its generation slot when its last token is sampled, so no slot waits for a reward. A failed
 trajectory is retried on another worker, and the other trajectories of its group are kept. If the last retry fails, the
-whole group fails, and the run ends when ``max_consecutive_failures`` groups in a row have failed. The payload of a
-finished trajectory is a Ray object reference until the trainer fetches its batch. A snapshot for a checkpoint is taken
-while generation continues. The snapshot contains the answers of all unfinished trajectories, so that a resumed run
-does not sample their tokens again.
+whole group fails, and the run ends when ``max_consecutive_failures`` groups in a row have failed. The scheduler has
+only a Ray object reference to a finished trajectory's payload (the packed trajectory), which the trainer fetches with
+its batch. A snapshot for a checkpoint is taken while generation continues. The snapshot contains the answers of all
+unfinished trajectories, so that a resumed run does not sample their tokens again.
 
 The admission policy chooses which prompt begins, which trajectory generates next and which batch is taken. A place is
 room for one sequence in an engine. The number of places changes when replicas wake or go to sleep. While there are no
 places, trajectories that have begun keep their slots and tokens, and their next requests wait in the client
-(`TurnGate`).
-Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker actors),
+(`TurnGate`). Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (with fake worker actors),
 tests/e2e/test_fully_async.py and test_partial_rollout.py.
 """
 
@@ -71,8 +70,8 @@ logger = logging.getLogger(__name__)
 Decided = TypeVar("Decided")
 
 PORTION, PAUSE_S = 1_024, 0.001
-"""After about `PORTION` trajectories have begun, the scheduler releases its lock for `PAUSE_S` seconds, so that other
-threads get it.
+"""The scheduler begins about `PORTION` trajectories at a time. Then it releases its lock for `PAUSE_S` seconds, so that
+other threads can get the lock.
 """
 TRAINED_FIRST = attrgetter("start", "id")
 """Sort key of groups in the order of training: by start version, then by id."""
@@ -125,7 +124,7 @@ class RolloutScheduler:
     # The trainer's thread calls the following methods.
 
     def start(self) -> None:
-        """Start the thread, which begins as many trajectories as there are slots, those of restored groups first."""
+        """Start the scheduler's thread, which begins trajectories, first those of restored groups, then new ones."""
         with self._changed:
             self._score(self.ledger.in_state(GroupState.READY))
             self.manager.open()
@@ -141,7 +140,7 @@ class RolloutScheduler:
         """Cancel all trajectories, and return what became of all tokens that were sampled since the launch of the run.
 
         Args:
-            engine_tokens: a function that returns the summed token counts of all engines, or None if an engine does not
+            engine_tokens: a function that returns the sums of all engines' token counts, or None if an engine does not
                 answer.
             timeout_s: seconds for ending all trajectories. The agent-loop workers have to answer within half of them.
         """
@@ -153,13 +152,15 @@ class RolloutScheduler:
             return self._books.close(live, None if workers is None else vars(workers), before, engines)
 
     def end_drain(self) -> None:
-        """Let trajectories begin again."""
+        """Let trajectories begin again, after `pause_until_drained`."""
         with self._changed:
             self.manager.open()
         self._poke()
 
     def take_batch(self, timeout_s: float) -> list[GroupRun] | None:
-        """Wait for the next batch, and lease its groups from the ledger.
+        """Wait until a batch is ready, and take its groups from the ledger for training.
+
+        `batch_trained` or `payloads_lost` has to be called for the batch later.
 
         Returns:
             The groups of the batch in the order of training, or None if no further batch can form or
@@ -217,15 +218,15 @@ class RolloutScheduler:
             return found
 
     def use_places(self, places: int, share: float, timeout_s: float) -> Future[TokenAccount] | None:
-        """Record that the engines have ``places`` places from now on, and ``share`` times the usual number of slots.
+        """Set how many sequences the engines can generate at once from now on (``places``).
 
-        With 0 places, the workers hold their trajectories' requests. When there are places again, these requests
-        continue before new trajectories begin.
+        The number of generation slots becomes ``share`` times the usual number. With 0 places, the workers hold their
+        trajectories' requests. When there are places again, these requests continue before new trajectories begin.
 
         Returns:
-            With 0 places, a future of the sum of the workers' token counts. It is done when every worker that answers
-                within ``timeout_s`` seconds holds its requests. Answers that were just interrupted may still be in
-                transit, and are counted only later.
+            With 0 places, a future of the sum of the workers' token counts; otherwise None. The future is done when
+                every worker that answers within ``timeout_s`` seconds holds its requests. Answers that were just
+                interrupted may still be in transit, and are counted only later.
         """
         with self._changed:
             before = self.manager.slots
@@ -256,7 +257,11 @@ class RolloutScheduler:
             self._changed.made()
 
     def payloads_lost(self, group_ids: Iterable[int]) -> None:
-        """Return the leased batch to the ledger, and restart the groups in ``group_ids``, whose answers are lost."""
+        """Give the batch of the last `take_batch` back to the ledger, because some of its payloads are lost.
+
+        A payload is a packed trajectory. The groups ``group_ids``, to which the lost payloads belong, are generated
+        again.
+        """
         with self._changed:
             self.ledger.return_batch()
             for group_id in group_ids:
@@ -269,7 +274,7 @@ class RolloutScheduler:
         self._poke()
 
     def batch_trained(self) -> Any:
-        """Count the leased batch as trained, and return the staleness of its groups."""
+        """Count the batch of the last `take_batch` as trained, and return the staleness of its groups."""
         with self._changed:
             for group in self.ledger.leased():
                 run = self._runs.pop(group.id)
@@ -291,13 +296,13 @@ class RolloutScheduler:
         return self._ask(self._announced(), SCHEDULER_S)
 
     def pause_until_drained(self, timeout_s: float, fill: bool = False) -> None:
-        """Wait until no trajectory generates, and then start none until :meth:`end_drain`.
+        """Wait until no trajectory generates. From then on begin no trajectory until :meth:`end_drain`.
 
         Args:
             timeout_s: deadline in seconds.
-            fill: whether trajectories may still start while the ledger admits groups, so that the present version
-                generates the whole current batch. If the run filters groups, the rewards are awaited too, because they
-                decide whether another group is needed.
+            fill: whether trajectories may begin during the wait, as long as the ledger admits groups, so that the
+                present version generates the whole current batch. If the run filters groups, the wait includes the
+                rewards, because they decide whether another group is needed.
 
         Raises:
             RolloutFailed: generation failed, or trajectories still generate after ``timeout_s`` seconds.
@@ -325,20 +330,20 @@ class RolloutScheduler:
             self._account()
 
     def snapshot(self, timeout_s: float) -> dict[str, Any]:
-        """Return a consistent state of the ledger, the position in the data and the live groups, for a checkpoint.
+        """Return a consistent state of the ledger and its groups, and of the position in the data, for a checkpoint.
 
-        Payloads stay Ray object references. The answers of unfinished trajectories come from the workers. Generation
-        continues during the call.
+        Payloads (packed trajectories) are returned as Ray object references. The answers of unfinished trajectories
+        come from the workers. Generation continues during the call.
         """
         return self._ask(self._snapshot(timeout_s / 2), timeout_s)
 
     def restore_groups(self, groups: dict[int, dict[str, Any]]) -> None:
-        """Restore the live groups of a checkpoint. This has to be called before :meth:`start`.
+        """Restore the groups of a checkpoint. This has to be called before :meth:`start`.
 
         Args:
-            groups: a dict for each group id, with the prompt's ``row`` and three lists, which have an item or None for
-                each trajectory: ``scored``, ``payloads`` (object references) and ``kept`` (the answers of unfinished
-                trajectories).
+            groups: a dict for each group id, with the prompt's ``row``, and with three lists that have an item or None
+                for each trajectory: ``scored``, ``payloads`` (object references) and ``kept`` (the answers of
+                unfinished trajectories).
         """
         for state in (GroupState.READY, GroupState.RUNNING):
             for group in self.ledger.in_state(state):
@@ -360,7 +365,7 @@ class RolloutScheduler:
             return self.ledger.counts()
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics: the present state of the rollout, and the share of time in which it was idle."""
+        """Return the metrics of the rollout, which docs/metrics.md explains."""
         with self._changed:
             did = self._books.metrics(self.ledger.counts(), self.manager.counts())
             return {"fully_async/rollouter/slots": self.manager.slots, **self._pool.metrics(), **did}
@@ -378,7 +383,7 @@ class RolloutScheduler:
             self._changed.made()
 
     def _poke(self) -> None:
-        """Wake the scheduler's task, because a trajectory may be able to begin. Any thread may call this."""
+        """Wake the task that begins trajectories, because one may be able to begin. Any thread may call this."""
         self._thread.loop.call_soon_threadsafe(self._wake.set)
 
     def _ask(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
@@ -404,8 +409,8 @@ class RolloutScheduler:
     async def _issue_forever(self) -> None:
         while True:
             while self._issue_some():
-                # Pause, so that other tasks run and other threads get the lock. Without a pause this thread could take
-                # the lock again before a waiting thread gets it.
+                # Pause, so that other tasks can run and other threads can get the lock. Without a pause this thread
+                # could take the lock again before a waiting thread gets it.
                 await asyncio.sleep(PAUSE_S)
             await self._wake.wait()
             self._wake.clear()
@@ -413,7 +418,7 @@ class RolloutScheduler:
     def _issue_some(self) -> bool:
         """Begin up to about `PORTION` trajectories, and return whether more may be able to begin."""
         if self._error is not None or self._ending:
-            # No further batch will be trained, so prompts stay for the next launch.
+            # No further batch will be trained, so leave the remaining prompts for the next launch of the run.
             return False
         with self._changed:
             picks = self.manager.picks(self._issue_next, PORTION)
@@ -426,7 +431,7 @@ class RolloutScheduler:
         return len(picked) >= PORTION
 
     def _issue_next(self) -> bool:
-        """Issue a group for the next buffered prompt, and return whether there was one."""
+        """Start a group for the next buffered prompt, and return whether there was such a prompt."""
         prompt = self._next_prompt()
         if prompt is not None:
             self._register(self.manager.issue(prompt.reference, self._size_of(prompt.row)), prompt.row)
@@ -455,7 +460,10 @@ class RolloutScheduler:
         return run
 
     def _size_of(self, row: dict[str, Any]) -> int:
-        """Return the number of answers to a prompt; if it asks for an invalid number, `_begin` fails its group."""
+        """Return the number of trajectories for a prompt. If the row has an invalid number, return the usual number.
+
+        In that case `_begin` makes the group fail.
+        """
         usual = self._settings.group_size
         with suppress(PromptFailed):
             return group_size(row, usual)
@@ -512,7 +520,8 @@ class RolloutScheduler:
             self.fail(failed)
 
     def _nothing_succeeds(self, last: int) -> bool:
-        """Return whether too many groups have failed in a row, and no group issued before ``last`` is still running.
+        """Return whether too many groups have failed in a row, and no group with a lower id than ``last`` still runs.
+
         The second condition keeps groups that fail quickly from ending a run whose earlier groups may still succeed.
         """
         if self._failures_in_a_row < self._settings.max_consecutive_failures:
@@ -555,12 +564,12 @@ class RolloutScheduler:
         self._filter.forget(run.group.id)
         del self._runs[run.group.id]
         self._tell_all(group_events(run, group, self.ledger.version, reason))
-        # Skip the tokens of running trajectories, which the workers count.
+        # Leave out running trajectories, because their workers count their tokens.
         records = [each.record for each in run.trajectories if not each.under_way]
         self.tokens.lost += run.cut_tokens + sum(record.cut_tokens for record in records if record is not None)
 
     async def _follow(self, each: TrajectoryRun) -> None:
-        """Run an attempt, free its generation slot when the last token is sampled, and record the result."""
+        """Run an attempt at a trajectory and record the result. Free its generation slot after its last token."""
         run, began = each.of, time.monotonic()
         with self._changed:
             place_began = self.places.begin()
@@ -617,7 +626,7 @@ class RolloutScheduler:
                 self._wake.set()
             self._books.arrived(scored, not each.of.given_up)
             if each.of.given_up:
-                # The trajectory ended before the cancellation of its group reached the worker, which therefore has not
+                # The trajectory ended before the cancellation of its group reached the worker, so the worker has not
                 # counted these tokens as lost.
                 self.tokens.lost += scored.cut_tokens
 
@@ -670,7 +679,7 @@ class RolloutScheduler:
             self._changed.made()
             ready = self.ledger.in_state(GroupState.READY) if self._rescore else ()
         self._wake.set()
-        # The trainer takes no batch before this method has returned, so all of these groups stay ready until then.
+        # The trainer takes no batch until this method returns, so all of these groups stay ready until then.
         for group in sorted(ready, key=TRAINED_FIRST):
             with self._changed:
                 self._score([group])
@@ -678,8 +687,9 @@ class RolloutScheduler:
         return version
 
     async def _end_trajectories(self, timeout_s: float) -> TokenAccount | None:
-        """Cancel all trajectories, and return the sum of the workers' token counts. The result is None if a worker does
-        not answer or has died, because its counts are then unknown.
+        """Cancel all trajectories, and return the sum of the workers' token counts.
+
+        The result is None if a worker does not answer or has died, because its counts are then unknown.
         """
         self._closing = True
         with self._changed:
@@ -707,7 +717,10 @@ class RolloutScheduler:
             self._timeline.tell(event)
 
     def _score(self, groups: Iterable[Group]) -> None:
-        """Have log-prob servers score ready groups with the newest version's weights, in the order of training."""
+        """If the run rescores groups, have log-prob servers score ``groups``, which are ready, with the newest version.
+
+        The groups that will be trained first are scored first.
+        """
         if not self._rescore:
             return
         for group in sorted(groups, key=TRAINED_FIRST):
@@ -721,7 +734,7 @@ class RolloutScheduler:
             raise RolloutFailed(f"the rollout ended with {type(self._error).__name__}: {self._error}") from self._error
 
     def _may_be_filled(self) -> bool:
-        """Return whether the current batch still needs groups, or may need more if the filter drops some."""
+        """Return whether the current batch needs more groups, or may need more because the filter may drop some."""
         if self.manager.anything_waits() or (self.ledger.can_issue() and self._prompts.left):
             return True
         return self._settings.filter_groups and self.ledger.count(GroupState.RUNNING) > 0

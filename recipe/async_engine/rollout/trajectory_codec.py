@@ -4,11 +4,11 @@
 A trajectory has the outputs of its agent loop: one, or several if the loop returned a list. Each output becomes a row
 of the batch.
 
-Contract: :func:`unpack` returns what :func:`pack` was given, except for fields that nobody reads and fields that the
-trainer already has. The unpacked tensors are views of the array, and the array is a view of Ray's object store, so the
-trainer copies an answer only once, into its batch. One array is used because the trainer fetches hundreds of
-trajectories a step, and Ray takes several times as long for an object with several arrays (benchmarks/bookkeeping.py).
-Shown by tests/integration/test_trajectory_worker.py.
+Contract: :func:`unpack` returns what :func:`pack` was given, without the fields that nobody reads or that the trainer
+already has. The unpacked tensors are views of the array, and the array is a view of Ray's object store, so the trainer
+copies a trajectory only once, into its batch. One array is used because the trainer fetches hundreds of trajectories
+in a step, and Ray takes several times as long for an object with several arrays (benchmarks/bookkeeping.py). Shown by
+tests/integration/test_trajectory_worker.py.
 """
 
 import pickle
@@ -23,18 +23,18 @@ from ray import cloudpickle
 ALIGNED = 64
 """Alignment in bytes of each tensor's data in the packed array, the same as in Ray's object store."""
 UNREAD = ("multi_modal_data", "mm_processor_output")
-"""Fields that `pack` drops. They only serve to compute the model's inputs, which the trajectory already has."""
+"""Fields that `pack` drops. The model's inputs are computed from them, and a finished trajectory has these inputs."""
 RAW_PROMPT = "raw_prompt"
-"""Extra field that `pack` drops, because the trainer has the prompt in its data row."""
+"""Extra field with the prompt. `pack` drops it, because the trainer has the prompt in the data row."""
 
 # torch warns about tensors in read-only memory. `unpack` makes such tensors on purpose, and nothing writes to them.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def pack(outputs: Sequence[Any]) -> np.ndarray:
-    """Return ``outputs``, which are padded rows of verl's pydantic model, as a uint8 array of shape (bytes,).
+    """Return the padded outputs of a trajectory (verl's pydantic model) as one uint8 array of shape (bytes,).
 
-    The values of their extra fields can be anything that cloudpickle can pickle.
+    The values in the outputs' ``extra_fields`` can be anything that cloudpickle can pickle.
     """
     kept = [_with_arrays(output) for output in outputs]
     buffers: list[pickle.PickleBuffer] = []
@@ -99,7 +99,10 @@ def _up(size: int) -> int:
 
 
 def _as_array(value: Any) -> Any:
-    """Return a tensor as a NumPy array. Other values, and bfloat16 tensors, which NumPy lacks, stay unchanged."""
+    """Return a tensor as a NumPy array, and any other value unchanged.
+
+    A bfloat16 tensor is also returned unchanged, because NumPy has no such dtype.
+    """
     if not isinstance(value, torch.Tensor) or value.dtype is torch.bfloat16:
         return value
     return np.ascontiguousarray(value.numpy(force=True))

@@ -2,18 +2,19 @@
 """Manages the agent-loop workers of a run, which Ray restarts when they die.
 
 Contract: before a restarted worker gets work, :meth:`TrajectoryManager.prepare` repeats the calls that
-:meth:`TrajectoryManager.tell` made to all workers. A worker is restarted however often it dies. A prompt that
-kills its workers only makes its own group fail. If too many groups fail in a row, the run ends. A validation has a
-deadline, and its answers are generated in the same way as those of training (`recipe.async_engine.rollout.validation`).
-Shown by tests/integration/test_trajectory_manager.py, test_validation.py and tests/e2e/test_replacement.py.
+:meth:`TrajectoryManager.tell` made to all workers. A worker is restarted however often it dies. If a prompt's
+trajectories kill their workers, only the prompt's group fails. If too many groups fail in a row, the run ends. A
+validation has a deadline, and its answers are generated in the same way as those of training
+(`recipe.async_engine.rollout.validation`). Shown by tests/integration/test_trajectory_manager.py, test_validation.py
+and tests/e2e/test_replacement.py.
 
 A user's ``agent_loop_manager_class`` and its worker class become base classes of this package's classes, so users'
 overrides apply to every verl method that this package calls. If a user's class overrides a method that this package
 never calls, an error is raised before any process starts. Shown by tests/integration/test_users_manager.py.
 
-The values that reward functions return besides the score become columns of the batch, one for each name in any row.
-verl instead uses the names in the first row, and fails if another row lacks one of them. If verl, the data or an agent
-loop already uses a name, the column's name gets the prefix `OTHER_NAME`.
+The values that reward functions return besides the score become columns of the batch, one for each name that occurs in
+any row. verl instead uses only the names in the first row, and fails if another row lacks one of them. If verl, the
+data or an agent loop already uses a name, the column's name gets the prefix `OTHER_NAME`.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from recipe.async_engine.rollout.worker_pool import TracedGroups, WorkerPool
 logger = logging.getLogger(__name__)
 
 HELD = ("run_trajectory", "finish_trajectory", "rescore")
-"""Methods of a worker that run for long. Calls of the worker's other methods do not wait for them (`Restartable`)."""
+"""Methods of a worker whose calls take long. Calls of its other methods need not wait for these (`Restartable`)."""
 CALLS_AT_ONCE = 15_000
 """Largest number of open calls of one worker. With Ray's default of 1,000, trajectories would have to wait."""
 AS_OFTEN_AS_IT_DIES = -1
 
 
 class TrajectoryManager(AgentLoopManager):
-    """verl's agent-loop manager with restartable workers. verl's validation calls ``generate_sequences``.
+    """verl's agent-loop manager, with workers that Ray restarts. verl's validation calls ``generate_sequences``.
 
     Attributes:
         validation_slots: number of validation answers that may be generated at once.
@@ -65,8 +66,8 @@ class TrajectoryManager(AgentLoopManager):
             self.worker_class(), AS_OFTEN_AS_IT_DIES, HELD, max_concurrency=CALLS_AT_ONCE
         )
         self._told: dict[str, tuple[Any, ...]] = {}
-        # The trainer's thread calls `tell`, and the scheduler's thread calls `prepare`. With this lock all workers get
-        # the same calls in the same order.
+        # The trainer's thread calls `tell`, and the scheduler's thread calls `prepare`. This lock ensures that all
+        # workers get the same calls in the same order.
         self._telling = threading.Lock()
         self._deadline: float | None = None
         self.validation_slots = CALLS_AT_ONCE
@@ -81,7 +82,7 @@ class TrajectoryManager(AgentLoopManager):
         return TrajectoryWorker
 
     def tell(self, method: str, *arguments: Any, timeout_s: float) -> None:
-        """Call ``method`` of every worker. After each restart of a worker, :meth:`prepare` repeats the call."""
+        """Call ``method`` of every worker. If a worker is restarted later, :meth:`prepare` repeats the call there."""
         with self._telling:
             self._told[method] = arguments
             answers = [getattr(worker, method).remote(*arguments) for worker in self.agent_loop_workers]
@@ -90,7 +91,7 @@ class TrajectoryManager(AgentLoopManager):
                 ray.get(answer, timeout=timeout_s)
 
     async def prepare(self, worker: Any) -> None:
-        """Repeat all calls of :meth:`tell` to a restarted worker, and let the worker accept trajectories."""
+        """Make the calls of :meth:`tell` again for a restarted worker, and then let the worker accept trajectories."""
         with self._telling:
             answers = [getattr(worker, method).remote(*arguments) for method, arguments in self._told.items()]
         await asyncio.gather(*answers)
@@ -101,7 +102,7 @@ class TrajectoryManager(AgentLoopManager):
         """Limit all ``generate_sequences`` calls inside the ``with`` block to ``timeout_s`` seconds together.
 
         Raises:
-            RolloutFailed: every answer of this validation failed, and no earlier validation had any answer.
+            RolloutFailed: every answer of this validation failed, and so did every answer of all earlier ones.
         """
         self._deadline, self._columns = time.monotonic() + timeout_s, None
         self._asked, self._errors = 0, []
@@ -154,7 +155,8 @@ class TrajectoryManager(AgentLoopManager):
 
     def _columns_of(self, batch: DataProto) -> tuple[Any, ...]:
         """Return the names of the columns with values from reward functions, the same for all batches of a validation.
-        verl collects each column in one list over all batches, so no column may be added in a later batch.
+
+        verl collects a column of all batches in one list, so a later batch must not have a column that the first lacks.
         """
         self._reported |= reported_names(batch)
         if self._columns is None:
@@ -178,11 +180,14 @@ UNASKED: dict[type, tuple[str, ...]] = {
     AgentLoopManager: ("generate_sequences", "_performance_metrics"),
     AgentLoopWorker: ("generate_sequences", "_run_agent_loop", "_postprocess"),
 }
-"""Methods that verl calls for whole batches. This package never calls them, as it runs single trajectories."""
+"""Methods that verl calls for whole batches, by class. This package never calls them, as it runs single trajectories.
+"""
 
 
 def manager_class(name: str | None) -> type[TrajectoryManager]:
-    """Return the manager class of a run, with the user's class called ``name`` as a base if ``name`` is not empty.
+    """Return the manager class of a run: `TrajectoryManager`, or a subclass that also derives from the user's class.
+
+    ``name`` is the import path of the user's class, or None.
 
     Raises:
         RolloutFailed: the user's class cannot be loaded, is not a subclass of verl's, or overrides one of `UNASKED`.
@@ -206,7 +211,7 @@ def manager_class(name: str | None) -> type[TrajectoryManager]:
 
 
 def worker_over(name: str, actor_class: Any) -> type[TrajectoryWorker]:
-    """Return this package's worker class, with the worker class of a user's manager as a base.
+    """Return a class that derives from `TrajectoryWorker` and from the worker class of a user's manager.
 
     Args:
         name: the name of the user's manager class, for error messages.
@@ -225,13 +230,13 @@ def worker_over(name: str, actor_class: Any) -> type[TrajectoryWorker]:
 
 def _check(name: str, users: Any, verls: type) -> None:
     if not (isinstance(users, type) and issubclass(users, verls)):
-        raise RolloutFailed(f"{SETTING}={name} {users!r}: the class is no subclass of verl's {verls.__name__}")
+        raise RolloutFailed(f"{SETTING}={name} {users!r}: the class is not a subclass of verl's {verls.__name__}")
     for method in UNASKED[verls]:
         if getattr(users, method) is not getattr(verls, method):
             raise RolloutFailed(
                 f"{SETTING}={name} {users.__qualname__}: the class has a {method} of its own, which is never called: "
-                "answers are generated one by one. Move its code into an agent loop (agent_loop_config_path), or "
-                "into _agent_loop_postprocess or _compute_score of the workers"
+                "answers are generated one by one. Move the method's code into an agent loop (agent_loop_config_path), "
+                "or into _agent_loop_postprocess or _compute_score of the workers"
             )
 
 
@@ -243,7 +248,7 @@ def joined(worker: Any, outputs: list[Any]) -> DataProto:
     """Join trajectories into a batch with verl's ``AgentLoopWorker._postprocess``.
 
     The values that reward functions returned besides the score become the column `REPORTED`, with a dict in each row.
-    ``worker`` serves as ``self`` of ``_postprocess``, which uses none of the worker's state.
+    ``worker`` is passed as ``self`` to ``_postprocess``, which uses none of its attributes.
     """
     reports = [output.extra_fields.pop(REPORTED, {}) for output in outputs]
     batch = AgentLoopWorker._postprocess(worker, outputs)

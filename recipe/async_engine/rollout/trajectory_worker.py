@@ -2,21 +2,21 @@
 """Agent-loop workers, the Ray actors that run trajectories, with one call for each trajectory.
 
 Contract: ``run_trajectory`` returns two objects: a ``TrajectoryScored``, which the scheduler reads, and the payload,
-the packed trajectory, of which the scheduler only keeps the object reference. If the reward is not ready soon after the
-last token is sampled, ``run_trajectory`` returns (None, None), so that the generation slot becomes free, and
-``finish_trajectory`` returns the two objects later.
+which is the packed trajectory. The scheduler keeps only an object reference to the payload. If the reward is not ready
+soon after the last token is sampled, ``run_trajectory`` returns (None, None), so that the generation slot becomes free,
+and ``finish_trajectory`` returns the two objects later.
 
 Any agent loop for verl, including a user's, runs here unchanged. The client through which agent loops reach the rollout
 servers records which version sampled each token (`TrajectoryRecorder`), because agent loops do not know the versions.
-If an agent loop returns a list, each output becomes a row of the batch. The reward is computed once, for the last
-output, and the others get it unless they have their own. That is verl's rule (trainer/ppo/v1/agent_loop_tq.py:115),
-except that verl overwrites the others' own rewards. If a reward function fails, only the reward is computed again, for
-the same answer. If there are log-prob servers, they score answers while the trajectory runs, or score finished
-trajectories later (`rescore`). If a log-prob server does not answer, the trajectory succeeds without those log-probs.
-An agent loop has a deadline, which includes its tools. An agent loop that continues after its deadline or its
-cancellation is abandoned, and can send no further requests. After a failure the worker tests whether its process can
-still run a trajectory (`rehearsal`). Shown by tests/integration/test_trajectory_worker.py and
-tests/e2e/test_fully_async.py.
+If an agent loop returns a list of outputs, each output becomes a row of the batch. The reward is computed once, for the
+last output. The other outputs get the same reward unless they have rewards of their own. That is verl's rule
+(trainer/ppo/v1/agent_loop_tq.py:115), except that verl overwrites the others' own rewards. If a reward function fails,
+only the reward is computed again, for the same answer. Log-prob servers, if there are any, score answers while the
+trajectory runs, or score finished trajectories later (`rescore`). If a log-prob server does not answer, the trajectory
+succeeds without the server's log-probs. An agent loop has a deadline, which includes its tools. An agent loop that
+continues after its deadline or its cancellation is abandoned, and can send no further requests. After a failure the
+worker tests whether its process can still run a trajectory (`rehearsal`). Shown by
+tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
 """
 
 import asyncio
@@ -95,11 +95,12 @@ GREEDY = {"top_p": 1.0, "top_k": -1, "temperature": 0}
 """Sampling parameters of a row whose column ``__do_sample__`` is false, as in verl (agent_loop_tq.py:42)."""
 
 REWARD_METRIC = "reward"
-"""Value of ``algorithm.filter_groups.metric`` for the reward itself. Other values name fields that the reward function
-returns.
+"""Value of ``algorithm.filter_groups.metric`` that means the reward itself. Any other value is the name of a field in
+the reward function's result.
 """
 MOST_DEATHS = 2
-"""Number of reward workers that may die while they compute one reward, before a death counts as a failed attempt."""
+"""A reward is computed again without counting an attempt if its reward worker dies, but at most this number of times.
+"""
 
 
 class TrajectoryWorker(AgentLoopWorker):
@@ -134,20 +135,20 @@ class TrajectoryWorker(AgentLoopWorker):
             loop_maker(self._default_loop)
         self._vocabulary = vocabulary_of(self.model_config)
         self._rehearsal = Rehearsal(self._run_made_up)
-        # A restarted worker has to get its settings again, so it refuses trajectories until `be_prepared` is called.
+        # A restarted worker has lost its settings, so it refuses trajectories until `be_prepared` is called.
         self._is_prepared = not was_restarted()
 
     async def use_servers(self, servers: dict[str, Any], timeout_s: float, score_parts: bool) -> None:
-        """Use these log-prob servers, given as actor handles by name.
+        """Use ``servers`` (actor handles by name) as log-prob servers.
 
-        With ``score_parts`` the servers score each answer as soon as it arrives. Otherwise they score only finished
-        trajectories, when `rescore` is called.
+        With ``score_parts`` they score each answer as soon as it arrives. Otherwise they score only finished
+        trajectories, when `rescore` is called. A server that does not answer within ``timeout_s`` seconds is skipped.
         """
         self._scoring = ScoringClient(servers, timeout_s)
         self._score_parts = score_parts
 
     async def be_prepared(self) -> None:
-        """Accept trajectories from now on, because this restarted worker has all its settings again."""
+        """Accept trajectories from now on. This is called when a restarted worker has all its settings again."""
         self._is_prepared = True
 
     async def rehearse(self) -> None:
@@ -155,11 +156,11 @@ class TrajectoryWorker(AgentLoopWorker):
         await self._rehearsal.now()
 
     async def use_reference(self, servers: dict[str, Any], timeout_s: float) -> None:
-        """Use servers of the reference policy, given as actor handles by name, to score each finished trajectory."""
+        """Use ``servers`` (actor handles by name) to compute the reference policy's log-probs of each trajectory."""
         self._reference = ScoringClient(servers, timeout_s)
 
     async def use_teachers(self, servers: Mapping[str, Sequence[Any]]) -> None:
-        """Use these servers of the teachers: ``servers`` has the actor handles of each teacher, by verl's key of it."""
+        """Use ``servers`` as the teachers' servers: a list of actor handles for each teacher, by verl's teacher key."""
         for key, handles in servers.items():
             self.teacher_client[key].use(handles)
 
@@ -172,8 +173,8 @@ class TrajectoryWorker(AgentLoopWorker):
             start: the version of the oldest token in the trajectory's group. Servers score the oldest groups first.
 
         Returns:
-            For each output, log-probs and entropies of its padded response, or None if no server answered in time or
-                the output has multi-modal inputs. None instead of the list if there is no server.
+            A list with an item for each output: log-probs and entropies of its padded response, or None if no server
+                answered in time or the output has multi-modal inputs. Without log-prob servers the result is None.
         """
         scoring = self._scoring
         if scoring is None:
@@ -206,7 +207,7 @@ class TrajectoryWorker(AgentLoopWorker):
         trace: bool = True,
         validate: bool = False,
     ) -> tuple[TrajectoryScored | None, np.ndarray | None]:
-        """Run one trajectory until its last token is sampled, or until its end if the reward is ready soon after that.
+        """Run one trajectory until its last token is sampled. If the reward is ready soon after that, wait for it too.
 
         Args:
             key: the name of this attempt at the trajectory, for :meth:`cancel` and :meth:`finish_trajectory`.
@@ -214,7 +215,7 @@ class TrajectoryWorker(AgentLoopWorker):
             sample_index: the index of the row in the data set, for traces.
             rollout_n: the number of the trajectory in its group.
             version: the newest version at the time when the group's generation started.
-            record: the answers that :meth:`export` returned for this trajectory before the run was resumed, if any.
+            record: the answers that :meth:`export` returned for this trajectory before the run was restarted, if any.
             trace: whether verl's rollout trace, if it is on, includes this trajectory.
             validate: whether the trajectory belongs to a validation. It then uses the sampling parameters of validation
                 and is left out of checkpoints and token counts.
@@ -327,7 +328,7 @@ class TrajectoryWorker(AgentLoopWorker):
         """
 
         def now() -> float:
-            """Return the time, not counting the time for which all requests were held between generation turns."""
+            """Return a time that, for training trajectories, stands still while their requests are held."""
             return time.monotonic() - (0.0 if running.validates else self.llm_client.gate.held_s)
 
         deadline = now() + self._trajectory_timeout_s
@@ -355,7 +356,7 @@ class TrajectoryWorker(AgentLoopWorker):
         raise error if isinstance(error, OURS) else explained(AgentLoopError, "", error)
 
     async def activity(self) -> Activity:
-        """Return what this worker's trajectories did outside of engines (tools, rewards) since the last call."""
+        """Return when, since the last call, this worker's trajectories were in tools or rewards and not in engines."""
         return Activity(time.monotonic(), self._life, self._away.lane.take())
 
     async def describe(self) -> list[str]:
@@ -370,12 +371,19 @@ class TrajectoryWorker(AgentLoopWorker):
                 self._running[key].told.set_result(None)
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:
-        """Return each unfinished trajectory's answers (for open requests, the tokens so far), and the token counts."""
+        """Return the answers of each unfinished trajectory, by key, and the worker's token counts.
+
+        For an open request, the tokens that the server has sampled so far are included. At most ``timeout_s`` seconds
+        are spent on fetching them.
+        """
         await self.llm_client.fetch(self._answers.flights(), timeout_s)
         return self._answers.export(), self._answers.account()
 
     async def close_books(self) -> TokenAccount:
-        """Cancel all trajectories and count them as unfinished, because the run is over; return the token counts."""
+        """Cancel all trajectories, because the run is over, and return the token counts.
+
+        The tokens of these trajectories count as unfinished.
+        """
         self._answers.close()
         under_way = [asyncio.create_task(running.over.wait()) for running in self._running.values()]
         await self.cancel(list(self._running))
@@ -384,7 +392,7 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.account()
 
     async def hold(self) -> TokenAccount:
-        """Let no request reach a server from now on, because a generation turn has ended; return the token counts."""
+        """Hold the requests of training trajectories from now on, while the trainer trains; return the token counts."""
         if not self.llm_client.gate.is_held:
             self.llm_client.gate.hold()
             self._answers.interrupted_in_tools(
@@ -407,8 +415,9 @@ class TrajectoryWorker(AgentLoopWorker):
         recorder: TrajectoryRecorder,
         trace: bool,
     ) -> Any:
-        """Run an agent loop for a row, like verl's ``_run_agent_loop``. The class of the agent loop is cached, because
-        looking it up with Hydra, as in verl, takes a millisecond.
+        """Run an agent loop for a row, like verl's ``_run_agent_loop``.
+
+        The class of the agent loop is cached, because verl's way to look it up with Hydra takes a millisecond.
         """
         with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace):
             check_row(row)
@@ -451,7 +460,7 @@ class TrajectoryWorker(AgentLoopWorker):
     async def _finished(
         self, outputs: list[AgentLoopOutput], row: dict[str, Any], recorder: TrajectoryRecorder
     ) -> list[Any]:
-        """Return the outputs of an agent loop, padded, with their rewards, versions and log-probs."""
+        """Return the outputs of an agent loop, padded, with rewards, versions and log-probs added."""
         if len(outputs) > 1:
             await self._compute_score(outputs, {"row": row})
             _share_reward(outputs)
@@ -491,7 +500,10 @@ class TrajectoryWorker(AgentLoopWorker):
         return padded
 
     async def _reference_scores(self, output: AgentLoopOutput) -> np.ndarray | None:
-        """Return the reference policy's log-probs of the response, float32 (R,), or None if no server answers."""
+        """Return the reference policy's log-probs of the response, one float32 for each token, or None.
+
+        None means that no server answered.
+        """
         assert self._reference is not None
         part = Part(STATIC, output.prompt_ids, output.response_ids)
         with suppress(Unscored):
@@ -577,8 +589,8 @@ class TrajectoryWorker(AgentLoopWorker):
         found = {**(output.extra_fields.get(REPORTED) or {}), REWARD_METRIC: output.reward_score}
         if found.get(metric) is None:
             raise RewardError(
-                f"algorithm.filter_groups.metric={metric} is not a value that the reward gave "
-                f"({', '.join(sorted(map(str, found)))}); have the reward function return it, or name one of those"
+                f"algorithm.filter_groups.metric={metric} is not among the values that the reward function returned "
+                f"({', '.join(sorted(map(str, found)))}); return it there, or set the metric to one of these names"
             )
         check_reward(output.reward_score, found, [metric])
         return float(found[metric])
@@ -587,7 +599,7 @@ class TrajectoryWorker(AgentLoopWorker):
         metric = None if recorder.validates else self._filter_metric
         fields = [output.extra_fields for output in outputs]
         runs = [run for of_output in fields for run in of_output[VERSION_RUNS]]
-        # Several outputs may repeat a sampled token, which counts once in the token books.
+        # Several outputs may contain the same sampled token, which must count only once.
         arrived = recorder.received_tokens + recorder.restored_tokens
         return TrajectoryScored(
             score=outputs[-1].reward_score,
@@ -609,7 +621,7 @@ class TrajectoryWorker(AgentLoopWorker):
 
 
 def _share_reward(outputs: list[AgentLoopOutput]) -> None:
-    """Give the last output's reward, and what was reported with it, to each output without a reward of its own."""
+    """Copy the last output's reward, and the values reported with it, to each output that has no reward."""
     last = outputs[-1]
     for output in outputs[:-1]:
         if output.reward_score is None:
@@ -624,17 +636,17 @@ async def _cancel(task: asyncio.Task[Any], key: str) -> None:
     await asyncio.wait({task}, timeout=CANCELLED_S)
     if not task.done():
         logger.error("the agent loop of trajectory %s is still running after its cancellation, and is abandoned", key)
-        # Read the error of the abandoned task when the task ends. Otherwise asyncio would warn about it.
+        # When the abandoned task ends, read its error. Otherwise asyncio would warn that the error was never read.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 def group_of(key: str) -> int:
-    """Return the id of the group from the key of an attempt ("group-trajectory-attempt")."""
+    """Return the id of the group in ``key``, the key of an attempt ("group-trajectory-attempt")."""
     return int(key.partition("-")[0])
 
 
 def is_first_attempt(key: str) -> bool:
-    """Return whether the key ("group-trajectory-attempt") is that of a trajectory's first attempt."""
+    """Return whether ``key`` ("group-trajectory-attempt") names a trajectory's first attempt."""
     return key.endswith("-0")
 
 

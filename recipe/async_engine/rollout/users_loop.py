@@ -3,9 +3,10 @@
 
 Contract: any error of an agent loop or of its tools, even ``SystemExit``, becomes an `AgentLoopError` that has the
 message and the traceback as text, because another process may be unable to unpickle the error itself. If the task of an
-agent loop is cancelled, the ``CancelledError`` is passed on, so that the agent-loop worker can find out whether it
-requested the cancellation. All columns of the data are passed to the agent loop, except that a column whose name is in
-`ARGUMENTS` is refused. Shown by tests/integration/test_users_loops.py.
+agent loop is cancelled, the ``CancelledError`` is passed on, so that the agent-loop worker can check whether it has
+requested this cancellation. The columns of the data are passed to the agent loop as arguments, except those that
+control verl itself (`CONTROLS`). A column whose name is in `ARGUMENTS` is refused. Shown by
+tests/integration/test_users_loops.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DO_SAMPLE = "__do_sample__"
 PRIORITY = "priority"
 ANY = "**"
 CONTROLS = frozenset({ROLLOUT_N, DO_SAMPLE})
-"""Columns that control verl itself and are not passed to the agent loop."""
+"""Columns of the data that control verl itself. They are not passed to the agent loop."""
 
 OURS = (AgentLoopError, RewardError, NonFinite, UnusableAnswer)
 """Errors that already explain why a trajectory failed, so they are raised unchanged."""
@@ -53,7 +54,9 @@ async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
 
 
 class _BegunTask(asyncio.Task[Any]):
-    """A task that is not cancelled before its first step. Otherwise Ray would never answer the task's remote call."""
+    """A task that runs its first step even if it is cancelled earlier. Otherwise Ray would never answer the call that
+    the task runs.
+    """
 
     has_begun = False
 
@@ -66,7 +69,7 @@ class _BegunTask(asyncio.Task[Any]):
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
-    """Convert ``SystemExit`` in the tasks of an event loop to `AgentLoopError`, because it would end the event loop."""
+    """Make tasks of an event loop raise `AgentLoopError` instead of ``SystemExit``, which would end the event loop."""
 
     async def contained(work: Coroutine[Any, Any, Any]) -> Any:
         asyncio.current_task(loop).has_begun = True  # type: ignore[union-attr]
@@ -86,7 +89,7 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     for name in ARGUMENTS & row.keys():
         raise AgentLoopError(f"the data has a column {name!r}, the name of an argument of every agent loop: rename it")
     takes = _parameters(type(agent_loop).run)
-    # None means that this row's file lacks the column. If the agent loop has a default for the argument, leave it out.
+    # None means that this row's file lacks the column. Leave it out if the agent loop's parameter has a default.
     columns = {
         name: value
         for name, value in row.items()
@@ -94,7 +97,7 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     }
     more = {name: value for name, value in v1.items() if ANY in takes or name in takes}
     if type(agent_loop).__module__.startswith("verl.") and not isinstance(columns.get(PRIORITY), int | np.integer):
-        # verl's own agent loops use this column as the request's priority in the engine, which has to be an integer.
+        # verl's own agent loops pass this column to the engine as the request's priority, which has to be an integer.
         columns.pop(PRIORITY, None)
     return await agent_loop.run(sampling_params, **{**more, **columns})
 
@@ -115,7 +118,10 @@ def check_row(row: dict[str, Any]) -> None:
 
 @cache
 def _parameters(run: Hashable) -> dict[str, bool]:
-    """Return, by the name of each parameter of ``run``, whether it has a default. `ANY` stands for ``**kwargs``."""
+    """Return a dict with the name of each parameter of ``run``, and whether the parameter has a default.
+
+    The name `ANY` stands for ``**kwargs``.
+    """
     try:
         parameters = inspect.signature(cast(Callable[..., Any], run)).parameters.values()
     except (TypeError, ValueError):
@@ -153,6 +159,6 @@ def loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
     settings = _agent_loop_registry[agent_name]
     own = {name: value for name, value in settings.items() if name != "_target_"}
     if any(name.startswith("_") or not isinstance(value, str | int | float | None) for name, value in own.items()):
-        # The agent loop's settings contain objects that Hydra has to build.
+        # Some of the agent loop's settings are not plain values, so Hydra has to process them.
         return partial(hydra.utils.instantiate, settings)
     return partial(hydra.utils.get_object(settings["_target_"]), **own)

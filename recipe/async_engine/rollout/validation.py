@@ -47,7 +47,7 @@ class ValidationAnswers:
         self._slots = asyncio.Semaphore(slots)
 
     async def of(self, prompts: DataProto, version: int) -> list[Any]:
-        """Generate an answer to each row; return padded trajectories, with None where all attempts failed."""
+        """Generate an answer for each row; return them as padded trajectories, with None where all attempts failed."""
         columns, runs, work = prompts.non_tensor_batch, dict[str, GroupRun](), []
         for n, uid in enumerate(map(str, columns["uid"])):
             if uid not in runs:
@@ -84,13 +84,17 @@ class ValidationAnswers:
 
 
 def with_stand_ins(answers: list[Any], prompt_length: int, response_length: int) -> list[Any]:
-    """Return ``answers`` with each None replaced by an empty answer with the score NaN."""
+    """Return ``answers``, with each None replaced by an empty answer whose score is NaN."""
     there = next((answer for answer in answers if answer is not None), None)
     return [_stand_in(there, prompt_length, response_length) if answer is None else answer for answer in answers]
 
 
 def _stand_in(like: Any, prompt_length: int, response_length: int) -> Any:
-    """Return an empty answer with the score NaN and the tensor shapes of ``like``, an answer or None."""
+    """Return an empty answer whose score is NaN.
+
+    Its tensors have the same shapes as those of the answer ``like``. If ``like`` is None, their shapes follow from the
+    two lengths.
+    """
     if like is None:
         prompt, response, whole = (
             torch.zeros((1, length), dtype=torch.int64)

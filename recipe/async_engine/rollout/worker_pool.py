@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool of agent-loop workers, which chooses a worker for each trajectory.
 
-Contract: each attempt at a trajectory runs on the worker with the fewest attempts, and a retry on a different worker if
-possible. Every error of a worker is raised as a :class:`RecipeError`. The pool constantly checks whether its workers
-respond (`actors/worker_set.py` describes what happens if one dies or does not respond). The pool passes on object
-references to payloads, but never fetches them. A prompt of more than `LARGE` bytes, for example with images, is put
-into the object store once for all trajectories of its group. Only one event loop calls the pool. The token counts of a
-dead worker are the last ones that it reported, with its held tokens (`TokenAccount`) counted as lost. Shown by
-tests/integration/test_worker_pool.py and test_turn_pool.py.
+Contract: each attempt at a trajectory runs on the worker with the fewest running attempts, and a retry on a different
+worker if possible. Every error of a worker is raised as a :class:`RecipeError`. The pool constantly checks whether its
+workers respond (`actors/worker_set.py` describes what happens if one dies or does not respond). The pool passes on
+object references to payloads (packed trajectories), but never fetches payloads. A prompt of more than `LARGE` bytes,
+for example with images, is put into the object store once for all trajectories of its group. Only one event loop calls
+the pool. The token counts of a dead worker are those that it reported last, with its held tokens (`TokenAccount`)
+counted as lost. Shown by tests/integration/test_worker_pool.py and test_turn_pool.py.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULTS = Timeouts()
 LARGE = 64 << 10
-"""Size in bytes from which a prompt is put into the object store. Ray would do so itself, but again for each call."""
+"""A prompt with more bytes is put into the object store only once. Ray itself would put it there for each call."""
 VALIDATION = "validation-"
 """Prefix of the keys of validation attempts, which a worker may run at the same time as attempts for training."""
 ALONE = ", again, in a worker of its own (look for what in its agent loop or tools ends, blocks or fills the process)"
@@ -49,8 +49,10 @@ NONE_LEFT = "every agent-loop worker has died; the first one's error is in the l
 
 
 async def _said(said: Any, payload: Any) -> Any:
-    """Await ``said``, the first of the two results of a remote call, and return it. If the call failed, ``payload``,
-    the second result, has the same error and is awaited too, since Ray logs each error that is never awaited.
+    """Await and return ``said``, the first of the two results of a remote call.
+
+    If the call fails, its second result, ``payload``, has the same error. Then ``payload`` is awaited too, because Ray
+    logs each error that is never awaited.
     """
     try:
         return await said
@@ -77,8 +79,9 @@ def _failure(run: TrajectoryRun, cause: BaseException) -> RecipeError:
 class TracedGroups:
     """Chooses the prompt groups that verl's rollout trace shows (``actor_rollout_ref.rollout.trace``).
 
-    If ``max_samples_per_step_per_worker`` is set, the trace has the first groups of each version: at most that setting
-    times the number of agent-loop workers (``each_version``). Shown by tests/integration/test_rollout_trace.py.
+    If the setting ``max_samples_per_step_per_worker`` is not null, the trace has only the first ``each_version`` groups
+    of each version: the setting's value times the number of agent-loop workers. Shown by
+    tests/integration/test_rollout_trace.py.
     """
 
     def __init__(self, each_version: int | None = None) -> None:
@@ -87,7 +90,7 @@ class TracedGroups:
         self._of_version: Counter[int] = Counter()
 
     def has(self, group_id: int, version: int) -> bool:
-        """Return whether to trace a group that was issued at ``version``. The result for a group never changes."""
+        """Return whether to trace a group that was issued at ``version``. A group that is traced stays traced."""
         if self._each_version is None or group_id in self._chosen:
             return True
         if self._of_version[version] >= self._each_version:
@@ -102,14 +105,14 @@ class WorkerPool(WorkerSet):
 
     Args:
         actors: the workers, which Ray may restart.
-        prepare: a function that sends a restarted worker the settings that the other workers got.
+        prepare: a function that sends a restarted worker the settings that it had before.
         startup_s: seconds within which a restarted worker has to be up.
         answer_s: seconds without a response after which a worker is killed.
         validates: whether the attempts belong to a validation.
 
     Attributes:
-        under_way: the trajectories with a running attempt, by the attempt's key.
-        users: number of running attempts by group id.
+        under_way: the trajectories that have a running attempt, by the attempt's key.
+        users: number of running attempts for each group id.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class WorkerPool(WorkerSet):
         return len(self.actors)
 
     def assign(self, run: TrajectoryRun) -> None:
-        """Choose the least loaded worker for the next attempt. A retry gets a different worker if possible.
+        """Choose the worker with the fewest open calls for the next attempt; for a retry, a different one if possible.
 
         Raises:
             RolloutFailed: all workers are dead, and none is being restarted.
@@ -204,10 +207,10 @@ class WorkerPool(WorkerSet):
 
     @asynccontextmanager
     async def place(self, run: TrajectoryRun) -> AsyncIterator[Any]:
-        """Yield the worker of an attempt, after waiting until the worker is up.
+        """Wait until the worker of an attempt is up, and yield the worker's actor handle.
 
         A trajectory that may have disturbed others gets the worker for itself: no new attempts are assigned to the
-        worker, and the trajectory waits until the worker's other attempts have ended. The worker is tested first, so
+        worker, and the trajectory waits until the worker's other attempts have ended. Then the worker is tested, so
         that the trajectory is not blamed for damage by earlier ones. If there is only one worker, it is shared.
         """
         assert run.worker_id is not None
@@ -229,7 +232,7 @@ class WorkerPool(WorkerSet):
                 self.reserved = None
 
     def sample_for(self, run: TrajectoryRun) -> Any:
-        """Return the prompt of an attempt, or a Ray object reference to it if it has more than `LARGE` bytes."""
+        """Return an attempt's prompt, or a Ray object reference to the prompt if it has more than `LARGE` bytes."""
         group = run.of.group
         if group.id not in self._samples:
             sample = sample_of(run.of.row, group)
@@ -254,7 +257,7 @@ class WorkerPool(WorkerSet):
     async def hold(self, timeout_s: float) -> TokenAccount:
         """Make all workers hold their requests until `go_on`, and return the sum of the workers' token counts.
 
-        The trajectories of a worker that does not answer in time end at their own deadlines.
+        A worker that does not answer within ``timeout_s`` seconds is skipped. Its trajectories end at their deadlines.
         """
         self._holds = True
         for worker_id, account in (await self._ask("hold", timeout_s)).items():
@@ -327,8 +330,8 @@ class WorkerPool(WorkerSet):
             return
         before = self._accounts.get(worker_id, TokenAccount())
         if account.cut < before.cut:
-            # Counts never decrease, so these come from a restarted process. The death of the earlier process was not
-            # noticed, because it ran no attempt. Add its last counts here.
+            # A process's counts never decrease, so these come from a restarted process. The death of the earlier
+            # process was not noticed, because that process ran no attempt. Add its last counts here.
             self._lost_with_workers += before.held_as_lost()
         self._accounts[worker_id] = account
 
@@ -336,7 +339,7 @@ class WorkerPool(WorkerSet):
         return sum(self._accounts.values(), self._lost_with_workers)
 
     async def _ask(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
-        """Call a method of all workers, and return the results by worker id. Workers that fail are left out."""
+        """Call a method of all workers; return the results by worker id, without workers that fail or are late."""
 
         async def answer(worker_id: str, actor: Any) -> Any:
             try:

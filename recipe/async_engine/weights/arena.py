@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocates many tensors in one contiguous piece of host memory of exactly their total size.
+"""Puts many tensors into one contiguous allocation of host memory, without more memory than they need.
 
 torch's allocator of pinned memory rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h:305),
 so the 339 tensors of a 7B model (14.2 GiB) would take 27.0 GiB. This module pins one ordinary allocation instead.
@@ -20,7 +20,7 @@ Form = tuple[torch.Size, torch.dtype]
 
 
 def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
-    """Return uninitialized tensors of these shapes and dtypes, which follow one another in one allocation.
+    """Return uninitialized tensors with these shapes and dtypes, all in one allocation.
 
     With ``pinned`` the memory is registered with the driver, so that an accelerator can copy it asynchronously.
     """
@@ -32,7 +32,7 @@ def in_one_piece(forms: Sequence[Form], pinned: bool) -> list[torch.Tensor]:
     memory = torch.empty(end, dtype=torch.uint8)
     if pinned and end:
         pin_memory(memory.data_ptr(), end)
-        # Unregister the memory before it is freed, which happens when no tensor uses the shared storage any more.
+        # Unregister the memory before it is freed. It is freed when no tensor uses the shared storage any more.
         weakref.finalize(memory.untyped_storage(), unpin_memory, memory.data_ptr())
     return [
         memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checksum of weights, computed by the sender and by the receiving engine, on any device.
+"""A checksum of weights, which the sender and each receiving engine compute, on any device.
 
 Contract: the checksum depends on each tensor's name, shape, dtype and bits, but not on the order of the tensors. It
-changes if a bit changes, or if two tensors or two blocks of `BLOCK_WORDS` words swap their contents. Tensors without
-elements are ignored, since not every checkpoint engine transfers them. Each tensor is read once, in about one device
-operation and with a hundredth of its memory as workspace. Only `value` waits for the device. The checksum detects
+changes if a bit changes, or if two tensors or two blocks of `BLOCK_WORDS` words exchange their contents. Tensors
+without elements are ignored, since not every checkpoint engine transfers them. Each tensor is read once, with about one
+device operation and about 1% of its size as workspace. Only `value` waits for the device. The checksum detects
 accidents, not forgeries. Shown by tests/integration/test_checksum.py.
 
 `torch.hash_tensor` is not used: it combines words by exclusive or, so two ones give the same result as two zeros.
@@ -23,13 +23,13 @@ WORD_BYTES = 8
 BLOCK_WORDS = 512
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
 LARGEST = 1 << 17
-"""Largest number of block sums in one allocation, which then takes a mebibyte."""
+"""Largest number of block sums in one allocation. Such an allocation takes one mebibyte."""
 CHECKSUM, VERSION = "sent checksum", "sent version"
-"""Keys under which a sender adds its checksum and its version to its metrics."""
+"""Keys in a sender's metrics for the checksum and the version of the weights that it sent."""
 
 
 class Rows:
-    """A preallocated tensor of integers on one device, of which `take` returns the next unused rows."""
+    """A preallocated tensor of integers on one device. `take` returns its next unused rows."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows, self.used = rows, 0
@@ -44,25 +44,29 @@ class Rows:
 
 @dataclass
 class Tensor:
-    """State of one tensor's checksum; ``runs`` locates its block sums: (index of `Rows`, first row, number of rows)."""
+    """State of the checksum of one tensor.
+
+    ``runs`` says where the sums of its blocks are: (index of a `Rows`, first row, number of rows). ``blocks`` is the
+    number of its complete blocks.
+    """
 
     what: str
     blocks: int = 0
     runs: list[tuple[int, int, int]] = field(default_factory=list)
     last: int | None = None
-    """Index of the tensor's last block among the incomplete blocks of all tensors, or None if the block is complete."""
+    """Index of the tensor's last block among the incomplete blocks of all tensors; None if that block is complete."""
 
 
 class StreamChecksum:
     """Computes the checksum of a stream of tensors.
 
-    A tensor is read as 8-byte integers, which a CPU sums at the speed of its memory; smaller integers would take thirty
-    times as long. The integers of each block are summed. The tensor's checksum is the sum of these block sums, each
-    multiplied by 2 * (index of the block) + 1. These factors are odd, because an even one would lose the highest bit of
-    an integer by overflow.
+    A tensor is read as 8-byte integers: a CPU can sum these as fast as it reads memory, but would need thirty times as
+    long for smaller integers. The integers of each block of the tensor are summed. The tensor's checksum is the sum of
+    these block sums, each multiplied by 2 * (index of the block) + 1. These factors are odd, because multiplication by
+    an even factor would lose the highest bit of a block sum by overflow.
 
-    When a tensor is added, the device sums the complete blocks, and copies the last block if it is incomplete. `value`
-    combines the block sums of many tensors at once.
+    When a tensor is added, the device sums its complete blocks, and copies its last block if that is incomplete.
+    `value` combines the block sums of many tensors at once.
     """
 
     def __init__(self) -> None:
@@ -78,7 +82,11 @@ class StreamChecksum:
             self._add(tensor.detach().flatten().view(torch.uint8))
 
     def add_chunk(self, meta: Any, data: torch.Tensor) -> None:
-        """Add the next chunk of a tensor that verl has split, at ``meta.chunk_offset``, a multiple of `BLOCK_BYTES`."""
+        """Add the next chunk of a tensor that verl has split into chunks.
+
+        The chunk begins ``meta.chunk_offset`` bytes after the tensor's begin, which must be a multiple of
+        `BLOCK_BYTES`.
+        """
         assert meta.chunk_offset % BLOCK_BYTES == 0, "only a tensor's last block may be incomplete"
         if not meta.chunk_offset:
             self._begin(meta.name, meta)
@@ -103,7 +111,10 @@ class StreamChecksum:
             tensor.last, self._incomplete = self._incomplete, self._incomplete + 1
 
     def _room(self, among: list[Rows], count: int, device: torch.device, shape: tuple[int, ...]) -> Rows:
-        """Return a `Rows` with ``count`` unused rows; each new `Rows` is twice as large as the last, up to a limit."""
+        """Return a `Rows` with ``count`` unused rows, the last of ``among`` or a new one that is appended.
+
+        Each new `Rows` is twice as large as the last one, up to a limit.
+        """
         if not among or not among[-1].has(count, device):
             rows = min(2 * len(among[-1].rows), LARGEST >> 8 if shape else LARGEST) if among else 2 if shape else 512
             make = torch.zeros if shape else torch.empty
@@ -119,7 +130,7 @@ class StreamChecksum:
             yield name, tensor
 
     def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor and add it only after it was consumed, so that the consumer need not wait for the sum."""
+        """Yield each tensor, and add it only when the next one is requested, so the consumer gets it without delay."""
         for name, tensor in weights:
             yield name, tensor
             self.add(name, tensor)
@@ -161,8 +172,9 @@ class StreamChecksum:
 def _number(tensor: Tensor, differences: list[Iterator[tuple[int, int]]], last: list[int]) -> int:
     """Return one tensor's checksum.
 
-    ``differences`` has an iterator for each `Rows`, which yields two sums for each of its runs of rows: the sum of the
-    rows, and the sum of the rows times 2 * row + 1. ``last`` has the sums of all incomplete last blocks.
+    ``differences`` has an iterator for each `Rows`. For each run of rows (`Tensor.runs`) it yields two sums: the sum of
+    the run's rows, and the same sum with each row multiplied by 2 * (index of the row) + 1. ``last`` has the sums of
+    the incomplete last blocks of all tensors.
     """
     total = place = 0
     for rows, begin, count in tensor.runs:
@@ -174,10 +186,10 @@ def _number(tensor: Tensor, differences: list[Iterator[tuple[int, int]]], last: 
 
 
 class SummedSender:
-    """Wraps the checkpoint engine of the sending trainer rank, and reports checksum and version of the weights sent.
+    """Wraps the checkpoint engine of the sending trainer rank, to report checksum and version of the weights sent.
 
-    `send_weights` adds them to its metrics as `CHECKSUM` and `VERSION`, and the publisher compares them with what each
-    receiver reports. All other calls go to `engine` unchanged.
+    `send_weights` adds these two to its metrics as `CHECKSUM` and `VERSION`, and the publisher compares them with what
+    each receiver reports. All other calls go to `engine` unchanged.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that this package's checkpoint engines share."""
+"""Functions for all of this package's checkpoint engines."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 def deadlines(backend: str, timeout_s: float, connect_timeout_s: float) -> tuple[float, float]:
-    """Return the time limits (seconds) of a whole sync and of connecting; raise SettingError if one is not above 0."""
+    """Return the limits in seconds for a whole sync and for connecting; raise SettingError if a limit is not above 0.
+
+    ``backend`` is the name of the checkpoint engine, for the error.
+    """
     for setting, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
         if not value > 0:
             raise SettingError(f"checkpoint_engine.engine_kwargs.{backend}.{setting}", value, "above 0 (seconds)")
@@ -21,13 +24,15 @@ def deadlines(backend: str, timeout_s: float, connect_timeout_s: float) -> tuple
 
 
 def consume(weights: Iterable[Any]) -> None:
-    """Iterate over the weights to the end, because gathering each tensor may be a collective of all trainer ranks."""
+    """Iterate over ``weights`` to the end: other ranks may wait for this one, because gathering a tensor may be a
+    collective of all trainer ranks.
+    """
     for _ in weights:
         continue
 
 
 def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
-    """Return ``call`` for use on another thread, with this thread's current accelerator selected there."""
+    """Return a version of ``call`` for another thread, which first selects this thread's current accelerator there."""
     if not torch.accelerator.is_available():
         return call
     device = torch.accelerator.current_device_index()
@@ -40,21 +45,24 @@ def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
 
 
 class CycleCollector:
-    """Frees the buckets of failed weight syncs.
+    """Frees the buckets (send and receive buffers) of failed weight syncs.
 
-    Reference cycles with the error and its waiters keep these buckets alive. Python's own garbage collector would free
-    the buckets only later, and never in an idle process.
+    The error of a failed sync is part of reference cycles that keep the buckets alive. Python's own garbage collector
+    would free the buckets only later, and never in an idle process.
     """
 
     def __init__(self) -> None:
         self._looks = 0
 
     def add(self) -> None:
-        """Record a failed sync. The error may stay referenced for a while, so the next two `clear` calls collect."""
+        """Record a failed sync, so that the next two calls of `clear` collect garbage.
+
+        One call would not suffice, because the error may still be referenced when the first one runs.
+        """
         self._looks = 2
 
     def clear(self) -> None:
-        """Collect garbage if a sync failed recently; called at the end of every sync."""
+        """Collect garbage if a sync failed recently. Checkpoint engines call this at the end of every sync."""
         if self._looks:
             self._looks -= 1
             gc.collect()

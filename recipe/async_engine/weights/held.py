@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs all values that two models of the same structure hold, in modules, routers, kernels and closures.
+"""Pairs the values that two models of the same structure have in the same places: in modules, kernels, closures, etc.
 
-Staging uses the pairs to swap the tensors of a spare model and of the live model. Contract: :func:`pairs` visits every
-object that can be reached from one model through attributes, items and closures, each once, together with the object
-that the other model has at the same path. It skips the contents of objects that both models share, of two objects of
-different types, of objects with a `__del__` method, and of extension types. So it terminates, and does not enter
-configurations, process groups or registries of the process.
+Staging uses the pairs to copy the tensors of a spare model to the live model. Contract: :func:`pairs` visits every
+object that can be reached from the first model through attributes, items and closures, each once, together with the
+object that the second model has at the same path. It does not visit the contents of objects that both models share, of
+pairs of different types, of objects with a `__del__` method, or of extension types. Therefore it terminates, and does
+not enter configurations, process groups or registries of the process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ Put = Callable[[Any, Any], None] | None
 
 
 class Pair(NamedTuple):
-    """The values of two models at the same path. ``theirs`` is `ABSENT` if the second model has no value there."""
+    """The values of two models at the same path: ``mine`` of the first model, and ``theirs`` of the second.
+
+    ``theirs`` is `ABSENT` if the second model has no value at the path.
+    """
 
     path: str
     mine: Any
     theirs: Any
     has_parts: bool
-    """Whether ``mine`` holds other values, which `pairs` visits if both values are alike; a tensor holds none."""
+    """Whether ``mine`` contains other values. `pairs` visits these too if ``mine`` and ``theirs`` are alike."""
     put_mine: Callable[[Any], None] | None
     """Function that replaces the value at this path in the first model, or None if it cannot be replaced."""
     put_theirs: Callable[[Any], None] | None
@@ -40,7 +43,7 @@ class Pair(NamedTuple):
 
     @property
     def are_alike(self) -> bool:
-        """Return whether both values have the same type or, for functions, the same code."""
+        """Whether both values have the same type or, if they are functions, the same code."""
         if isinstance(self.mine, FunctionType) and isinstance(self.theirs, FunctionType):
             return self.mine.__code__ is self.theirs.__code__
         return type(self.mine) is type(self.theirs)
@@ -78,9 +81,10 @@ def _held(holder: Any) -> tuple[dict[Any, Any], Put]:
 
 
 def _parts(holder: Any) -> tuple[dict[Any, Any], Put] | None:
-    """Return the values that an object holds, by name or index, and a function that replaces one of them.
+    """Return the values that an object contains, by name or index, and a function that replaces one of these values.
 
-    The function is None if the values cannot be replaced. The result is None if the object's contents are skipped.
+    The function is None if the values cannot be replaced. The whole result is None if `pairs` must not visit the
+    object's contents.
     """
     if isinstance(holder, dict):
         return holder, holder.__setitem__

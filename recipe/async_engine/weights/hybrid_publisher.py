@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight publisher for hybrid replicas, whose engines are on the trainer's accelerators and sleep while it trains.
 
-Contract: engines generate only between :meth:`wake` and :meth:`sleep`. Waking them publishes a version: `swap`
-allocates their memory again and loads the weights, which each trainer rank passes to the engine on its accelerators,
-and `resume` begins generation. `sleep` interrupts all requests. Requests that reach a server later are returned
-unanswered, so no request waits at a server while the trainer works. Then the engines free their memory. A replica
-that died gets no requests. The next wake-up first restarts it on the same accelerators, within the restart
-budget, since every trainer rank needs an engine to which it passes weights.
+Contract: engines generate only between :meth:`wake` and :meth:`sleep`. `wake` publishes a version: `swap` allocates the
+engines' memory again and loads the weights, which each trainer rank passes to the engine on its accelerator, and
+`resume` begins generation. `sleep` interrupts all requests, and then the engines free their memory. Requests that reach
+a server of a sleeping engine are returned unanswered, so no request waits at a server while the trainer works. A
+replica that died gets no requests. The next `wake` first restarts it on the same accelerators, within the restart
+budget, since every trainer rank needs an engine to which it can pass its weights.
 
-FSDP ranks gather their weights from the same shards, so all must pass identical weights; otherwise the run ends.
-Megatron ranks each pass their own copy of parameters that are not sharded (norms, biases, routers), and these copies
-may differ in single bits; with Megatron a difference is only logged, once.
+FSDP ranks gather their weights from the same shards, so all ranks must pass identical weights; otherwise the run ends.
+Each Megatron rank passes its own copy of parameters that are not sharded (norms, biases, routers), and these copies
+may differ in single bits. Therefore a difference is not an error with Megatron: the first one is logged.
 
 Shown by tests/integration/test_hybrid_publisher.py, tests/e2e/test_partial_rollout.py, test_elastic.py and
 test_lost_replica.py.
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class CannotRestart(PublishFailed):
-    """A lost replica cannot be started again, so its trainer rank has no engine to which it could pass weights."""
+    """A lost replica cannot be started again, so a trainer rank has no engine to which it can pass its weights."""
 
 
 class HybridPublisher(WeightPublisher):
@@ -51,11 +51,14 @@ class HybridPublisher(WeightPublisher):
     _restart: Callable[[RolloutReplica], RolloutReplica]
 
     def restart_lost(self, restart: Callable[[RolloutReplica], RolloutReplica], restarts: Restarts) -> None:
-        """Use ``restart``, which returns when a replica is up, to restart lost replicas within the budget."""
+        """From now on, restart lost replicas with the function ``restart``, within the budget ``restarts``.
+
+        ``restart`` gets a lost replica, and returns its replacement when that is up.
+        """
         self._restart, self.restarts = restart, restarts
 
     def wake(self, version: int) -> dict[str, float]:
-        """Load the trainer's weights as ``version``, and have the load balancer route to the replicas.
+        """Load the trainer's weights into the replicas as ``version``, and add the replicas to the load balancer.
 
         Returns:
             The metrics of a weight sync.
@@ -72,8 +75,8 @@ class HybridPublisher(WeightPublisher):
     def sleep(self, others_serve: bool = False) -> float:
         """Interrupt the replicas' requests and free the engines' memory; kill the servers that do not do so in time.
 
-        If ``others_serve``, the load balancer first stops routing requests to the replicas. Otherwise requests have
-        nowhere else to go, and those that still reach a replica are returned unanswered.
+        If other replicas go on generating (``others_serve``), the load balancer first stops routing requests to the
+        replicas that go to sleep. A request that still reaches one of these is returned unanswered.
 
         Returns:
             The seconds until all engines have stopped generating.
@@ -91,12 +94,12 @@ class HybridPublisher(WeightPublisher):
         return seconds
 
     def spread(self, servers: Sequence[Any]) -> None:
-        """Have ``servers`` return the requests that have no sampled token yet, so that other servers get them."""
+        """Make ``servers`` return the requests that have no sampled token yet. Clients then send them elsewhere."""
         asyncio.run(self._spread(servers))
 
     async def _spread(self, servers: Sequence[Any]) -> None:
         asked = [server.give_back_waiting.remote() for server in servers]
-        # The load balancer's cache ties each conversation to a server. Clear it, so that conversations can move.
+        # The load balancer's cache ties each conversation to one server. Clear it, so that conversations can move.
         answers = await self.outcomes([self.known.load_balancer.clear_sticky_cache.remote(), *asked])
         for error in (answer for answer in answers if isinstance(answer, BaseException)):
             logger.warning("requests may be spread unevenly over the rollout replicas: %s", error)
@@ -105,7 +108,7 @@ class HybridPublisher(WeightPublisher):
         asyncio.run(self.known.each(what, self.known.present, action, timeout_s))
 
     def find_dead(self) -> str:
-        """Check whether each replica's servers and engines are alive; return the errors of the dead ones as text."""
+        """Check whether each replica's servers and engines are alive; return the errors of dead replicas as text."""
         self._each("answer", self._check_engine, PING_S)
         asyncio.run(self._unroute_dead())
         return self.known.errors
@@ -115,7 +118,7 @@ class HybridPublisher(WeightPublisher):
         await asyncio.gather(*[server.check_engine.remote() for server in record.replica.servers])
 
     def stage(self, version: int) -> StagedVersion:
-        """Restart lost replicas. Nothing is staged, as sleeping engines have no memory: `swap` loads weights in place.
+        """Restart lost replicas. No weights are staged: sleeping engines have no memory, so `swap` loads them in place.
 
         Raises:
             CannotRestart: a lost replica could not be restarted, or the restart budget is used up.
@@ -172,5 +175,5 @@ class HybridPublisher(WeightPublisher):
             raise NoReplicaLeft(f"no rollout replica is alive: {self.known.errors}")
 
     async def _unroute_dead(self) -> None:
-        """Remove dead replicas from the load balancer; their requests fail by themselves."""
+        """Remove dead replicas from the load balancer. Requests that are at these replicas fail by themselves."""
         await self.known.unroute([record for record in self.known.records if record.dead and record.routed])

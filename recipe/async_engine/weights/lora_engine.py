@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's FSDP2 engine for models with LoRA adapters, changed to send merged weights or only the adapters.
 
-Contract: weights are merged in fp32 into new tensors, so that the model's own weights do not change, and converted to
-the dtype of the base weight. verl merges in place and undoes the merge afterwards
-(verl/workers/engine/fsdp/transformer_impl.py:1063), so that after a broken transfer the model keeps merged weights
-until the generator is garbage-collected; verl also rounds merged weights to bfloat16. Without merging
-(``model.lora.merge=false``) this engine always sends the adapters, whereas verl sends the frozen base if trainer and
-rollout are separate (verl/workers/engine_workers.py:772, verl #7495). Shown by tests/integration/test_lora_engine.py
+Contract: weights are merged in fp32 into new tensors, so the model's own weights do not change. The merged weights are
+converted to the dtype of the base weight. (verl merges in place and undoes the merge afterwards,
+verl/workers/engine/fsdp/transformer_impl.py:1063, so after a broken transfer the model keeps merged weights until the
+generator is garbage-collected. verl also rounds merged weights to bfloat16.) Without merging
+(``model.lora.merge=false``) this engine always sends the adapters. (verl sends the frozen base if trainer and rollout
+are separate, verl/workers/engine_workers.py:772, verl #7495.) Shown by tests/integration/test_lora_engine.py
 and tests/e2e/test_lora.py.
 """
 
@@ -32,12 +32,12 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
     """Yield (name in the base model, full tensor) for each parameter of a PEFT model, with its adapters merged.
 
-    The model is sharded with ``fully_shard``. This is a collective: all ranks must consume the tensors in step. On a
-    single rank a tensor without an adapter is the model's own, not a copy.
+    The model is sharded with ``fully_shard``. Gathering a tensor is a collective, so all ranks must iterate in step. On
+    a single rank a tensor without an adapter is the model's own, not a copy.
 
     Raises:
-        WeightsError: an adapter does more than add a product to a weight (DoRA, for example), or another layer without
-            that adapter shares the weight.
+        WeightsError: an adapter does more than add a product to a weight (DoRA, for example), or its weight is shared
+            with a layer that does not have this adapter.
     """
     adapted = {
         f"{prefix}.base_layer.weight": layer for prefix, layer in module.named_modules() if isinstance(layer, LoraLayer)
@@ -62,8 +62,8 @@ def _check_plain(name: str, layer: LoraLayer) -> None:
     if not isinstance(layer, Linear | Embedding) or layer.lora_variant or biased:
         kind = ", ".join(type(variant).__name__ for variant in layer.lora_variant.values()) or type(layer).__name__
         raise WeightsError(
-            f"the adapter of {name} cannot be merged into a copy: {kind}{' with a bias' if biased else ''}. Plain LoRA "
-            "adapters of linear and embedding layers can: see actor_rollout_ref.model.target_modules, lora_adapter_path"
+            f"the adapter of {name} cannot be merged into a copy: {kind}{' with a bias' if biased else ''}. Use plain "
+            "LoRA adapters of linear and embedding layers (actor_rollout_ref.model.target_modules, lora_adapter_path)"
         )
 
 
@@ -88,7 +88,7 @@ def _merged(base: torch.Tensor, layer: LoraLayer, device: Any) -> torch.Tensor:
 
 
 class LoraSending(FSDPEngine):
-    """Mixin for verl's FSDP engines that sends merged weights or only adapters. With FSDP1, verl's own code merges."""
+    """Makes verl's FSDP engines send merged weights or only adapters (a mixin). With FSDP1, verl's own code merges."""
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
@@ -115,9 +115,9 @@ class LoraFSDPEngineWithLMHead(LoraSending, FSDPEngineWithLMHead):
 def register(device: str, vendor: str) -> None:
     """Make verl use `LoraFSDPEngineWithLMHead` in this process, for language models on a vendor's accelerator.
 
-    verl prefers an engine that is registered for a vendor to a general one. Its own FSDP engines are general, so this
-    one is chosen. On the CPU this does nothing, because the CPU's engines (`recipe.laptop.platform.engines`) already
-    derive from `LoraSending`.
+    verl prefers an engine that is registered for a vendor to a general one. verl's own FSDP engines are general, so
+    this one is chosen. On the CPU this function does nothing, because the CPU's engines
+    (`recipe.laptop.platform.engines`) already derive from `LoraSending`.
     """
     for backend in ("fsdp", "fsdp2"):
         if device != "cpu" and (device, vendor) not in EngineRegistry._engines["language_model"][backend]:

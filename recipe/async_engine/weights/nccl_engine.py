@@ -9,28 +9,31 @@ The protocol on the wire is verl's. These settings make it replace verl's engine
 Contract:
 
 - The group is kept between syncs as long as every member reports the same group and the same ranks; otherwise a group
-  with a new name is created. verl creates a group for each sync or only once, always with the same name.
+  with a new name is created. (verl creates a group for each sync, or one for all syncs, always with the same name.)
 - No wait is unbounded: ``timeout_s`` limits a sync on every member, and ``connect_timeout_s`` limits joining a group.
   NCCL itself detects neither a dead nor a hanging member: the device waits until the communicator is aborted. `reset`
   aborts it at once, from another thread. It must be called on every member when one of them has failed, which
   `recipe.async_engine.weights.publisher` does.
 - Data that an abort leaves in a buffer are never used as weights: after an abort the transfer yields nothing and fails.
-- A sender that failed still iterates over its weights to the end, since the other trainer ranks help to gather them.
+- A sender that failed still iterates over its weights to the end, since the other trainer ranks take part in gathering
+  them.
 - Sending does not block an event loop.
 - A sender without relays (other ranks on its node that pass weights on) may send while training goes on: it neither
   waits for work that training has queued on the device nor delays that work. It fills buckets on one CUDA stream of its
-  own and sends them on another; neither is synchronized with the default stream. verl synchronizes the whole device for
-  each bucket, and Ray's stream and the default stream wait for each other. Weights in pinned memory are copied directly
-  into a bucket.
-- A bucket is not refilled before it has been sent. verl starts a broadcast on a thread and synchronizes the device
-  (nccl_checkpoint_engine.py:353). If the thread issues the broadcast only after this synchronization, all receivers get
-  the contents of the next bucket instead. Here the broadcast is issued synchronously.
+  own and sends them on another; neither stream is synchronized with the default stream. (verl synchronizes the whole
+  device for each bucket, and Ray's stream and the default stream wait for each other.) Weights in pinned memory are
+  copied directly into a bucket.
+- A bucket (a buffer for several tensors) is not refilled before it has been sent: its broadcast is issued synchronously
+  and awaited. (verl starts a broadcast on a thread and then synchronizes the device, nccl_checkpoint_engine.py:353.
+  If the thread issues the broadcast only after this synchronization, all receivers get the contents of the next
+  bucket instead.)
 - The sender computes the checksum (`recipe.async_engine.weights.checksum`) from the buckets that it sends, and
   ``send_weights`` returns it.
 
-With relays, weights are sent by verl's code. As in verl, tensors must be contiguous, tensors without elements do not
-arrive, and a sender returns when it has sent its last bucket. If a member never joins a group, each member that did
-join keeps a waiting thread. Shown by tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator yet.
+With relays, verl's code sends the weights. As in verl, tensors must be contiguous, tensors without elements do not
+arrive, and a sender returns when it has sent its last bucket. If one member never joins a group, each of the others
+keeps a thread that waits for it. Shown by tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator
+yet.
 """
 
 from __future__ import annotations
@@ -62,14 +65,15 @@ from recipe.async_engine.weights.engine_parts import CycleCollector, consume, de
 from recipe.async_engine.weights.nccl_parts import Bucket, InlineExecutor, within
 
 LOOK_MS = 100
-"""Milliseconds that a receiver waits for a bucket's description before it checks whether it has left its group."""
+"""Milliseconds between two checks whether a receiver has left its group, while it waits for a bucket's description."""
 
 
 @dataclass
 class Member(WorkerMetadata):
-    """The metadata that a member reports before a sync.
+    """The metadata that a member of a weight sync reports before the sync.
 
-    ``place`` has the name of the member's group, the member's rank and the world size, or is None without a group.
+    ``place`` has the name of the NCCL group that the member is in, the member's rank and the world size. It is None if
+    the member is in no group.
     """
 
     place: tuple[str, int, int] | None = None
@@ -85,18 +89,18 @@ class Group:
         self._lock = threading.Lock()
 
     def leave(self, reason: str) -> None:
-        """Leave the group, which aborts a transfer that is going on."""
+        """Leave the group because of ``reason``. A transfer that is going on is aborted."""
         with self._lock:
             if self.left is not None:
                 return
             self.left = reason
-        # Abort on a thread, because NCCL may wait in the abort until all members on this node have called it.
+        # Abort on a thread, because NCCL's abort may wait until all members on this node have called it.
         threading.Thread(target=self._abort, name="leave-nccl-group", daemon=True).start()
 
     def join(self, world_size: int, rank: int, stream: Any) -> None:
-        """Join the group, and let its collectives use ``stream``.
+        """Join the group, and make its collectives run on the CUDA stream ``stream``.
 
-        Ray's own stream is not used, because it and the default stream wait for each other.
+        Ray's own stream is not used, because Ray's stream and the default stream wait for each other.
         """
         collective.init_collective_group(world_size, rank, "nccl", self.name)
         rays, device = collective.get_group_handle(self.name), torch.cuda.current_device()
@@ -104,9 +108,10 @@ class Group:
         rays._dev_streams_map[str(device)] = [cp.cuda.ExternalStream(stream.cuda_stream)]
 
     def end_rendezvous(self) -> None:
-        """Kill the detached Ray actor through which the members found each other; it would outlive the run."""
+        """Kill the detached Ray actor through which the members found each other, because it would outlive the run."""
         rays = collective.get_group_handle(self.name)
-        # Add the key of the devices in use, because the actor exists even if their communicator could not be created.
+        # Each communicator has such an actor, by the key of its devices. Add the key of the devices in use, because its
+        # actor exists even if the communicator could not be created.
         for key in {*rays._dev_comm_map, ",".join(map(str, rays._used_gpu_indices))}:
             with suppress(ValueError):
                 rays._destroy_store(rays._generate_group_key(key))
@@ -128,7 +133,7 @@ class Group:
 
 
 class BucketDescriptions:
-    """The socket from which a receiver reads descriptions of buckets. A read fails if this process leaves the group."""
+    """The socket from which a receiver reads descriptions of buckets. A read fails if this process leaves ``group``."""
 
     def __init__(self, socket: zmq.Socket[bytes], group: Group) -> None:
         self._socket = socket
@@ -144,7 +149,7 @@ class BucketDescriptions:
         return self._socket.recv_pyobj()
 
     def close(self) -> None:
-        """Close the socket, because Python's garbage collector hangs if it deletes the context of an open socket."""
+        """Close the socket. Python's garbage collector would hang if it deleted the context of an open socket."""
         self._socket.close(linger=0)
 
 
@@ -188,14 +193,14 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     @contextmanager
     def _filling(self) -> Iterator[Any]:
-        """Make the stream for filling buckets the current stream of torch and cupy in the ``with`` block."""
+        """Make the stream for filling buckets current in torch and cupy during the ``with`` block, and yield it."""
         stream, _ = self._own_streams
         with torch.cuda.stream(stream), cp.cuda.ExternalStream(stream.cuda_stream):
             yield stream
 
     def prepare(self) -> Member:
-        """Allocate the buckets and return this process's metadata, including its present group."""
-        # The sender's buckets are zeroed on the stream that later fills them, so that the zeroing comes first.
+        """Allocate the buckets, and return this process's metadata, including the group that it is in."""
+        # Zero the sender's buckets on the stream that later fills them, so that they are zeroed before they are filled.
         with self._filling() if self.is_master else nullcontext():
             reported = super().prepare()
         group = self._group
@@ -206,10 +211,10 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return verl's topology, with the name of the group that the members join.
+        """Return verl's topology, and in it the name of the group that the members have to join.
 
-        If all members report that they are in the same group, with the ranks of the topology, the name is that of this
-        group; otherwise it is a new name.
+        If all members report that they are in the same group, with the same ranks as in the topology, the name is that
+        of this group. Otherwise it is a new name.
         """
         topology = super().build_topology(actor_wg_world_size, rollout_world_size, metadata)
         ranks = [rank for side in topology for rank in side["rank"]]
@@ -263,12 +268,12 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             ) from error
 
     def _join(self, group: Group, master: MasterMetadata, verls: Callable[[], None]) -> None:
-        # Relays keep Ray's stream, because it orders their broadcasts among the collectives of training.
+        # With relays use Ray's stream, so that broadcasts and the collectives of training keep their order.
         if self.num_senders > 1:
             verls()
             return
         if self.rank:
-            # Subscribe before joining, because a subscriber misses what was published before it subscribed.
+            # Subscribe before joining, because a subscriber does not get messages that were published earlier.
             self._connect_zmq_client(master)
         group.join(self.world_size, self.rank, self._own_streams[1])
         with self._filling():
@@ -296,7 +301,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             self.reset("rebuild_group is set")
 
     def reset(self, reason: str = "reset() was called") -> None:
-        """Leave the group: a transfer in this process fails with ``reason``, and the next sync creates a new group."""
+        """Leave the group. A transfer in this process fails with ``reason``, and the next sync creates a new group."""
         if self._group is not None:
             self._cycles.add()
             self._group.leave(reason)
@@ -307,10 +312,10 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         """Send ``weights`` as verl does, but on a thread, because gathering a tensor is a blocking collective.
 
         Returns:
-            The checksum under the key `CHECKSUM` on the sending rank; None on the others.
+            On the sending rank, a dict with the checksum under the key `CHECKSUM`; None on the others.
 
         Raises:
-            WeightStreamError: this member has left the group, or the deadline has passed.
+            WeightStreamError: this member left the group, or the deadline passed.
         """
         what, iterator = f"sending version {global_steps}", iter(weights)
         sums = StreamChecksum()
@@ -331,8 +336,8 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
                 finally:
                     consume(iterator)
                     if self.rank == 0 and self.num_senders == 1:
-                        # Synchronize even after a failure, because the memory is reused. An operation that hangs is
-                        # aborted when this process leaves the group.
+                        # Synchronize even after a failure, because the buckets' memory is reused. This cannot hang: a
+                        # hanging operation is aborted when this process leaves the group.
                         for stream in self._own_streams:
                             stream.synchronize()
 
@@ -355,7 +360,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             with self._filling():
                 sums.add_chunk(meta, bucket.fill(meta, chunk))
             if not chunk.is_cpu:
-                # The chunk's memory may be reused when the next chunk is gathered, so gathering waits for the copy.
+                # The chunk's memory may be reused to gather the next chunk, so make gathering wait for the copy.
                 gathering.wait_stream(filling)
         await self._broadcast(bucket, is_last=True)
         for sent in (other, bucket):
@@ -365,7 +370,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     async def _broadcast(self, bucket: Bucket, is_last: bool) -> None:
         meta = {"bucket_meta": bucket.holds, "is_last": is_last, "length": bucket.length}
-        # The broadcast waits for cupy's current stream only, so that has to be the stream that fills the bucket.
+        # The broadcast waits only for cupy's current stream. Therefore make the stream that fills the bucket current.
         with self._filling():
             sending = BroadcastOperation(self.rank, self.group_name, bucket.filled, meta, self.socket, self.topic)
         await sending.wait_for_complete()
@@ -373,10 +378,12 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         bucket.left.record(self._own_streams[1])
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Receive as verl does. A tensor is a view of a reused buffer, and is valid until the next one is requested.
+        """Receive weights as verl does, and yield (name, tensor) for each.
+
+        A tensor is a view of a buffer that is reused, and is valid only until the next one is requested.
 
         Raises:
-            WeightStreamError: this member has left the group, or the deadline has passed.
+            WeightStreamError: this member left the group, or the deadline passed.
         """
         what = f"receiving version {global_steps}"
         with self._alone(what), self._watched(what) as group:
@@ -395,7 +402,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[Group]:
-        """If the ``with`` block fails, ends early or is late, leave the group, whose members are then out of step."""
+        """Leave the group if the ``with`` block fails, ends early or is late: then the members are out of step."""
         group = self._group
         if group is None:
             raise WeightStreamError(f"{what} is impossible without a group: call prepare and init_process_group first")

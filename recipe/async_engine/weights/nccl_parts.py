@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of `recipe.async_engine.weights.nccl_engine` that need no NCCL group: buckets and threads."""
+"""Classes and functions for `recipe.async_engine.weights.nccl_engine` that need no NCCL group: buckets and threads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from verl.checkpoint_engine.base import TensorMeta
 
 ALIGNMENT = 16
-"""Alignment of tensors in a bucket, in bytes, so that views of any dtype are possible; verl does not align them."""
+"""Alignment in bytes of tensors in a bucket. It makes views of any dtype possible; verl does not align tensors."""
 
 
 class Bucket:
-    """One of the two buffers that a sender fills and sends alternately."""
+    """One of a sender's two buffers for tensors. While the sender fills one buffer, it sends the other."""
 
     def __init__(self, memory: Any) -> None:
         self._memory = memory
@@ -27,12 +27,12 @@ class Bucket:
         """CUDA event that completes when the bucket's contents have been sent, or None if nothing is being sent."""
 
     def place(self, size: int) -> int | None:
-        """Return the offset, in bytes, for ``size`` more bytes, or None if they do not fit."""
+        """Return the offset in bytes at which ``size`` more bytes can be put, or None if they do not fit."""
         begin = self.length + -self.length % ALIGNMENT
         return begin if begin + size <= len(self._bytes) else None
 
     def fill(self, meta: TensorMeta, chunk: torch.Tensor) -> torch.Tensor:
-        """Copy a chunk to ``meta.offset`` on the current stream; return the copy, a view of the bucket."""
+        """Copy ``chunk`` into the bucket at ``meta.offset``, on the current stream; return a view of the copy."""
         assert meta.name not in self.holds, f"{meta.name} comes twice"
         self.holds[meta.name], self.length = meta, meta.offset + meta.chunk_size
         room = self._bytes[meta.offset : self.length]
@@ -50,7 +50,7 @@ class Bucket:
 
 
 class InlineExecutor(ThreadPoolExecutor):
-    """An executor for an event loop that runs each call on the submitting thread, before `submit` returns."""
+    """An executor for event loops. It runs each call on the thread that submits it, before `submit` returns."""
 
     def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         outcome: Future[Any] = Future()

@@ -6,8 +6,8 @@ Contract:
 * With ``async_training.weights.publish=inline`` the trainer waits for the whole publication. Otherwise it waits only
   for :meth:`WeightPublisher.snapshot`, which copies its weights, and trains on while the copy is sent.
 * Replicas stage a version next to the live weights. Generation pauses for the swap only when every live replica has
-  staged the complete version. Until then, and if the transfer fails, the replicas generate with the old version. The
-  new version is announced when the live replicas have swapped; then generation resumes on the replicas that hold it.
+  staged the complete version. Until then, and if the transfer fails, the replicas generate with the old version. When
+  the live replicas have swapped, generation resumes on the replicas that hold the new version.
 * A replica that died, or did not load the version, gets no requests until it loads a later version; the other replicas
   continue without it. If weights are loaded in place (``async_training.weights.staging=none``), generation pauses for
   the whole transfer. After a broken transfer all replicas load again, because any of them may have incomplete weights.
@@ -19,8 +19,9 @@ Contract:
 * A receiver whose checksum differs from the trainer's has failed to load. A log-prob server with such weights is told
   to refuse requests until a later load succeeds. The failure of a log-prob server never ends the run.
 * A member that fails repeatedly does not block the others: after the second attempt they load without it.
-* Members that a publication finds dead are replaced while the run goes on, within the restart budget; a replacement
-  takes part in the next publication. Agent-loop workers get the handles of the present log-prob servers.
+* Receivers that a publication finds dead are replaced while the run goes on, within the restart budget. A replacement
+  takes part in the first publication after its start. When the set of log-prob servers changes, the agent-loop workers
+  get the handles of the new set.
 * If no replica is left, :class:`NoReplicaLeft` ends the run with the cause. A publisher that never had a replica,
   because all replicas are hybrid, sends nothing.
 
@@ -68,11 +69,11 @@ Handles = dict[str, Any]
 Start = Callable[[], RolloutReplica]
 
 ATTEMPTS = 3
-"""Largest number of attempts at a transfer; the third leaves out the members that caused the failure of the second."""
+"""Largest number of attempts at a transfer. The third attempt leaves out the members that made the second one fail."""
 
 
 class NoReplicaLeft(RecipeError):
-    """No rollout replica holds the current weights; ``__cause__`` is the error of the first replica that failed."""
+    """No rollout replica has the current weights. ``__cause__`` is the error of one of the replicas."""
 
 
 class PublishFailed(RecipeError):
@@ -81,21 +82,21 @@ class PublishFailed(RecipeError):
 
 @dataclass
 class StagedVersion:
-    """State of the publication of one version, from `WeightPublisher.stage` to `WeightPublisher.resume`."""
+    """The state of one version's publication, from `WeightPublisher.stage` to `WeightPublisher.resume`."""
 
     version: int
     seconds: float = 0.0
     """Seconds that the publisher's calls for this version have taken so far."""
     paused_at: float | None = None
-    """Time (monotonic clock) at which generation paused, or None before the pause."""
+    """Time of `time.monotonic` at which generation paused, or None if it has not paused yet."""
     holders: list[ReplicaRecord] = field(default_factory=list)
-    """Replicas that hold the version, staged or live."""
+    """Replicas and log-prob servers that have the version, either staged or live."""
     sender: dict[str, float] = field(default_factory=dict)
     """Metrics that the sending rank reported."""
 
 
 class WeightPublisher(CheckpointEngineManager):
-    """verl's checkpoint-engine manager with deadlines, which tracks the version that each replica holds."""
+    """verl's checkpoint-engine manager with deadlines, which also keeps track of the replicas that have a version."""
 
     def __init__(
         self,
@@ -107,10 +108,14 @@ class WeightPublisher(CheckpointEngineManager):
         weights: Weights,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """``dtype``: the narrowest dtype in which floating-point weights can be sent without loss for any receiver."""
+        """Create a publisher that sends weights to ``replicas``.
+
+        ``dtype`` is the narrowest dtype in which floating-point weights can be sent without a loss at any receiver.
+        ``timeout_s`` limits each call to a replica.
+        """
         super().__init__(config, actor_wg, replicas)
         self.weights = weights
-        """The settings ``async_training.weights``, with settings that are null replaced by their defaults."""
+        """The settings ``async_training.weights``. Settings that the user left null have been replaced by defaults."""
         self._dtype = dtype
         self._wire: Wire | None = None
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
@@ -122,7 +127,7 @@ class WeightPublisher(CheckpointEngineManager):
         self._start_server: Start | None = None
         self._tell: Callable[[Handles], None] | None = None
         self.told: Handles = {}
-        """Actor handles, by name, of the log-prob servers that the agent-loop workers know."""
+        """The log-prob servers whose actor handles the agent-loop workers got last, by name."""
 
     @property
     def _beside(self) -> bool:
@@ -138,7 +143,7 @@ class WeightPublisher(CheckpointEngineManager):
         self.known.records += [ReplicaRecord(replica) for replica in replicas]
 
     def replace_lost(self, replacements: Replacements, start_replica: Start) -> None:
-        """From now on, have ``replacements`` replace each lost replica by one that ``start_replica`` returns."""
+        """From now on, make ``replacements`` replace each lost replica by a replica that ``start_replica`` returns."""
         self._replacements, self._start_replica = replacements, start_replica
 
     def use_servers(
@@ -165,12 +170,12 @@ class WeightPublisher(CheckpointEngineManager):
 
     @property
     def live_replicas(self) -> int:
-        """Number of replicas that the load balancer routes to; all of them hold the last announced version."""
+        """Number of replicas that get requests from the load balancer. All of them have the last published version."""
         return sum(record.routed for record in self.known.records)
 
     @property
     def serving(self) -> list[ray.actor.ActorHandle]:
-        """Servers of the replicas that the load balancer routes to."""
+        """The servers that get requests from the load balancer, one for each of their replicas."""
         return [record.replica.server_handle for record in self.known.records if record.routed]
 
     def publish(self, version: int) -> dict[str, float]:
@@ -181,7 +186,13 @@ class WeightPublisher(CheckpointEngineManager):
         return self.resume(staged)
 
     def snapshot(self, version: int) -> None:
-        """Make the trainer copy its weights, unless training waits for the transfer; raise PublishFailed on failure."""
+        """Make the trainer copy its weights, so that it can train while they are sent.
+
+        If training waits for the transfer, nothing is copied.
+
+        Raises:
+            PublishFailed: the trainer could not copy its weights.
+        """
         if not self._beside:
             return
         try:
@@ -192,10 +203,10 @@ class WeightPublisher(CheckpointEngineManager):
             raise PublishFailed(f"the trainer could not copy version {version}: {plain_cause(error)}") from error
 
     def stage(self, version: int) -> StagedVersion:
-        """Stage the version on the replicas, next to the live weights, with which the replicas continue to generate.
+        """Stage the version on the replicas, which continue to generate with their live weights.
 
-        Replicas that have started since the last publication are added. If weights are loaded in place, `swap` loads
-        them instead.
+        Replicas that have started since the last publication are added first. If weights are loaded in place, nothing
+        is staged, and `swap` loads them.
 
         Raises:
             NoReplicaLeft: no replica has loaded the version.
@@ -252,7 +263,7 @@ class WeightPublisher(CheckpointEngineManager):
 
     async def _agree_on_dtypes(self) -> Wire:
         if self._in_place:
-            # Without staging, the parameters that an engine holds in a wider dtype are not known, so narrow none.
+            # Without staging it is not known which parameters an engine keeps in a wider dtype, so narrow none.
             return Wire()
         servers = [record.replica.server_handle for record in self.known.present if record.generates]
         answers = await self._all([server.wide_parameters.remote() for server in servers])
@@ -267,7 +278,7 @@ class WeightPublisher(CheckpointEngineManager):
             staged.seconds += time.monotonic() - began
 
     async def _transfer(self, staged: StagedVersion) -> None:
-        """Transfer the version to the replicas and servers, and record in ``staged`` which of them loaded it."""
+        """Transfer the version to the replicas and log-prob servers, and record in ``staged`` which ones loaded it."""
         version = staged.version
         # Find dead receivers first, because a dead member makes a transfer fail for all.
         living = [record for record in self.known.records if not record.dead]
@@ -303,7 +314,11 @@ class WeightPublisher(CheckpointEngineManager):
         self._check_left(staged.holders, f"no rollout replica holds version {staged.version}")
 
     async def _load_with_retries(self, staged: StagedVersion) -> list[ReplicaRecord]:
-        """Return the receivers that loaded the version; raise PublishFailed if the trainer itself failed repeatedly."""
+        """Return the receivers that loaded the version. Make several attempts if some of them did not.
+
+        Raises:
+            PublishFailed: the trainer itself failed repeatedly.
+        """
         version = staged.version
         committed: list[ReplicaRecord] = []
         refused: list[ReplicaRecord] = []
@@ -319,7 +334,7 @@ class WeightPublisher(CheckpointEngineManager):
             await self.known.each("answer", self.known.present, ping, PING_S)
             if attempt > 1 and self.known.present and self._is_the_cause(trainer_error):
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
-            # A member that fails makes a collective transfer fail for all, so a later attempt leaves that member out.
+            # One failing member makes a collective transfer fail for all members, so leave it out of a later attempt.
             failed = [record for record in candidates if record not in committed and not record.dead]
             own = [record for record in failed if failed_by_itself(record, trainer_error)]
             if attempt > 1 and (own == failed or len(own) == len(candidates)):
@@ -330,13 +345,13 @@ class WeightPublisher(CheckpointEngineManager):
         return committed
 
     def _check_left(self, records: list[ReplicaRecord], what: str) -> None:
-        """Raise NoReplicaLeft with the message ``what`` if none of ``records`` generates."""
+        """Raise NoReplicaLeft with the message ``what`` if no live rollout replica is among ``records``."""
         if self.known.records and not any(record.generates and not record.dead for record in records):
             errors = (record.error for record in self.known.records if record.error is not None)
             raise NoReplicaLeft(f"{what}: {self.known.errors}") from next(errors, None)
 
     def _is_the_cause(self, trainer_error: BaseException | None) -> bool:
-        """Return whether the trainer failed by itself, and not because a receiver left in the middle of a transfer."""
+        """Return whether the trainer failed for a reason of its own, and not because a receiver left the transfer."""
         if trainer_error is None or any(failed_by_itself(record, trainer_error) for record in self.known.present):
             return False
         its_own = not isinstance(plain_cause(trainer_error), WeightStreamError)
@@ -353,9 +368,9 @@ class WeightPublisher(CheckpointEngineManager):
     async def _load(
         self, records: list[ReplicaRecord], version: int
     ) -> tuple[list[ReplicaRecord], dict[str, float], BaseException | None]:
-        """Try once to transfer ``version`` to all ``records``.
+        """Try once to transfer ``version`` to the replicas and servers of all ``records``.
 
-        Return the records that loaded the version, the trainer's metrics, and the trainer's error or None.
+        Return the records of those that loaded the version, the trainer's metrics, and the trainer's error or None.
         """
         handles = [worker for record in records for worker in record.replica.workers]
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
@@ -387,7 +402,7 @@ class WeightPublisher(CheckpointEngineManager):
         return self.known.timeout_s + PING_S
 
     async def outcomes(self, references: list[Any]) -> list[Any]:
-        """Return for each reference its value or its exception; if the value is late, this is a TimeoutError."""
+        """Return the value of each Ray reference, or its exception. For a late value this is a TimeoutError."""
         return await outcomes(references, self._answer_s)
 
     async def _all(self, references: list[Any]) -> list[Any]:
@@ -400,8 +415,8 @@ class WeightPublisher(CheckpointEngineManager):
     async def _unroute(self, records: list[ReplicaRecord]) -> None:
         """Remove replicas from the load balancer, then abort the requests that wait at their servers.
 
-        If only a weight worker of a replica died, the replica's server still lives, is paused, and has waiting
-        requests. If the server died, its requests have failed already.
+        Requests wait at a server if only a weight worker of the replica died: then the server is alive and paused. If
+        the server itself died, its requests have failed already.
         """
         leaving = await self.known.unroute(records)
         await self.known.each(

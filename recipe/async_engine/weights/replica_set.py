@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracks the replicas that receive weights, their states, and which of them the load balancer routes to.
+"""Keeps the state of each replica that receives weights, and tells the load balancer which replicas get requests.
 
 Contract: every call to a replica has a deadline, and a replica that fails or is late is treated as dead from then on.
 Shown by tests/integration/test_publisher.py and test_hybrid_publisher.py.
@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def plain_cause(error: BaseException) -> BaseException:
-    """Return the error inside Ray's wrapper, without the remote traceback, which is in the log."""
+    """Return the error inside Ray's wrapper ``error``, or ``error`` itself if it is no wrapper.
+
+    The wrapper's text has the remote traceback, which is in the log already.
+    """
     return getattr(error, "cause", None) or error
 
 
@@ -69,7 +72,10 @@ Action = Callable[[ReplicaRecord], Awaitable[Any]]
 
 
 class ReplicaSet:
-    """All replicas and servers that receive weights. A call to one may take ``timeout_s`` seconds by default."""
+    """All rollout replicas and log-prob servers that receive weights.
+
+    By default a call to one of them may take ``timeout_s`` seconds.
+    """
 
     def __init__(self, replicas: list[RolloutReplica], load_balancer: ray.actor.ActorHandle, timeout_s: float) -> None:
         self.records = [ReplicaRecord(replica) for replica in replicas]
@@ -93,10 +99,10 @@ class ReplicaSet:
         timeout_s: float | None = None,
         or_absent: bool = False,
     ) -> None:
-        """Run ``action`` on all ``records`` concurrently.
+        """Run ``action`` for all ``records`` concurrently.
 
-        A replica that fails or is late is marked as dead; with ``or_absent`` a late one is marked as absent instead.
-        ``what`` names the action in error messages, as a verb phrase.
+        A replica whose action fails or is late is marked as dead; with ``or_absent`` a late one is marked as absent
+        instead. ``what`` describes the action in error messages, as in "did not <what> within 5 s".
         """
         timeout_s = timeout_s or self.timeout_s
 
@@ -120,7 +126,7 @@ class ReplicaSet:
         await asyncio.gather(*[guarded(record) for record in records])
 
     async def route(self, records: Iterable[ReplicaRecord]) -> None:
-        """Add the rollout replicas among ``records`` to the load balancer, except those that it has already."""
+        """Add the rollout replicas among ``records`` to the load balancer, unless they are in it already."""
         fresh = [record for record in records if record.generates and not record.routed]
         if fresh:
             servers = {record.server_id: record.replica.server_handle for record in fresh}
@@ -129,7 +135,7 @@ class ReplicaSet:
             record.routed = True
 
     async def unroute(self, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
-        """Remove the rollout replicas among ``records`` from the load balancer; return those that it contained."""
+        """Remove the rollout replicas among ``records`` from the load balancer; return those that were in it."""
         records = [record for record in records if record.generates]
         leaving = [record for record in records if record.routed]
         for record in records:
@@ -140,7 +146,7 @@ class ReplicaSet:
         return leaving
 
     async def _balanced(self, answer: Any) -> None:
-        # A short deadline would be wrong: at the first sync the load balancer's process may still be importing modules.
+        # The deadline must not be short: at the first sync the load balancer's process may still import modules.
         try:
             async with asyncio.timeout(self.timeout_s):
                 await answer

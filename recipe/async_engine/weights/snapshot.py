@@ -2,12 +2,12 @@
 """A copy of the trainer's weights at one version, to be sent while training goes on.
 
 Contract: after :meth:`WeightSnapshot.take` training no longer affects what is sent, even if the copy is sent several
-times. The copy is in host memory of trainer rank 0, in the dtype in which rollout engines hold the weights; parameters
-that engines hold in a wider dtype keep that dtype. The memory is one allocation of exactly the size of the copy, pinned
-if there is an accelerator, and reused for the next version. Training waits only once, until everything is copied. The
-other ranks only help to gather each parameter. They keep names, shapes and dtypes without data, because they may have
-to iterate over the same names when the copy is sent. Shown by tests/integration/test_snapshot.py and, in runs,
-tests/e2e/test_fully_async.py.
+times. The copy is in host memory of trainer rank 0, in the dtype that rollout engines use. If engines keep a parameter
+in a wider dtype, the copy has the trainer's dtype for it. The memory is one allocation of exactly the size of the copy,
+pinned if there is an accelerator, and reused for the next version. Training waits only once, until everything is
+copied. The other ranks only take part in gathering each parameter. They keep names, shapes and dtypes without data,
+because they may have to iterate over the same names when the copy is sent. Shown by tests/integration/test_snapshot.py
+and, in runs, tests/e2e/test_fully_async.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class WeightsError(RecipeError):
 class Wire:
     """The dtypes in which weights are sent: the narrowest ones with which no receiver loses precision.
 
-    Floating-point parameters that training holds in a wider dtype are converted to ``dtype``, unless the last two
-    components of their names are in ``wide``: engines hold those parameters in a wider dtype too.
+    Floating-point parameters that training keeps in a wider dtype than ``dtype`` are converted to ``dtype``. The
+    exceptions are those whose last two name components are in ``wide``, because engines use a wider dtype for them too.
     """
 
     dtype: torch.dtype = torch.float64
@@ -47,7 +47,7 @@ class Wire:
 
 
 def widest(*names: str) -> torch.dtype:
-    """Return the widest of the dtypes that verl knows by these names, or float64 if verl does not know a name."""
+    """Return the widest of the dtypes with these names, or float64 if verl does not know one of the names."""
     try:
         return max((PrecisionType.to_dtype(name) for name in names), key=lambda dtype: dtype.itemsize)
     except RuntimeError:
@@ -72,13 +72,13 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def take(self, export: Callable[[], Iterable[NamedTensor]], version: int, wire: Wire) -> None:
-        """Copy the weights that ``export`` yields as ``version``, in the dtypes of ``wire``.
+        """Copy the weights that ``export()`` yields, in the dtypes of ``wire``. The copy is of version ``version``.
 
-        In the first call, and after a change of shapes, every rank iterates over the weights twice, first to find out
-        how much memory the copy needs.
+        In the first call, and after a change of shapes, every rank iterates over the weights twice: first to find out
+        how much memory the copy needs, then to copy.
 
         Raises:
-            WeightsError: the last copy is still being sent, or ``export`` yields different tensors in each pass.
+            WeightsError: the last copy is still being sent, or the two iterations yielded different shapes.
         """
         with self._alone(f"version {version} cannot be copied"):
             self._version = None
@@ -88,7 +88,9 @@ class WeightSnapshot:
             self._version = version
 
     def _copy(self, weights: Iterable[NamedTensor], wire: Wire) -> bool:
-        """Copy the weights and return True. If the memory has other shapes, allocate it anew and return False."""
+        """Copy ``weights`` and return True. If the present memory does not have their shapes, only allocate new memory
+        for them and return False.
+        """
         forms: list[tuple[str, Form]] = []
         pinned = False
         for name, tensor in weights:
@@ -112,7 +114,7 @@ class WeightSnapshot:
         """Yield an iterator over the tensors of ``version``, in the order in which they were copied.
 
         Raises:
-            WeightsError: the copy is incomplete or has another version, or it is in use already.
+            WeightsError: the copy is incomplete, is of another version, or is being made or sent at present.
         """
         with self._alone(f"version {version} cannot be sent"):
             if self._version != version:

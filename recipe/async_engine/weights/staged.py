@@ -2,9 +2,9 @@
 """Staging of new weights next to the live ones, in any process that holds the model or a shard of it.
 
 Contract: until :meth:`StagedWeights.swap` the live weights do not change, and the swap replaces all of them. Staging
-fails if the stream of weights breaks off, lacks parameters, or contains a tensor that the model does not accept; the
-error names the tensor, and the next stream starts from nothing. The process can compute with the live weights while
-others are staged.
+fails if the stream of weights breaks off, lacks parameters, or contains a tensor that the model does not accept. The
+error names the tensor, and nothing of the failed stream is used later. While weights are staged, the process can
+compute with the live ones.
 
 `StagedWeights` has subclasses for a rollout engine's model (`recipe.async_engine.engines.staged_model`), for its LoRA
 adapter (`staged_adapter`, in the engine's folder), and for one rank of a training engine
@@ -37,13 +37,13 @@ class StagedWeights(ABC):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Start a stream, dropping anything that was staged but not swapped in."""
+        """Start to receive a stream of weights, and drop everything that was staged and is not live."""
         self.version = None
         self._begin()
 
     @torch.no_grad()
     def load(self, weights: NamedTensors) -> None:
-        """Load tensors of the stream; raise an error if one is unusable. They are valid only during this call."""
+        """Load some tensors of the stream, which are valid only during this call; raise an error if one is unusable."""
         self._load(weights)
 
     @torch.no_grad()
@@ -51,7 +51,7 @@ class StagedWeights(ABC):
         """End the stream and mark the version as staged. ``problem`` is the stream's first error, or None.
 
         Raises:
-            StagingRefused: the stream had an error on this rank or another, or parameters are missing.
+            StagingRefused: the stream had an error, or lacks parameters, on this rank or another one.
         """
         problem = self._agreed(problem or self._find_problem())
         if problem is not None:
@@ -61,7 +61,11 @@ class StagedWeights(ABC):
 
     @torch.no_grad()
     def swap(self, version: int) -> None:
-        """Make the staged weights live; raise StagingRefused if they are incomplete. The model must be idle."""
+        """Make the staged weights live. The model must not compute anything meanwhile.
+
+        Raises:
+            StagingRefused: the staged weights are incomplete, or are of another version.
+        """
         if self.version != version:
             raise StagingRefused(f"version {version} is not staged; {self.version} is")
         self.version = None
@@ -78,11 +82,14 @@ class StagedWeights(ABC):
         """Return a text that names what is missing or unusable in the staged weights, or None if they are complete."""
 
     def _agreed(self, problem: str | None) -> str | None:
-        """Return the first problem among all ranks that stage together, or None if no rank has one."""
+        """Return the first problem among all ranks that share the model, or None if no rank has a problem.
+
+        Without such ranks this is ``problem``.
+        """
         return problem
 
     def _derive(self) -> None:  # noqa: B027, most subclasses have nothing to derive
-        """Do nothing. A subclass may compute what its swap needs; the staged weights are complete at this point."""
+        """Do nothing. A subclass may compute what its swap needs, from the staged weights, which are complete now."""
 
     @abstractmethod
     def _swap(self) -> None: ...
@@ -91,8 +98,8 @@ class StagedWeights(ABC):
 class Intake:
     """Passes one stream of weights to `StagedWeights`.
 
-    After an error, whose text becomes `problem`, the rest of the stream is read and ignored, because other receivers
-    may still need the transfer.
+    After an error, whose text becomes `problem`, the rest of the stream is still read but ignored, so that the transfer
+    can go on for other receivers.
     """
 
     def __init__(self, staged: StagedWeights, version: int) -> None:
@@ -107,7 +114,7 @@ class Intake:
         self._unless_failed(self._staged.begin)
 
     def take(self, weights: NamedTensors) -> None:
-        """Load tensors of the stream, unless the stream has had an error. They are valid only during this call."""
+        """Load some tensors of the stream, which are valid only during this call. Ignore them after an error."""
         self._unless_failed(lambda: self._load(weights))
 
     def _load(self, weights: NamedTensors) -> None:
@@ -116,12 +123,12 @@ class Intake:
         self._staged.load(weights)
 
     def fail(self, error: Exception) -> None:
-        """Record an error of the stream, unless there is one already."""
+        """Record ``error`` as the stream's error, unless the stream has had an error before."""
         if self.problem is None:
             self.problem = str(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {error}"
 
     def end(self) -> None:
-        """End the stream, which sets either `checksum` or `problem`."""
+        """End the stream. Afterwards either `checksum` or `problem` is set."""
         try:
             self._staged.complete(self._version, self.problem)
             self.checksum = self._sums.value()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transfer of weights: the calls to its members (trainer ranks and receivers), and the outcome for each member.
+"""One transfer of weights: calls to the members (trainer ranks and receivers), and the outcome for each member.
 
 Contract: every call has a deadline. A collective waits for every member, so as soon as one member fails, all members
 leave the group, if their checkpoint engine has a method ``reset``. Shown by tests/integration/test_publisher.py and
@@ -28,7 +28,9 @@ class ChecksumMismatch(RecipeError):
 
 
 async def outcomes(references: list[Any], timeout_s: float) -> list[Any]:
-    """Return the value of each Ray reference, or the exception, which is a TimeoutError if the value is late."""
+    """Return the value of each Ray reference, or its exception. For a value that is not there in time, the exception is
+    a TimeoutError.
+    """
     calls = [_in_time(reference, timeout_s) for reference in references]
     return await asyncio.gather(*calls, return_exceptions=True)
 
@@ -61,7 +63,9 @@ class TransferGroup:
         return _no_group(await outcomes(joined, self._timeout_s))
 
     async def transferred(self, calls: list[Any]) -> list[Any]:
-        """Return the outcome of each call. If a call fails, all members leave the group, so that no call hangs."""
+        """Await ``calls`` and return the value or exception of each. If a call fails, all members leave the group, so
+        that no other call hangs.
+        """
         calls = [asyncio.ensure_future(_in_time(call, self._timeout_s)) for call in calls]
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         failed = next((error for call in calls if call.done() and (error := call.exception())), None)
@@ -72,7 +76,9 @@ class TransferGroup:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def tell(self, method: str, **arguments: Any) -> None:
-        """Call ``method`` on every member's engine. Log failures, but ignore dead members, which a later call finds."""
+        """Call ``method`` on every member's checkpoint engine. Log failures, except those of dead members: a later call
+        finds these.
+        """
         calls = []
         for group in (self._trainer, self._receivers):
             count = group.world_size
@@ -94,7 +100,10 @@ async def _in_time(reference: Any, timeout_s: float) -> Any:
 
 
 def _no_group(outcomes: list[Any]) -> list[BaseException]:
-    """Return an error for each member if any member failed to join the group, otherwise an empty list."""
+    """Return an error for each member if one of ``outcomes`` is an error. Otherwise return an empty list.
+
+    A member that did not fail itself gets an error which says that the group was not made.
+    """
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if not errors:
         return []
@@ -106,11 +115,14 @@ def _no_group(outcomes: list[Any]) -> list[BaseException]:
 def evaluated(
     records: list[ReplicaRecord], version: int, results: list[Any], ranks: int
 ) -> tuple[list[ReplicaRecord], Metrics, str | None, BaseException | None]:
-    """Evaluate a transfer to ``records`` from the results of the trainer's ranks and of each replica's workers.
+    """Evaluate a transfer to ``records``.
+
+    ``results`` has the results of the trainer's ranks, whose number is ``ranks``, and then those of each replica's
+    workers. If a replica did not load the version, its record gets the error.
 
     Returns:
-        The records of the replicas that loaded the version, the sender's metrics, the checksum of what it sent, and the
-        trainer's error or None. If a replica did not load the version, its record has the error afterwards.
+        The records of the replicas that loaded the version, the sender's metrics, the checksum of the weights that it
+        sent, and the trainer's error or None.
     """
     trainer, receivers = results[:ranks], results[ranks:]
     trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
@@ -133,9 +145,9 @@ def evaluated(
 
 
 def failed_by_itself(record: ReplicaRecord, trainer_error: BaseException | None) -> bool:
-    """Return whether the replica of ``record`` failed by itself.
+    """Return whether the replica of ``record`` failed for a reason of its own.
 
-    This is False if the replica did not fail, or failed only because the trainer or another member failed.
+    The result is False if the replica did not fail, or failed only because the trainer or another member failed.
     """
     cause = None if record.error is None else plain_cause(record.error)
     return cause is not None and record.error is not trainer_error and not isinstance(cause, WeightStreamError)

@@ -39,7 +39,7 @@ class DeadlineServerAdapter(DeadlineAdapter, ServerAdapter):
         """Load all tensors of ``weights`` over the live weights, then commit version ``global_steps``.
 
         Raises:
-            WeightLoadError: the engine reported an error or did not answer in time. The server lets no requests pass.
+            WeightLoadError: the engine reported an error or did not answer in time. Requests go on waiting.
         """
         if wire_format != "named_tensors":
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
@@ -72,7 +72,7 @@ class DeadlineServerAdapter(DeadlineAdapter, ServerAdapter):
                 await self._in_time(self.server_handle.set_global_steps.remote(global_steps), "commit")
 
     async def _load_adapter(self, weights: NamedTensors, version: int | None) -> None:
-        """Stage an adapter and make it live at once. The caller has paused generation."""
+        """Stage a LoRA adapter and make it live at once. The caller has paused generation."""
         assert version is not None, "each adapter has its version in its name"
         self.checksum = await self.stage_weights(weights, version)
         if self._has_server:

@@ -54,8 +54,8 @@ def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
     if not before:
         return
     request.append_output_token_ids(before)
-    # Drop these statistics. vLLM fails if they count more cached tokens than the prompt has, and earlier tokens may be
-    # cached too.
+    # Drop these statistics. vLLM fails if they count more cached tokens than the prompt has. They could, because the
+    # tokens sampled before the interruption may be cached too.
     request.prefill_stats = None
     if request.use_structured_output:
         wanted = request.structured_output_request
@@ -63,7 +63,11 @@ def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
 
 
 def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) -> Any:
-    """Return a request's compiled grammar, advanced over the earlier tokens; raise ValueError if it rejects them."""
+    """Return a request's compiled grammar, advanced over the tokens that were sampled before the interruption.
+
+    Raises:
+        ValueError: the grammar rejects one of these tokens.
+    """
     grammar = compiled.result() if isinstance(compiled, Future) else compiled
     ruled = _after_reasoning(request, grammars)
     if ruled and not grammar.accept_tokens(request.request_id, ruled):
@@ -72,7 +76,10 @@ def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) ->
 
 
 def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[int]:
-    """Return the earlier tokens to which the grammar applies: all, or only those after the end of the reasoning."""
+    """Return the tokens from before the interruption that the request's grammar has to accept.
+
+    These are all tokens from before the interruption, or only those after the end of the reasoning.
+    """
     before, wanted = sampled_before(request.sampling_params), request.structured_output_request
     if grammars.reasoner_cls is None or grammars.enable_in_reasoning:
         return before
@@ -102,7 +109,7 @@ def patch_worker(vllm_config: VllmConfig) -> None:
             before = sampled_before(self.sampling_params)
             self.output_token_ids: list[int] = list(before)
             if before and self.generator is not None:
-                # Advance the random generator in the same way as the sampling of the earlier tokens did.
+                # Advance the random generator as far as the sampling of the tokens in ``before`` did.
                 logits = torch.empty(vocabulary, dtype=torch.float32, device=self.generator.device)
                 noise = empty_exponential_noise_like(logits, drawn_in_64_bit)
                 for _ in before:
@@ -114,8 +121,10 @@ def patch_worker(vllm_config: VllmConfig) -> None:
 
 
 def _replaying(sync_batch: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``sync_batch``, which counts thinking tokens, to process the earlier tokens of a request one by one. vLLM
-    processes them all at once, like the tokens of a preempted request, and then miscounts thinking tokens.
+    """Wrap ``sync_batch``, which counts thinking tokens, for requests that continue an interrupted answer.
+
+    The wrapper processes the tokens from before the interruption one by one. vLLM would process them all at once, like
+    the tokens of a preempted request, and miscount thinking tokens.
     """
 
     @functools.wraps(sync_batch)
@@ -135,7 +144,7 @@ def _replaying(sync_batch: Callable[..., None]) -> Callable[..., None]:
 
 
 def patch_output_processor(processor: Any) -> None:
-    """Make a server's output processor also look for stop strings in the text from before an interruption."""
+    """Make a server's output processor find stop strings that begin in the text from before an interruption."""
     add_request = processor.add_request
 
     def added(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,7 +164,7 @@ def feed_tokens(detokenizer: Any, tokens: list[int]) -> None:
     detokenizer.stop = stop
     detokenizer.min_tokens = max(0, detokenizer.min_tokens - len(tokens))
     if hasattr(detokenizer, "prompt_len"):
-        # vLLM's slow detokenizer (for Python tokenizers) keeps the tokens in the same list as the prompt.
+        # vLLM's slow detokenizer (for Python tokenizers) keeps the prompt and the answer in one list of tokens.
         detokenizer.prompt_len += len(tokens)
     else:
         detokenizer.token_ids.clear()

@@ -27,7 +27,8 @@ async def call_each_worker(engine: Any, method: str, *args: Any) -> list[Any]:
 async def pause(engine: Any, mode: Literal["abort", "keep"]) -> None:
     """Pause generation like ``AsyncLLM.pause_generation``, but without clearing caches or sleeping for 20 ms.
 
-    vLLM sleeps to let the remaining answers arrive. A caller that needs these answers has to wait for them.
+    vLLM sleeps to let the remaining answers arrive. A caller of this function that needs these answers has to wait for
+    them itself.
     """
     await call_each_core(engine, "pause_scheduler", mode, False)
 
@@ -35,8 +36,8 @@ async def pause(engine: Any, mode: Literal["abort", "keep"]) -> None:
 async def drop_computed(engine: Any) -> None:
     """Drop everything that the old weights computed: encoder outputs and the KV cache, also that of paused requests.
 
-    Preprocessed images, which do not depend on weights, are kept. vLLM's own method drops them too, so that a request
-    on its way from vLLM's frontend to a core could refer to a dropped image, and fail.
+    Preprocessed images, which do not depend on weights, are kept. vLLM's own method drops the images too. A request on
+    its way from vLLM's frontend to a core could then refer to a dropped image, and fail.
     """
     # The two True arguments also reset the KV cache of running requests and of KV connectors.
     if not all(await call_each_core(engine, "reset_prefix_cache", True, True)):

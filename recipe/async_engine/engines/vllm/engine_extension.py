@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The extension of a vLLM worker that receives weights on a thread during generation, and then makes them live.
 
-vLLM mixes `StagingExtension` into its worker class, and `collective_rpc` calls the methods. Contract: each call returns
+vLLM mixes `StagingExtension` into its worker class, and `collective_rpc` calls its methods. Contract: each call returns
 quickly, except for the first `begin_staging`, which creates a second instance of the model. The weights arrive as a
-stream from the weight worker on the same node, through verl's socket and shared memory or CUDA IPC. A stream with an
-error is read to its end, so that the sender does not block, and `staging_outcome` reports the error.
+stream from the weight worker on the same node, through verl's socket, and shared memory or CUDA IPC. After an error the
+stream is read to its end, so that the sender does not block, and `staging_outcome` reports the error.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
     """Return another instance of the engine's model, uninitialized and not registered in the engine."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
-    # vLLM finds the layers of the live model through these two registries. The second model must not change them, so it
-    # gets registries of its own.
+    # vLLM finds the layers of the live model through these two registries. They must not change, so the second model
+    # gets its own.
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
-    # Leave inference mode, because tensors created in it cannot be written to outside of it.
+    # Leave inference mode, because a tensor that is created in inference mode can be written to only in that mode.
     with torch.inference_mode(False), set_default_torch_dtype(config.model_config.dtype), device:
         return initialize_model(vllm_config=config, model_config=config.model_config).eval()
 
@@ -57,7 +57,7 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
 
 
 class StagingExtension(StagingWorker, vLLMColocateWorkerExtension):
-    """verl's extension of a vLLM worker, with a staging area for the next weights."""
+    """verl's extension of a vLLM worker, which can also receive new weights without changing the live ones."""
 
     device: Any
     model_runner: Any
@@ -83,7 +83,8 @@ class StagingExtension(StagingWorker, vLLMColocateWorkerExtension):
             use_shm: whether the sender uses shared memory instead of CUDA IPC.
             timeout_s: seconds without a message after which the stream fails.
             in_host: whether the weights are staged in host memory instead of on the device.
-            adapter: number and PEFT configuration of the LoRA adapter in the stream; None if it has full weights.
+            adapter: number and PEFT configuration of the LoRA adapter in the stream; None if the stream has all weights
+                of the model.
 
         Raises:
             StagingRefused: weights of this engine cannot be staged, or an earlier stream does not end.
@@ -103,7 +104,7 @@ class StagingExtension(StagingWorker, vLLMColocateWorkerExtension):
         self._receive(self._staged_model, version, self._get_zmq_handle(), self.device, use_shm, timeout_s)
 
     def ignored_parts(self, number: int) -> list[str]:
-        """Return the names of layers for which LoRA adapter ``number`` has weights but which the model lacks."""
+        """Return the names of layers for which the LoRA adapter ``number`` has weights, but that the model lacks."""
         if self.model_runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
             return []  # A worker does not know the layers of other pipeline stages.
         manager = self.model_runner.lora_manager._adapter_manager
@@ -115,8 +116,8 @@ class StagingExtension(StagingWorker, vLLMColocateWorkerExtension):
         """Make the staged weights the live ones.
 
         Returns:
-            The number of tokens that the old weights have sampled for each request, by the engine's request id. Answer
-            tokens with which a request arrived, because it continues an interrupted answer, are not counted.
+            The number of tokens that the engine has sampled for each request, by the engine's request id. If a request
+            continues an interrupted answer, the tokens from before the interruption are not counted.
 
         Raises:
             StagingRefused: no complete weights of this version are staged.

@@ -14,8 +14,8 @@ from recipe.async_engine.engines.output_watch import Answer, OutputWatch
 class VLLMOutputs(OutputWatch):
     """Keeps the newest output of each request in a vLLM engine.
 
-    ``processor`` is vLLM's output processor. vLLM returns the experts that its routers chose only with a complete
-    answer, but its output processor collects them until then.
+    ``processor`` is vLLM's output processor. vLLM returns the experts that its routers chose only together with a
+    complete answer. Until then ``processor`` collects them, so they can be read from there.
     """
 
     processor: Any
@@ -23,8 +23,8 @@ class VLLMOutputs(OutputWatch):
     def watching(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
         """Wrap an engine's ``generate`` to record each output before it is yielded.
 
-        The wrapper has parameters with the same names and order, because verl passes all arguments by name, and vLLM's
-        HTTP endpoints pass the first three by position.
+        The names and the order of the parameters stay as in ``generate``, because verl passes all arguments by name,
+        and vLLM's HTTP endpoints pass the first three by position.
         """
 
         async def watched(
@@ -57,6 +57,7 @@ class VLLMOutputs(OutputWatch):
         chunks = [chunk for state in states for chunk in state.routed_experts_chunks]
         if not chunks:
             return None
-        # The first chunk has the rows of the first token, and the chunks may be ahead of the newest output.
+        # The first chunk has the rows that the first answer token adds (`joined_experts`). The chunks may already have
+        # rows for tokens after the newest output.
         first = len(chunks[0])
         return np.concatenate(chunks)[first + known - 1 if known else 0 : first + sampled - 1]

@@ -28,12 +28,12 @@ WORKER_EXTENSION = "recipe.async_engine.engines.vllm.engine_extension.StagingExt
 
 
 class GatedVLLMHttpServer(GatedServer, vLLMHttpServer):
-    """verl's vLLM server, whose requests must pass a gate before they reach the engine."""
+    """verl's vLLM server, in which requests must pass a gate (`GatedServer`) before they reach the engine."""
 
     _outputs: VLLMOutputs
 
     def _post_init(self, cuda_visible_devices: str) -> None:
-        # From this variable, the engine's worker derives the name of the socket through which it gets weights.
+        # The engine's workers derive the name of the socket through which they get weights from this variable.
         os.environ["VERL_RAY_JOB_ID"] = part_id(self.node_rank)
         choose_runner(os.environ)
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets_folder())
@@ -56,13 +56,13 @@ class GatedVLLMHttpServer(GatedServer, vLLMHttpServer):
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
         self._outputs.processor = self.engine.output_processor
         patch_output_processor(self.engine.output_processor)
-        # Before each request verl looks for an adapter with verl's own fixed number. Let it find none, because
-        # `_salted` adds the adapter.
+        # Before each request verl asks this method for the loaded adapters. Let verl find none, because `_salted` adds
+        # the adapter to requests.
         self.engine.list_loras = no_adapters
 
     def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an engine's ``generate`` so that requests share cached prefixes only under the same weights version. If
-        the trainer sends LoRA adapters, the wrapper also adds the current adapter to each request.
+        """Wrap an engine's ``generate`` so that requests share cached prefixes only if they have the same weights
+        version. If the trainer sends LoRA adapters, the wrapper also adds the current adapter to each request.
         """
 
         def salted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,5 +133,8 @@ class GatedVLLMHttpServer(GatedServer, vLLMHttpServer):
 
 
 async def no_adapters() -> set[int]:
-    """Return no adapters, in place of the engine's ``list_loras``. `_salted` adds the adapter to requests, not verl."""
+    """Replace the engine's ``list_loras`` by returning no adapters, so that verl adds none to requests.
+
+    `GatedVLLMHttpServer._salted` adds the adapter instead.
+    """
     return set()

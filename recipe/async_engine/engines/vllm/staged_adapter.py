@@ -2,9 +2,9 @@
 """Staging of a LoRA adapter in an engine that has loaded the base weights from the model's files.
 
 Contract: staging works as in `recipe.async_engine.weights.staged`. In addition, a stream is refused if it is not a
-complete adapter or if its shapes differ from those of the previous adapter. No request may be in the engine at the
-swap, because a request for a removed adapter fails. Each adapter gets a new name and number, by which vLLM identifies
-cached prefixes, LoRA slots and loaded adapters. (verl uses the same name and number for all adapters,
+complete adapter, or if the shapes of its tensors differ from those of the previous adapter. No request may be in the
+engine at the swap, because a request for a removed adapter fails. Each adapter gets a new name and number, by which
+vLLM identifies cached prefixes, LoRA slots and loaded adapters. (verl uses the same name and number for all adapters,
 verl/workers/rollout/vllm_rollout/utils.py:40.) Shown by tests/integration/test_staged_adapter.py and
 tests/e2e/test_lora.py.
 """
@@ -21,19 +21,19 @@ from recipe.async_engine.weights.staged import NamedTensors, StagedWeights, Stag
 
 FIRST, SECOND = ".lora_A.weight", ".lora_B.weight"
 NO_FILE = "sent by the trainer"
-"""The path that vLLM gets for an adapter, which has no file. vLLM would fail if it tried to read the path."""
+"""Stands for an adapter's path, which vLLM's requests must have, although the adapters here have no file."""
 
 
 @dataclass(frozen=True)
 class AdapterName:
-    """The identity of an adapter in the server and in its engine's workers: a number and the version of the weights."""
+    """The identity of a LoRA adapter in the server and in its engine's workers: its number and its weights version."""
 
     number: int
     version: int
 
     @property
     def request(self) -> dict[str, Any]:
-        """Keyword arguments for vLLM's ``LoRARequest``."""
+        """Keyword arguments of vLLM's ``LoRARequest`` for this adapter."""
         name = f"version {self.version}, adapter {self.number}"
         return {"lora_name": name, "lora_int_id": self.number, "lora_path": NO_FILE}
 
@@ -75,9 +75,11 @@ class StagedAdapter(StagedWeights):
         return None
 
     def _swap(self) -> None:
-        """Replace the live adapter by the staged one. If the model lacks a layer for some of the adapter's weights,
-        raise StagingRefused and leave no adapter live: vLLM would ignore these weights, and sample from another policy
-        than the trainer's.
+        """Replace the live adapter by the staged one.
+
+        Raises:
+            StagingRefused: the model lacks a layer for some of the adapter's weights. vLLM would ignore these weights,
+                and sample from another policy than the trainer's. After this error no adapter is live.
         """
         from verl.utils.vllm import TensorLoRARequest
 
