@@ -33,7 +33,8 @@ from recipe.async_engine.log_prob_servers.worker import ModelEngineWorker
 from recipe.async_engine.outside import HOST_BACKEND
 
 HELD = ("score",)
-"""Methods whose calls take long. Calls of other methods, such as those of a weight sync, do not wait for them."""
+"""Methods of a server whose calls take long. Calls of its other methods, such as those of a weight sync, need not wait
+for these."""
 CONTROLS = (
     "pause_serving",
     "resume_serving",
