@@ -253,7 +253,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class TokenBooks:
-    """Numbers of tokens sampled for training since this launch of the run, divided by what became of them.
+    """Numbers of tokens sampled for training since this launch of the run, grouped by what became of them.
 
     Attributes:
         sampled: tokens sampled, by the engines' own counts.

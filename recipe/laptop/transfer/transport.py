@@ -35,9 +35,8 @@ class Transport:
     frame n when it has consumed frame n - 2. Before the sender sends frame n, it waits until all members have entered
     the barrier before frame n - 1; only then does it refill a segment that an earlier frame used.
 
-    While a barrier is pending, a member starts no operation that waits for another member. The others
-    notice that a member has failed when its connections close, which happens only when none of its operations is
-    running.
+    While a barrier is pending, a member starts no operation that waits for another member. The others notice
+    that a member has failed when its connections close, which happens only when none of its operations is running.
     """
 
     def __init__(self, group: GlooGroup, shared: SharedSegments | None) -> None:

@@ -187,8 +187,8 @@ def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
 
 
 # SGLang's defaults by the device's memory. Each row is for devices with less memory than its first number, in GiB. The
-# others are the tokens of a prefill chunk, and the sequences of the largest CUDA graph with up to 3 tensor-parallel
-# ranks and with more.
+# other numbers are: tokens of a prefill chunk; sequences of the largest CUDA graph with up to 3 tensor-parallel ranks;
+# sequences of the largest CUDA graph with more ranks.
 PREFILL_AND_GRAPHS = ((35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 # Memory that a sleeping vLLM engine keeps on each device (context, graphs, NCCL), by whether the engine has several
