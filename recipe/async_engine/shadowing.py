@@ -27,7 +27,7 @@ def check_not_shadowed(modes: Iterable[str] = MODES) -> None:
         found = Path(next(iter(spec.submodule_search_locations))).resolve()
         if found != ours / mode:
             raise WrongInstallation(
-                f"recipe.{mode} is two packages here: {found} comes first on Python's path and hides {ours / mode}, "
+                f"There are two packages recipe.{mode}: {found} comes first on Python's path and hides {ours / mode}, "
                 "which belongs to the recipe.async_engine that runs. Start from another directory, or put "
                 f"{ours.parent} first on PYTHONPATH."
             )

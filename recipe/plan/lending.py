@@ -67,7 +67,7 @@ class LendingSimulation(Simulation):
             self.engines[number].close(Class.WAIT_OTHER_SIDE)
 
     def useful_share(self, result: Result) -> float:
-        """Return the share of the accelerators' time in which they trained or generated."""
+        """Return the share of all accelerator time that was spent on training or generation."""
         devices = self.scenario.trainer_ranks + self.standalone * self.scenario.replica_size
         useful = sum(seconds for name, seconds in result.account.total.items() if KINDS[Class(name)] is Kind.USEFUL)
         return useful / (devices * self.clock.now)

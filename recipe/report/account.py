@@ -198,9 +198,9 @@ def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[
 def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Class, float]]:
     """Return the time that trainer and engines waited for each other, split by what the other side did meanwhile.
 
-    The trainer's accelerator-seconds in `Class.WAIT_BATCH` are split by the classes in which the engines were at that time,
-    as the mean over engines. The engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL` are split by
-    the class in which the trainer was at that time.
+    The trainer's accelerator-seconds in `Class.WAIT_BATCH` are split by the classes in which the engines were at that
+    time, as the mean over engines. The engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL` are
+    split by the class in which the trainer was at that time.
     """
     by_side: dict[str, list[Piece]] = {TRAINER: [], ROLLOUT: []}
     for piece in found:

@@ -169,9 +169,10 @@ Rule = Callable[[Facts], Said | None]
 
 
 def _slow_engine(facts: Facts, causes: Mapping[Class, float]) -> tuple[str, float, Said] | None:
-    """Return an engine that is slow (`SLOW`), the accelerator-seconds lost because of it, and the advice; or None.
+    """Return an engine that is slow (`SLOW`), the accelerator-seconds lost because of it, and the advice to give.
 
-    The loss is the engine's excess decoding time, and the time in which others wait for the last answers of a batch.
+    Return None if no engine is slow. The loss is the engine's excess decoding time, and the time in which other engines
+    wait for the last answers of a batch.
     """
     if len(facts.speeds) < 2:
         return None

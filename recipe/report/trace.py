@@ -37,7 +37,7 @@ SAME_MOMENT_S = 1e-5
 
 
 class Batch(NamedTuple):
-    """A batch of the trainer.
+    """A batch of the trainer, and the flows (arrows in Perfetto) that begin or end at it.
 
     Attributes:
         flow: id of the flow to the version that the batch produced.

@@ -82,7 +82,7 @@ def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
 def check(
     config: DictConfig | Mapping[str, Any], *, available: Resources | None = None, judges: Sequence[Judge] = ()
 ) -> RunPlan:
-    """Return the plan of the run and log the configuration's warnings; raise an error if it cannot run.
+    """Return the plan of the run and log warnings about its configuration; raise an error if it cannot run.
 
     If the run uses the built-in task, ``config`` must already have the task's paths.
 

@@ -45,7 +45,7 @@ PATHS = (
 )
 """Settings with paths of files that processes on any node may open."""
 ACCELERATORS = ("GPU", "NPU")
-"""Ray's resource names of accelerators."""
+"""Names of accelerators among Ray's resources."""
 RAY_TYPE = "accelerator_type:"
 # GiB of memory of each accelerator type, by Ray's name for it (ray.util.accelerators). If a type exists in several
 # sizes, this is the smallest.

@@ -181,5 +181,5 @@ async def score(client: ScoringClient, part: Part, start: int) -> Answer:
     found, wanted = np.shape(answer.scores), (2, len(part.tokens))
     if found != wanted or not np.isfinite(answer.scores).all():
         what = "that are not all finite" if found == wanted else f"of the shape {found}, not {wanted}"
-        raise Unscored(f"a log-prob server answered for version {answer.version} with numbers {what}")
+        raise Unscored(f"a log-prob server returned scores of version {answer.version} {what}")
     return answer

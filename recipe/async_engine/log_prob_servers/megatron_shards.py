@@ -100,10 +100,10 @@ class MegatronShards:
             whole = self._bridge._weight_to_mcore_format(parameter.name, parts)
             shard = self._bridge._weight_split_across_tp(parameter.name, whole, parameter.live, size)[rank]
         except (RuntimeError, AssertionError, IndexError) as error:
-            raise StagingRefused(f"{shapes} do not make up {parameter.name}: {error}") from error
+            raise StagingRefused(f"the tensors {shapes} cannot be merged into {parameter.name}: {error}") from error
         if shard.shape != parameter.live.shape:
             expected = tuple(parameter.live.shape)
             raise StagingRefused(
-                f"{shapes} give a shard of {parameter.name} of shape {tuple(shard.shape)}, not {expected}"
+                f"the tensors {shapes} make a shard of {parameter.name} of shape {tuple(shard.shape)}, not {expected}"
             )
         return shard

@@ -58,7 +58,7 @@ class Machine:
 
 
 def cluster_to_join(environ: Mapping[str, str], machine: Machine, ray_address: str | None) -> str | None:
-    """Return, as text, the setting or command because of which ray.init would join a cluster, or None.
+    """Return the setting or command that makes ray.init join a cluster, such as "RAY_ADDRESS=..."; else None.
 
     ray.init looks for an address in the configuration, then in the environment, then for a cluster on this machine.
     ``ray job submit`` sets RAY_ADDRESS for the command that it runs.

@@ -47,8 +47,7 @@ RESOURCES = (
 ASK_AGAIN_S = 0.2
 GIVEN_UP = ("timed out during startup", "Timed out waiting for file")
 """Texts that occur in Ray's error messages when it gives up starting (ray/_private/node.py:440, :1407). The second one
-also occurs when Ray's node has ended, which it does if its agents do not write their ports to files within a fixed 30
-s."""
+also occurs when Ray's node has ended, which it does if its agents do not write their ports to files within 30 s."""
 
 
 class Forks(Protocol):
@@ -151,7 +150,7 @@ def start_ray(
 
         defaults = get_ppo_ray_runtime_env(config)
         defaults["env_vars"] = LOG_LEVEL | dict(defaults.get("env_vars") or {})
-    # Leave out settings that are null; in verl's configuration, py_executable is.
+    # Leave out settings that are null, such as py_executable in verl's configuration.
     asked = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
     forked = {} if forks is None else forks.runtime_env
     variables = _not_the_jobs(defaults.get("env_vars", {}) | dict(given))

@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Began:
-    """The event that all processes run and the checkpoint of ``step`` (0 if there is none) is loaded."""
+    """The event at the end of start-up: all processes run, and the checkpoint of ``step`` is loaded.
+
+    Without a checkpoint, ``step`` is 0.
+    """
 
     step: int
     state: dict[str, Any]
@@ -39,7 +42,7 @@ class Began:
 
 @dataclass(frozen=True)
 class Ended:
-    """The event that the run is over.
+    """The event at the end of a run.
 
     ``error`` has name, message and traceback of the error that ended the run; None if there was none.
     """
@@ -93,8 +96,8 @@ class TaskRunner:
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()
-            # A full garbage collection halts all threads, for half a second because of the objects of imported modules
-            # alone. So exclude these objects from later collections.
+            # A full garbage collection halts all threads. The objects of imported modules alone make it take half a
+            # second, so exclude them from later collections.
             gc.collect()
             gc.freeze()
             watch.hold(trainer.irreplaceable_actors())

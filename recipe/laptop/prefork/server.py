@@ -74,8 +74,7 @@ class Server:
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # This signal may come from a process of a rollout engine that fails: it sends the signal to its parent, this
-        # process.
+        # Ignore this signal: a process of a rollout engine that fails may send it to its parent, which is this process.
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         with selectors.DefaultSelector() as selector:
             for source in (self._listener, woken, lifeline):

@@ -25,11 +25,12 @@ MAX_PROBLEMS = 20_000
 class TaskSettings:
     """Settings of the built-in task.
 
-    seed: seed of the problems, the initial weights and the warm start.
-    family: architecture of the model, ``qwen3`` or ``qwen2``.
-    lengths: ``uniform`` (every answer has 6 tokens, including the end token) or ``long_tail`` (one prompt in 20 has an
-        answer of 121 tokens).
-    train_size, val_size: numbers of prompts; the two sets have no digit string in common.
+    Attributes:
+        seed: seed of the problems, the initial weights and the warm start.
+        family: architecture of the model, ``qwen3`` or ``qwen2``.
+        lengths: ``uniform`` (every answer has 6 tokens, including the end token) or ``long_tail`` (one prompt in 20 has
+            an answer of 121 tokens).
+        train_size, val_size: numbers of prompts; the two sets have no digit string in common.
 
     Raises:
         ValueError: a value is not allowed.

@@ -86,7 +86,11 @@ class Buckets:
         return cls([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
 
     def room(self, turn: int, nbytes: int) -> torch.Tensor:
-        """Return uint8[nbytes] in the bucket for frame number ``turn``; raise WeightStreamError for lack of memory."""
+        """Return the first ``nbytes`` bytes of the bucket for frame number ``turn``, as uint8.
+
+        Raises:
+            WeightStreamError: the bucket is too small, or there is no memory to enlarge it.
+        """
         place = turn % len(self._memory)
         largest = self._memory[place].numel()
         if nbytes > largest:

@@ -70,8 +70,8 @@ class GlooCheckpointEngine(CheckpointEngine):
     """One member of a weight sync.
 
     Args:
-        bucket_size: verl's ``update_weights_bucket_megabytes`` in bytes. The size of a bucket is at most
-            `MAX_BUCKET_BYTES`, unless a single tensor is larger.
+        bucket_size: verl's ``update_weights_bucket_megabytes`` in bytes. If it is above `MAX_BUCKET_BYTES`, buckets
+            have only that size, unless a single tensor is larger.
         is_master: whether this is trainer rank 0, which sends.
         timeout_s: time limit of one sync in seconds.
         connect_timeout_s: time limit in seconds for connecting a new group; at most ``timeout_s``.

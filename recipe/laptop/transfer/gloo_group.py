@@ -61,7 +61,7 @@ def open_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Connect a receiver to the sender's rendezvous store; raise WeightStreamError if it does not answer in time."""
+    """Connect a receiver to the sender's rendezvous store; raise WeightStreamError if there is no answer in time."""
     try:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
