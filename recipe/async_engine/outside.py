@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the code outside `recipe.async_engine` that it loads by name, without an import statement.
+"""Names of modules and classes outside `recipe.async_engine` that this package loads without an import statement.
 
 Contract: adding a mode, a feature or a weight transfer takes one row in this file and no other change in
 `recipe.async_engine`.

@@ -99,9 +99,9 @@ class Advice:
 def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
     """Return the scenarios to compare.
 
-    They are all combinations of a split of the accelerators between trainer and rollout, in steps of an eighth; a
-    staleness bound of `BOUNDS`; and ``base.batches_per_version`` batches per version, or 1. The number of trainer ranks
-    divides the number of trajectories in a batch, as the configuration rules require.
+    They combine each split of the accelerators between trainer and rollout (in steps of an eighth) with each staleness
+    bound in `BOUNDS`, and with both ``base.batches_per_version`` batches and 1 batch per version. The number of trainer
+    ranks divides the number of trajectories in a batch, as the configuration rules require.
     """
     size, rows = base.replica_size, base.batch_groups * base.answers
     if not 1 + size <= accelerators <= MOST:

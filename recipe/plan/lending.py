@@ -60,7 +60,7 @@ class LendingSimulation(Simulation):
         self._queue: list[tuple[int, int, int, Request]] = []
         self._numbers = count()
         self._meter = PlaceMeter(self.clock, self.standalone * scenario.places)
-        # For each request that is at an engine, what `PlaceMeter.begin` returned when it came there.
+        # For each request that is at an engine, what `PlaceMeter.begin` returned when the request came there.
         self._began: dict[str, float] = {}
         self._sampled_at: dict[int, float] = {}
         for number in self._asleep:

@@ -160,7 +160,7 @@ def _step_of(line: str) -> float:
 
 
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the metrics that are single numbers; True becomes 1."""
+    """Yield (name, number) for each metric that is a single number; True becomes 1."""
     for key, value in metrics.items():
         if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
             value = value.item()

@@ -126,7 +126,8 @@ def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None 
 def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: float | None = None) -> dict[str, Any]:
     """Run ``config`` and return the summary.
 
-    ``began`` is the time, in seconds since 1970, from which the summary counts the run's duration; None for now.
+    ``began`` is the time, in seconds since 1970, from which the summary counts the run's duration; by default, that is
+    the time of the call.
 
     Raises:
         WrongInstallation: another package hides one of the modes by its name.

@@ -80,7 +80,7 @@ def shorten_folders(ray_init: DictConfig) -> None:
 
 
 def leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
-    """Remove the settings for starting a Ray node, which ray.init refuses when it joins a cluster (``cluster``)."""
+    """Remove the settings for starting a Ray node, because ray.init refuses them when it joins ``cluster``."""
     left_out = [name for name in RESOURCES if ray_init.pop(name, None) is not None]
     if left_out:
         names = ", ".join(left_out)

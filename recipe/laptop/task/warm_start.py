@@ -114,7 +114,8 @@ def _imitate(
 class _Demonstrations:
     """Creates batches of demonstrations (prompts with answers).
 
-    A batch is a pair: token ids ``[batch, tokens]``, and the number of tokens of each answer with its end token.
+    A batch is a pair: token ids ``[batch, tokens]``, and the number of tokens that each answer has, with its
+    end token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random, excluded_keys: frozenset[str]) -> None:

@@ -148,7 +148,7 @@ class BucketWriter:
         yield self._frame(END, 0, [self.tensors, self.nbytes])
 
     def abort(self, reason: str) -> Frame:
-        """Return the ABORT frame, which ends a stream after an error. Like any frame, it is in the next bucket."""
+        """Return the ABORT frame, which ends a stream after an error. It uses the next bucket, like any other frame."""
         return self._frame(ABORT, 0, {"reason": reason[:1000]})
 
     def _bucket(self, payload_bytes: int) -> torch.Tensor:

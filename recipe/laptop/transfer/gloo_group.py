@@ -32,7 +32,7 @@ class Deadline:
         self._at = time.monotonic() + seconds
 
     def remaining(self, waiting_for: str) -> timedelta:
-        """Return the time that is left; raise WeightStreamError, which names ``waiting_for``, if there is none."""
+        """Return the time that is left. If there is none, raise a WeightStreamError that names ``waiting_for``."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise WeightStreamError(f"no time left for {waiting_for}: the weight sync has timeout_s={self._seconds:g}")
@@ -131,7 +131,7 @@ class GlooGroup:
         self._outstanding.append(self._connected(what).allreduce([torch.zeros(1, dtype=torch.int64)], options))
 
     def finish(self, what: str, leaving: int = 0) -> None:
-        """Wait until at most ``leaving`` operations are outstanding, the newest ones.
+        """Wait for the oldest operations, until at most ``leaving`` (the newest ones) are outstanding.
 
         Each operation has its own deadline; ``what`` names the work in errors.
         """
