@@ -46,7 +46,7 @@ class Advice:
         tokens_per_s: trained tokens per second, the median over the seeds.
         lowest, highest: smallest and largest number of trained tokens per second over the seeds.
         staleness: mean staleness of the trained groups in versions, the median over the seeds.
-        shares: for each class of accelerator time, such as waiting for a batch, its share, with the first seed.
+        shares: share of each class of accelerator time, such as waiting for a batch, as simulated with the first seed.
         also: further Hydra overrides, appended to `overrides`.
     """
 

@@ -271,7 +271,7 @@ class Simulation:
         return self.manager.anything_waits() or self.ledger.can_issue()
 
     def _label(self, engine: Engine, request: Request) -> None:
-        """Attribute the tokens that a request got since the previous call for it to the version that generates now."""
+        """Credit the version that generates now with a request's tokens since the previous call for this request."""
         known = sum(tokens for _, tokens in request.versions)
         if (more := engine.tokens_of(request) - known) > 0:
             request.versions.append((self.ledger.announced, more))

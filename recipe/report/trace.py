@@ -27,7 +27,7 @@ from recipe.report.trace_file import Slots, TraceFile, Value
 
 ACCOUNT, PHASE, BATCH, TRAJECTORY = "account", "phase", "batch", "trajectory"
 GROUP, VERSION, DEVICE = "group", "version", "device"
-"""Categories of slices."""
+"""Categories of slices in the trace."""
 WORK = (Kind.USEFUL, Kind.REPEATED)
 ROWS_AT_ONCE = 20_000
 BATCHES = 1 << 62

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 SEEN_S, POLL_S = 10.0, 0.2
-"""Seconds to wait for the marker file, which a network file system may show late, and seconds between two looks."""
+"""Seconds to wait for the marker file, which a network file system may show late, and seconds between two checks."""
 
 
 def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict[str, Any]:

@@ -111,7 +111,10 @@ class ModelEngineServer(ScoringService):
         self.run()
 
     async def score(self, segment: Segment, tokens: int, version: int, start: int) -> Answer:
-        """Score a segment (see `ScoringService.score`). The answer has log-probs and entropies, float32 (2, n)."""
+        """Score a segment, as `ScoringService.score` describes.
+
+        The answer has log-probs and entropies of the n tokens that are to be scored, float32 (2, n).
+        """
         answer = await super().score(segment, tokens, version, start)
         self._answered_tokens += answer.scores.shape[1]
         return answer

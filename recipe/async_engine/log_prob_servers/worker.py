@@ -111,7 +111,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     async def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the checkpoint engine like verl, but join a process group only when the server lets it."""
+        """Call the checkpoint engine as verl does, but join a process group only when the server allows it."""
         does = partial(super().execute_checkpoint_engine, method, *args, **kwargs)
         if method != "init_process_group":
             return does()

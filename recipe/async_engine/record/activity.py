@@ -32,8 +32,8 @@ class Work(StrEnum):
 
 
 OF_ITS_OWN = {Work.RETRY: Class.RETRY, Work.VALIDATION: Class.VALIDATING}
-"""The class of all time of a request with one of these purposes. Other requests count as prefill first, then as
-decoding."""
+"""For a request with one of these purposes, the class to which all of its time belongs. Other requests count as prefill
+first, then as decoding."""
 TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 

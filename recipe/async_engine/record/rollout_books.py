@@ -180,7 +180,7 @@ class RolloutBooks:
             trained=self.tokens["trained"],
             filtered=self.tokens["filtered"],
             failed=self.tokens["failed"],
-            # Discarded tokens include answers that no worker received, because their trajectories had already ended.
+            # Discarded tokens include those of answers that no worker received, because their trajectories had ended.
             cut=self.tokens["cut"]
             + _thrown_away(begun)
             + max(0, answered - of_workers["received"])

@@ -2,7 +2,7 @@
 """Starts Ray, or joins a Ray cluster, with the settings that the run needs.
 
 Contract: a start of Ray may take up to ``async_training.timeouts.startup`` seconds. The paths of Ray's sockets are
-short enough for Linux, however long the path of the folder is that the user has chosen. Shown by
+short enough for Linux, even if the user has chosen a folder with a long path. Shown by
 tests/integration/test_ray_start.py, test_joining.py and test_profiled.py.
 """
 

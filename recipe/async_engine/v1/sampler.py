@@ -101,7 +101,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return self._issue_owed(self._trainer.global_steps)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
-        """Sample a batch like verl, and count the batches of this step."""
+        """Sample a batch as verl does, and count the batches of this step."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         if partition_id == TRAIN:
             self._taken = (global_steps, self._batches_taken(global_steps) + 1)

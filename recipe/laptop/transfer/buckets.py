@@ -203,8 +203,8 @@ class BucketReader:
         """Yield (name, tensor) for each tensor of a frame; the tensors are views of a buffer that will be reused.
 
         Raises:
-            WeightStreamError: the sender aborted, a tensor is not within the frame, or END has other totals than
-                arrived.
+            WeightStreamError: the sender aborted, a tensor is not within the frame, or the totals in the END frame
+                differ from what arrived.
         """
         content = json.loads(bytes(body[header.payload_bytes : header.body_bytes].numpy()))
         if header.kind == ABORT:
