@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds the recipe's shared config groups (`preset`, `async_engine`) to the search path of every Hydra program.
+"""Adds the recipe's configuration folders, and verl's, to the search path of every Hydra program.
 
-Hydra imports every module of the namespace package `hydra_plugins` at start-up, so this one imports nothing but Hydra.
-With it, `+preset=tiny_cpu` also works with a stock verl main, from any directory. The modes' own configurations and
-verl's are added too, so that a user's file may extend one (``defaults: [fully_async_ppo_trainer, _self_]``); otherwise
-Hydra takes a search path only from the primary config file. `pkg://verl.trainer.config` would also find verl's, but
-Hydra imports a package to locate it, and importing verl with torch and transformers takes six seconds.
+Hydra imports every module of the namespace package `hydra_plugins` at start-up, so importing this module loads nothing
+but Hydra and parts of the standard library. The plugin makes the recipe's config groups (`preset`, `async_engine`)
+available to every program, so ``+preset=tiny_cpu`` also works with a stock verl main, from any directory. With the
+folders of the modes and of verl, a user's own primary config file can extend one of their files (``defaults:
+[fully_async_ppo_trainer, _self_]``), although it does not set a search path itself.
+
+verl's folder is added by its path and not as `pkg://verl.trainer.config`, because Hydra imports a package to locate it,
+and importing verl takes six seconds.
 """
 
 import contextlib
@@ -33,10 +36,13 @@ def verl_config_folder() -> str:
 
 
 class RecipeSearchPath(SearchPathPlugin):
-    """Appends the configuration folders: a program's own files go before the recipe's, and those before verl's."""
+    """Appends folders to the search path, in this order: those of the recipe, then verl's.
+
+    Files in a program's own folder take precedence, because it comes first in the search path.
+    """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the folders; Hydra calls this once, while it builds the config search path."""
+        """Append the folders. Hydra calls this method once, while it builds the search path."""
         for path in CONFIGS:
             search_path.append(provider=PROVIDER, path=path)
         with contextlib.suppress(ModuleNotFoundError):

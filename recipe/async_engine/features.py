@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installs the overrides of verl that environment variables ask for, and checks that workers will load them.
+"""Installs the changes to verl that environment variables request, and checks that workers will load them.
 
 verl loads `recipe.async_engine.plugin`, which installs the requested features. Contract:
 
 - If no variable of `FEATURES` is set, the plugin registers and patches nothing, and imports only the standard library
   (tests/integration/test_plugin_import.py).
-- If a requested feature cannot be installed, the process ends with the traceback. verl would log a failing plugin at
-  DEBUG and continue (verl/__init__.py:71-74), and the run would fail later in unrelated code.
+- If a requested feature cannot be installed, the process ends and prints the traceback. If the plugin only raised an
+  exception, verl would log it at DEBUG and continue (verl/__init__.py:71-74), and the run would fail later in unrelated
+  code.
 - Installing twice is harmless, since both the entry point and VERL_USE_EXTERNAL_MODULES may load the plugin.
 
 This package's commands call `check_loaded`, which refuses to start a run whose workers would not load the plugin.
@@ -33,7 +34,8 @@ def install_requested(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Install every requested feature and return the modules that were installed.
 
     Raises:
-        SystemExit: a feature cannot be installed. verl would swallow an ``Exception`` and go on without the feature.
+        SystemExit: a feature cannot be installed. verl catches every ``Exception`` of a plugin, and would continue
+            without the feature.
     """
     requested = [item for item in FEATURES if environ.get(item[0], "").strip().lower() == item[1]]
     for variable, value, module in requested:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of modules and classes in other packages that `recipe.async_engine` loads by name, without an import statement.
+"""Names of modules and classes outside `recipe.async_engine` that this package loads without an import statement.
 
-Contract: adding a mode, a feature or a weight transfer takes one row in this file and no other change in the package.
+Contract: adding a mode, a feature or a weight transfer takes one row in this file and no other change in
+`recipe.async_engine`.
 """
 
 from dataclasses import dataclass
@@ -31,14 +32,14 @@ FEATURES = (
     ("VERL_PLATFORM", "cpu", "recipe.laptop.platform.cpu"),
     ("RECIPE_V1_TRAINERS", "1", "recipe.mains.register"),
 )
-"""For each feature, an environment variable, its value, and a module. If the variable has this value (in any case, with
+"""For each feature: an environment variable, a value, and a module. If the variable has this value (in any case, with
 or without surrounding blanks), the module is imported and its ``install()`` is called, possibly twice."""
 
 HOST_BACKEND, HOST_MODULE = "recipe_gloo", "recipe.laptop.transfer.gloo_engine"
-"""The checkpoint engine that sends through host memory, and the module that registers it with verl."""
+"""Name of the checkpoint engine that sends weights through host memory, and the module that registers it with verl."""
 
 CPU_WORKER_EXTENSION = "recipe.laptop.engines.engine_extension.CPUStagingExtension"
-"""The class that extends the workers of a rollout engine on a CPU, so that it can receive weights."""
+"""Class with which the workers of a rollout engine on a CPU are extended, so that they can receive weights."""
 
 FORK_SERVER = "recipe.laptop.prefork.server "
-"""Text in the command line of the process from which a local run forks its workers, to recognize that process."""
+"""Part of the command line by which the fork server, whose forks are the workers of a local run, is recognized."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses to run if another package has the name of one of this package's modes.
+"""Refuses to run if another package has the same name as the package of one of the modes.
 
 verl's recipe collection also has a package `recipe.partial_rollout`. Both projects share the namespace `recipe`, and
-Python imports the package that comes first on its path: verl's, in a verl checkout with the recipe submodule. A run
-would then mix code of both. Contract: the main process and the trainer's process check this first, and end with an
-error that names both folders. Shown by tests/integration/test_shadowing.py.
+Python imports the package that comes first on its path. In a verl checkout with the recipe submodule, this is verl's,
+and a run would mix code of both projects. Contract: the main process and the trainer's process check this first, and
+end with an error that names both folders. Shown by tests/integration/test_shadowing.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recipe.async_engine.outside import MODES
 
 
 def check_not_shadowed(modes: Iterable[str] = MODES) -> None:
-    """Raise `WrongInstallation`, with both folders, if another package shadows `recipe.<mode>` for one of ``modes``."""
+    """Raise `WrongInstallation`, which names both folders, if another package shadows `recipe.<mode>` for a mode."""
     ours = Path(__file__).resolve().parents[1]
     for mode in modes:
         spec = importlib.util.find_spec(f"recipe.{mode}")
@@ -27,7 +27,7 @@ def check_not_shadowed(modes: Iterable[str] = MODES) -> None:
         found = Path(next(iter(spec.submodule_search_locations))).resolve()
         if found != ours / mode:
             raise WrongInstallation(
-                f"recipe.{mode} is two packages here: {found} comes first on Python's path and hides {ours / mode}, "
+                f"There are two packages recipe.{mode}: {found} comes first on Python's path and hides {ours / mode}, "
                 "which belongs to the recipe.async_engine that runs. Start from another directory, or put "
                 f"{ours.parent} first on PYTHONPATH."
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additional steps of a main program for a run without an accelerator: it chooses the platform, creates the built-in
-task, and starts a fork server for worker processes.
+"""What a main program does in addition for a run without an accelerator.
 
-Contract: this module does not affect a run on accelerators, unless its configuration asks for the built-in task.
+It chooses the platform, creates the built-in task, and starts a fork server for worker processes. Contract: this module
+does not affect a run on accelerators, unless the run's configuration asks for the built-in task.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TASK_TIMEOUT_S = 300.0
 
 
 def fill_builtin_task(config: DictConfig) -> None:
-    """Create the built-in task if ``config`` asks for it, and enter its paths in ``config`` where they are null."""
+    """Create the built-in task if ``config`` asks for it, and set those of its paths in ``config`` that are null."""
     task = config.get("builtin_task")
     if task is None or (config.data.train_files and config.actor_rollout_ref.model.path):
         return
@@ -54,7 +54,7 @@ def fill_builtin_task(config: DictConfig) -> None:
 
 
 def _make_task(folder: str, settings: TaskSettings) -> None:
-    """Create the built-in task in a separate process, so that this one need not import torch, which takes long.
+    """Create the built-in task in a separate process, so that this process need not import torch, which takes long.
 
     Raise TaskDirectoryError if the folder cannot be used, and RunFailed for any other failure.
     """
@@ -72,7 +72,7 @@ def _make_task(folder: str, settings: TaskSettings) -> None:
 
 
 def forks(config: DictConfig, choice: PlatformChoice) -> Prefork | None:
-    """Start and return a fork server for Ray workers; None if the run does not want one or cannot use one."""
+    """Start and return a fork server for Ray's workers; None if the run is not to use one or cannot use one."""
     asked = choice.is_cpu and config.async_training.prefork_workers
     if not asked or sys.platform != "linux":
         return None

@@ -16,19 +16,20 @@ from recipe.async_engine.outside import MODES
 
 PREFIX = "recipe_"
 CHOSEN = "chosen_by_flag"
-"""Setting in which a flag's configuration group stores the name of the trainer that the flag selects."""
+"""Setting in which the configuration group of a flag stores the name of the trainer that the flag selects."""
 MAIN = "verl.trainer.main_ppo"
 
 
 def refused(setting: str, value: object, allowed: str, advice: str) -> ConfigError:
-    """Return an error for a value of a setting that a mode cannot use; the message says what is allowed instead."""
+    """Return an error for a setting's value that a mode cannot use. The message says what is allowed instead."""
     return ConfigError([Problem(setting, render(value), allowed, advice)])
 
 
 def check_main(config: DictConfig, main: str) -> None:
-    """Raise ConfigError if the main program, the module named ``main``, would ignore the flag.
+    """Raise ConfigError if the main program, whose module is named ``main``, would ignore the flag.
 
-    A user's own main program is assumed to use the flag; if not, `recipe.mains.trainer.NoAgentLoops` ends the run.
+    A user's own main program is assumed to use the flag. If it does not, `recipe.mains.trainer.NoAgentLoops` ends the
+    run.
     """
     ours = main.startswith("recipe.") and any(main == f"recipe.{mode}.main" for mode in MODES)
     if config.get(CHOSEN) and main != MAIN and (ours or main.split(".")[0] == "verl"):
@@ -39,7 +40,7 @@ def check_main(config: DictConfig, main: str) -> None:
 def settle(config: DictConfig) -> list[str]:
     """Set the trainer that the flag selects in ``config``; return a message for each setting that this overrides.
 
-    Raise ConfigError if the configuration already names another trainer of this package.
+    Raise ConfigError if the configuration already names another trainer of this package. Without a flag, do nothing.
     """
     chosen, trainer = config.get(CHOSEN), config.trainer
     if not chosen:
@@ -54,7 +55,7 @@ def settle(config: DictConfig) -> list[str]:
 
 
 def take_arguments(config: DictConfig, mode: str) -> None:
-    """Translate settings of a script for stock verl, in ``config``, into the settings that the mode reads.
+    """Change ``config``, written for stock verl, so that it has the settings that the mode reads.
 
     Raise ConfigError if the mode cannot use one of the settings.
     """
@@ -65,8 +66,8 @@ def take_arguments(config: DictConfig, mode: str) -> None:
     with open_dict(config):
         config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
         config.transfer_queue.enable = False
-        # A synchronous DAPO script sets how many prompts are generated at a time. The modes start them one by one, so
-        # unset it.
+        # A script for synchronous DAPO sets the number of prompts that are generated at a time. The modes start prompts
+        # one by one, so unset it.
         config.data.gen_batch_size = None
         if placement(config) != SHARED:
             _take_resources(config)
@@ -75,9 +76,9 @@ def take_arguments(config: DictConfig, mode: str) -> None:
 
 
 def _take_resources(config: DictConfig) -> None:
-    """Set the resources for generation, ``rollout.nnodes`` and ``rollout.n_gpus_per_node``, if they are null.
+    """Set the resources for generation, ``rollout.nnodes`` and ``rollout.n_gpus_per_node``, where they are null.
 
-    The values are those in ``actor_rollout_ref.rollout``, where verl's v1 trainers have them, or else 1 and 8.
+    The values are taken from ``actor_rollout_ref.rollout``, where verl's v1 trainers have them, or else are 1 and 8.
     """
     asked, theirs = config.rollout, config.actor_rollout_ref.rollout
     named_by_v1 = is_count(theirs.get("nnodes"))
@@ -92,7 +93,10 @@ def _take_resources(config: DictConfig) -> None:
 
 
 def _count_in_mini_batches(config: DictConfig) -> None:
-    """Set `async_training.require_batches`, which the mode reads, to the mini-batches in `data.train_batch_size`."""
+    """Set `async_training.require_batches`, which the mode reads, to the number of mini-batches in a training batch.
+
+    That is `data.train_batch_size` divided by `ppo_mini_batch_size`.
+    """
     size, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if size % mini:
         allowed = f"a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}"

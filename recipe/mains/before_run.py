@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Hydra callback that prints a run's plan (``plan_only=true``), or checks a flag (``+recipe=...``), before the run.
 
-Hydra calls `BeforeRun` in every main program that uses a configuration group of this package: this package's own, and
-stock verl's with a flag. Contract: with ``plan_only=true`` the plan is printed and the process ends, with status 0 if
-the configuration can run and 1 if it cannot; no folder is created and no other process started. Otherwise, with a flag,
-either the selected mode runs, even if the script names another trainer, or the process ends before stock verl starts
-Ray. Other runs are not affected. Shown by tests/integration/test_plan_only.py.
+Hydra calls `BeforeRun` in every main program that uses a configuration group of this package: this package's own main
+programs, and stock verl's with a flag. Contract: with ``plan_only=true`` the plan is printed and the process ends, with
+status 0 if the configuration can run and 1 if it cannot; no folder is created and no other process is started. Without
+``plan_only`` but with a flag, either the selected mode runs, even if the script names another trainer, or the process
+ends before stock verl starts Ray. Other runs are not affected. Shown by tests/integration/test_plan_only.py.
 """
 
 from __future__ import annotations
@@ -24,27 +24,33 @@ from omegaconf import DictConfig, open_dict, read_write
 
 
 class BeforeRun(Callback):
-    """The Hydra callback that prints the plan of a run, or checks its configuration, before it starts."""
+    """A Hydra callback, which is called before a run starts, and prints the run's plan or checks its configuration."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the configuration of a single run, before Hydra creates a folder; changes to ``config`` take effect."""
+        """Check the configuration of a single run, before Hydra creates a folder.
+
+        Changes to ``config`` take effect in the run.
+        """
         self._began = time.time()
         _look(config, may_settle=True)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the configuration of each run of a multirun; changes to ``config`` would have no effect here."""
+        """Check the configuration of each run of a multirun.
+
+        Changes to ``config`` would have no effect here, so none are made.
+        """
         if config.hydra.mode == RunMode.MULTIRUN:
             _look(config, may_settle=False)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """After a run with a flag in which an alarm rang, end the process with the exit status for alarms."""
+        """If an alarm was raised in a run with a flag, end the process with the exit status for alarms."""
         trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
         if not trainer.startswith("recipe_") or kwargs["job_return"].status is not JobStatus.COMPLETED:
             return
         from recipe.async_engine.record.run_record import exit_status
         from recipe.async_engine.record.schema import summary_in
 
-        # There is no summary if the trainer was on a node that does not share the run's folder.
+        # There is no summary here if the trainer was on a node that does not share the run's folder with this one.
         summary, _ = summary_in(Path(config.trainer.default_local_dir))
         if summary is None or summary.get("began", 0.0) < self._began:
             return
@@ -58,9 +64,9 @@ class BeforeRun(Callback):
 
 
 def _look(config: DictConfig, may_settle: bool) -> None:
-    """Print the plan, or check the configuration if there is a flag; end the process after a plan or an error.
+    """Print the plan or, if there is a flag, check the configuration. End the process after a plan or an error.
 
-    With ``may_settle``, the trainer that the flag selects is set in ``config``.
+    ``may_settle`` is whether the trainer that the flag selects may be set in ``config``.
     """
     trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
     plans = bool(config.get("plan_only"))
@@ -93,7 +99,7 @@ def _look(config: DictConfig, may_settle: bool) -> None:
 
 
 def _main() -> str:
-    """Return the name of this process's main module, even if a file of verl was started by its path."""
+    """Return the name of this process's main module, also if it is a file of verl that was started by its path."""
     module = sys.modules["__main__"]
     if (spec := getattr(module, "__spec__", None)) is not None:
         return str(spec.name)

@@ -29,7 +29,7 @@ JUDGES: tuple[Judge, ...] = (memory, programs)
 whether the reward for programming tasks can run.
 """
 V1_JUDGES: tuple[Judge, ...] = (memory,)
-"""The additional checks for verl's own v1 trainers, which compute rewards in verl's way."""
+"""The additional checks for verl's own v1 trainers, which do not compute rewards with this package."""
 
 
 def findings(config: DictConfig, trainer: str) -> Findings:
@@ -61,7 +61,7 @@ def show(config: DictConfig, trainer: str) -> int:
 
 
 def _mode(config: DictConfig) -> str:
-    """Return the mode of one of this package's mains, derived from its settings."""
+    """Return the mode that a configuration of one of this package's main programs is for."""
     if placement(config) == SHARED:
         return "partial_rollout"
     return "one_step_off" if config.async_training.get("admission_policy") == "whole_batches" else "fully_async"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers this package's modes, and verl's own trainers with this package's extensions, as v1 trainers of verl.
+"""Registers the v1 trainers of this package with verl: its modes, and verl's own trainers with extensions.
 
-A flag (``+recipe=...``) sets the environment variable `VARIABLE`, with which this package's plugin for verl calls
-`install` in the run's processes. Contract: `install` imports none of verl's trainers; it sets a hook that registers the
+A flag (``+recipe=...``) sets the environment variable `VARIABLE` in the run's processes. Because of it, this package's
+plugin for verl calls `install`. Contract: `install` imports none of verl's trainers; it sets a hook that registers the
 trainers when verl's task runner imports `verl.trainer.ppo.v1`. Shown by tests/integration/test_flags.py and
 tests/e2e/test_flags.py.
 """

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main function of every mode: that of `recipe.async_engine.run`, with laptop support, more checks and a report."""
+"""The main function of every mode.
+
+It passes `recipe.async_engine.run` the parts that come from other packages: support for laptops, additional checks of
+the configuration, and the computation of the time account.
+"""
 
 from omegaconf import DictConfig
 

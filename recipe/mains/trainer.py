@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This package's modes in the form of verl's v1 trainers, for runs of stock verl's main with a flag (``+recipe=...``).
+"""This package's modes as v1 trainers of verl, for runs of stock verl's main with a flag (``+recipe=...``).
 
 Contract: verl's `TaskRunnerV1` uses a `FlaggedTrainer` like one of its own trainers. In the task runner's process,
-`FlaggedTrainer.fit` runs this package's trainer, writes its files (``metrics.jsonl``, ``summary.json``) and raises its
-errors. A configuration that cannot run has usually been refused in the main process already (`before_run`); with a
-user's own main program, it is refused here, after Ray has started. Ctrl-C ends the run at once, as in verl. Shown by
-tests/e2e/test_flags.py.
+`FlaggedTrainer.fit` runs this package's trainer, writes the run's files (``metrics.jsonl``, ``summary.json``) and
+raises the error of a failed run. A configuration that cannot run has usually been refused in the main process already
+(`before_run`); with a user's own main program, it is refused here, after Ray has started. Ctrl-C ends the run at once,
+as in verl. Shown by tests/e2e/test_flags.py.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from recipe.mains.plan_only import JUDGES
 
 
 class NoAgentLoops:
-    """Replaces the agent-loop manager that verl's task runner creates, because the modes have their own manager."""
+    """An empty replacement for verl's agent-loop manager in verl's task runner; the modes have their own manager."""
 
     @classmethod
     def create(cls, **settings: Any) -> NoAgentLoops:
-        """Return an object without agent loops; raise ConfigError if the caller's trainer ignores the flag."""
+        """Return an object without agent loops; raise ConfigError if the trainer that called this ignores the flag."""
         if settings.get("llm_client") is not None:
             advice = (
                 "+recipe has chosen a mode, and this main runs one of verl's own trainers: set trainer.use_v1=true."
@@ -57,7 +57,7 @@ class FlaggedTrainer(PPOTrainer):
         check_not_shadowed()
         take_arguments(config, self.mode)
         only_rehearse(config)
-        # verl's main has already started Ray or joined a cluster, whose resources the check compares with the plan.
+        # verl's main has already started Ray or joined a cluster. Check that the plan fits the resources of this Ray.
         there = cluster_resources() if ray.is_initialized() else None
         self._plan = check(config, available=there, judges=JUDGES)
         if there is not None and len(there.nodes) > 1:
@@ -67,7 +67,7 @@ class FlaggedTrainer(PPOTrainer):
         """Do nothing, because `fit` starts the run's processes."""
 
     def _nothing(self) -> None:
-        """Do nothing; only verl's training loop, which does not run, would need this method."""
+        """Do nothing, because only verl's training loop, which does not run here, would call this method."""
 
     get_llm_client = get_teacher_client = get_reward_handles = on_sample_end = on_step_end = _nothing
 

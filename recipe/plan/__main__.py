@@ -33,7 +33,7 @@ WIDEST = 10.0
 
 
 def of_run(run: Run, steps: int) -> Scenario:
-    """Return the settings of a recorded run as a scenario, to be simulated for ``steps`` steps."""
+    """Return a scenario, to be simulated for ``steps`` steps, with the settings of a recorded run."""
     said = run.settings
     replicas = max(1, said["rollout_replicas"])
     return Scenario(
@@ -58,7 +58,7 @@ def of_run(run: Run, steps: int) -> Scenario:
 
 
 def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times]:
-    """Return a scenario and its times, given a folder with a model's config.json and the command-line options."""
+    """Return a scenario and its times, from the folder of a model's config.json and the command-line options."""
     if options.lengths is None:
         raise CannotPlan(f"{folder} has a model's config.json and no events of a run: give --lengths MEDIAN,SIGMA,MOST")
     try:
@@ -86,7 +86,7 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
 
 
 def assumed(scenario: Scenario) -> str:
-    """Return Hydra overrides with the settings that an estimate without a recorded run has assumed."""
+    """Return, as Hydra overrides, those settings that an estimate without a recorded run has assumed."""
     rollout = "actor_rollout_ref.rollout"
     return (
         f" actor_rollout_ref.actor.ppo_mini_batch_size={scenario.batch_groups} {rollout}.n={scenario.answers} "
@@ -138,7 +138,7 @@ def picture(found: Sequence[Advice], file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the best candidates; return exit status 0, or 2 if there is no plan, with the reason on standard error."""
+    """Print the best candidates and return exit status 0. If there is no plan, print the reason and return 2."""
     parser = argparse.ArgumentParser(prog="python -m recipe.plan", description="Finds the best split of accelerators.")
     parser.add_argument("run", type=Path, help="the folder of a recorded run, or of a model's config.json")
     parser.add_argument("--accelerators", type=int, required=True)
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
-    """Return the candidates, best first, and whether their times come from a device profile instead of a run."""
+    """Return the candidates, best first, and whether their times are from a device profile rather than from a run."""
     most_staleness(options.goal)
     for name, least in (("seeds", 1), ("steps", 6), ("batch", 1), ("replica_size", 1), ("per_node", 1)):
         if getattr(options, name) < least:

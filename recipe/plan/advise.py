@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the best split of accelerators between trainer and rollout, and the best staleness bound, by simulation.
 
-Contract: each candidate is simulated once with each seed. Candidates are ordered by what the goal asks for (throughput,
-or throughput per accelerator), as the median over the seeds. For each candidate but the best, the table names the class
+Contract: each candidate is simulated once with each seed. Candidates are ordered by what the goal asks for: throughput,
+or throughput per accelerator, as the median over the seeds. For each candidate but the best, the table names the class
 of accelerator time (such as waiting for a batch) whose share exceeds the best candidate's share most. Shown by
 tests/plan/test_advise.py.
 """
@@ -43,12 +43,13 @@ def most_staleness(goal: str) -> float | None:
 
 @dataclass(frozen=True)
 class Advice:
-    """A split of accelerators with a staleness bound (`scenario`), and its simulated results over several seeds.
+    """A candidate: a split of accelerators with a staleness bound (`scenario`), and its simulated results.
 
     Attributes:
-        tokens_per_s: median of the trained tokens per second; `lowest` and `highest` are the range.
-        staleness: median of the mean staleness of groups, in versions.
-        shares: share of the accelerator time in each class, such as waiting for a batch, with the first seed.
+        tokens_per_s: trained tokens per second, the median over the seeds.
+        lowest, highest: smallest and largest number of trained tokens per second over the seeds.
+        staleness: mean staleness of the trained groups in versions, the median over the seeds.
+        shares: share of each class of accelerator time, such as waiting for a batch, as simulated with the first seed.
         also: further Hydra overrides, appended to `overrides`.
     """
 
@@ -81,7 +82,7 @@ class Advice:
         )
 
     def row(self, best: Advice) -> dict[str, Any]:
-        """Return the candidate's row of the table, in which it is compared with the candidate ``best``."""
+        """Return the row of the table for this candidate, which is compared with the best one (``best``)."""
         return {
             "trainer_accelerators": self.scenario.trainer_ranks,
             "rollout_accelerators": self.scenario.replicas * self.scenario.replica_size,
@@ -96,7 +97,7 @@ class Advice:
         }
 
     def why_worse(self, best: Advice) -> str:
-        """Return, as text, the class of lost time whose share exceeds that of ``best`` most, and by how much."""
+        """Return, as text, the class of lost time whose share is most above that in ``best``, and the difference."""
         lost = {name: share - best.shares.get(name, 0.0) for name, share in self.shares.items()}
         waits = {name: more for name, more in lost.items() if KINDS[Class(name)] not in (Kind.USEFUL, Kind.START_UP)}
         name = max(waits, key=lambda name: waits[name], default="")
@@ -104,11 +105,12 @@ class Advice:
 
 
 def candidates(base: Scenario, accelerators: int, lends: bool) -> list[Scenario]:
-    """Return the scenarios to compare: each split of the accelerators between trainer and rollout, in steps of an
-    eighth, with each staleness bound in `BOUNDS`, and with ``base.batches_per_version`` batches per version or 1.
+    """Return the scenarios to compare.
 
-    With ``lends``, each of them is also compared with the trainer's accelerators lent, if replicas can fill them. The
-    number of trainer ranks divides the trajectories of a batch, as the configuration rules require.
+    They combine each split of the accelerators between trainer and rollout (in steps of an eighth) with each staleness
+    bound in `BOUNDS`, and with both ``base.batches_per_version`` batches and 1 batch per version. If ``lends``, each
+    combination is also compared with the trainer's accelerators lent, if replicas can fill them. The number of trainer
+    ranks divides the number of trajectories in a batch, as the configuration rules require.
     """
     size, rows = base.replica_size, base.batch_groups * base.answers
     if not 1 + size <= accelerators <= MOST:
@@ -128,14 +130,18 @@ def candidates(base: Scenario, accelerators: int, lends: bool) -> list[Scenario]
 
 
 def _ranks(rows: int, wanted: int, most: int) -> int:
-    """Return the largest divisor of ``rows`` that exceeds neither ``wanted`` nor ``most``."""
+    """Return the largest divisor of ``rows`` that is at most ``wanted`` and at most ``most``."""
     return next(ranks for ranks in range(max(1, min(wanted, most)), 0, -1) if rows % ranks == 0)
 
 
 def parts_of_nodes(trainer: int, rollout: int, per_node: int) -> tuple[int, int]:
-    """Return how many accelerators of a node the trainer uses, and how many the rollout, with as few nodes as possible.
+    """Return how many accelerators the trainer, and how many the rollout, uses on each of its nodes.
 
-    trainer, rollout: total numbers of their accelerators. per_node: number of accelerators of a node.
+    The numbers are such that as few nodes as possible are needed.
+
+    Args:
+        trainer, rollout: numbers of accelerators that trainer and rollout use in total.
+        per_node: number of accelerators of a node.
     """
     nodes = -(-(trainer + rollout) // per_node)
     pairs = [(a, b) for a in _divisors(trainer, per_node) for b in _divisors(rollout, per_node)]
@@ -147,9 +153,11 @@ def _divisors(count: int, most: int) -> list[int]:
 
 
 def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: int) -> bool:
-    """Return whether trainer and rollout fit on ``nodes`` nodes of ``per_node`` accelerators.
+    """Return whether trainer and rollout together fit on ``nodes`` nodes of ``per_node`` accelerators.
 
-    counts, parts: numbers of accelerators that trainer and rollout use in total, and on each of their nodes.
+    Args:
+        counts: numbers of accelerators that trainer and rollout use in total.
+        parts: numbers of accelerators that they use on each of their nodes.
     """
     (small, small_count), (large, large_count) = sorted(zip(parts, counts, strict=True))
     full, rest = divmod(large_count // large, per_node // large)

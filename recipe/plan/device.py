@@ -6,14 +6,14 @@ for its memory traffic (the weights once, and the keys and values of every token
 log-probs and updates follow from their FLOPs, and those of transfers from their bytes. A device profile has the
 device's peak rates and the fractions of them that are reached in practice. Shown by tests/plan/test_device.py.
 
-Sources of `H100`:
+Sources of the profile `H100`:
 
 - peaks: NVIDIA H100 SXM5 data sheet: 989.4 TFLOP/s in bfloat16 without sparsity, 80 GB at 3.35 TB/s; DGX H100 data
   sheet: one 400 Gb/s network port per accelerator (50 GB/s).
-- `training_efficiency`: Megatron-LM's README reports 41% (2.1B) to 47% (462B) of peak for pre-training on H100, at
-  6 FLOPs per parameter and token without recomputation, as in this module.
+- `training_efficiency`: Megatron-LM's README reports 41% (2.1B) to 47% (462B) of peak for pre-training on H100, at 6
+  FLOPs per parameter and token without recomputation, as in this module.
 - all other efficiencies, `link_latency_s`, `step_overhead_s` and `update_overhead_s` are assumptions, not measured on a
-  device. Fit the times to a run of yours before you rely on the seconds.
+  device. Before you rely on the seconds, fit the times to a run of your own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from pydantic import Field
 
 from recipe.plan.memory.shape import ModelShape
 
-# Per fp32 parameter, AdamW reads weight, gradient and two moments (16 bytes), and writes all but the gradient (12).
+# Bytes of memory traffic of AdamW per fp32 parameter: it reads weight, gradient and two moments (16), and writes all of
+# these but the gradient (12).
 OPTIMIZER_BYTES = 28
 
 
@@ -84,13 +85,13 @@ PROFILES = {"h100": H100}
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Return the number of parameters that one token is multiplied with: layers, its experts and the output head."""
+    """Return the number of parameters that one token is multiplied by: layers, its experts, and the output head."""
     experts = shape.expert_parameters * shape.experts_per_token // shape.experts if shape.experts else 0
     return shape.layer_parameters + experts + shape.embedding
 
 
 def read_parameters(shape: ModelShape, tokens: int) -> float:
-    """Return the mean number of parameters that a forward pass over ``tokens`` tokens reads, if routing is uniform."""
+    """Return the mean number of parameters that a forward pass over ``tokens`` tokens reads if routing is uniform."""
     read = float(shape.layer_parameters + shape.embedding)
     if shape.experts:
         read += shape.expert_parameters * (1.0 - (1.0 - shape.experts_per_token / shape.experts) ** tokens)
@@ -102,11 +103,11 @@ class DeviceTimes:
     """Computes how long one model's operations take on the devices of a rollout replica or of the trainer.
 
     Attributes:
-        devices: number of devices that divide the work evenly; the efficiencies account for their communication.
+        devices: number of devices that divide the work evenly. Their communication is included in the efficiencies.
         weight_bytes: bytes of a parameter.
         cache_bytes: bytes of one number in the KV cache.
-        token_scale: number of tokens for which one token of the run stands; above 1 in a small test run whose answers
-            have a few tokens instead of thousands.
+        token_scale: number of real tokens for which one token of the run stands. It is above 1 in a small test run
+            whose answers have a few tokens instead of thousands.
         time_scale: factor by which all seconds are multiplied.
     """
 
@@ -133,7 +134,7 @@ class DeviceTimes:
         return self.shape.parameters * self.weight_bytes
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
-        """Return the seconds of a decode step of ``batch`` sequences with a total of ``context_tokens`` tokens so far.
+        """Return the seconds of a decode step of ``batch`` sequences that together have ``context_tokens`` tokens.
 
         With a `token_scale` of N, the step stands for N steps with a context N times as long.
         """
@@ -147,7 +148,7 @@ class DeviceTimes:
         return self.time_scale * self.token_scale * step
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        """Return the seconds of prefilling ``tokens`` tokens of a sequence after ``context_tokens`` cached ones."""
+        """Return the seconds of prefilling ``tokens`` tokens of a sequence after ``context_tokens`` cached tokens."""
         if not tokens:
             return 0.0
         tokens, context = tokens * self.token_scale, context_tokens * self.token_scale
@@ -168,20 +169,21 @@ class DeviceTimes:
         return self.time_scale * ((arithmetic + optimizer) / self.devices + self.device.update_overhead_s)
 
     def transfer_s(self, transferred: float | None = None, links: int = 1) -> float:
-        """Return the seconds of sending ``transferred`` bytes, by default all weights, over parallel links."""
+        """Return the seconds of sending ``transferred`` bytes (None: all weights) over ``links`` parallel links."""
         moved = self.model_bytes if transferred is None else transferred
         rate = self.device.link_bandwidth * self.device.link_efficiency * links
         return self.time_scale * (moved / rate + self.device.link_latency_s)
 
     def load_s(self) -> float:
-        """Return the seconds of replacing a replica's weights by a copy within device memory (one read, one write)."""
+        """Return the seconds of copying a replica's new weights within device memory (one read and one write)."""
         rate = self.device.memory_bandwidth * self.device.decode_efficiency * self.devices
         return self.time_scale * 2 * self.model_bytes / rate
 
     def _forward_flops(self, tokens: int, pairs: int) -> float:
         """Return the FLOPs of a forward pass over ``tokens`` tokens that attend to ``pairs`` tokens in total.
 
-        These are 2 per parameter and token, plus 4 x layers x query width per pair of a token and one it attends to.
+        These are 2 per parameter and token, plus 4 x layers x query width for each pair of a token and a token to which
+        it attends.
         """
         return 2.0 * active_parameters(self.shape) * tokens + 4.0 * self.shape.layers * self.shape.q_width * pairs
 

@@ -2,16 +2,16 @@
 """A virtual clock, and a simulated rollout engine with continuous batching.
 
 Contract of the clock: time never goes backwards. Actions that are due at the same time run in the order in which they
-were scheduled, so the simulation is deterministic. A process is a generator that yields a number of seconds, or a
-condition, to wait for; `Clock.changed` tests the conditions.
+were scheduled, so the simulation is deterministic. A process is a generator. To wait, it yields a number of seconds or
+a condition; `Clock.changed` tests the conditions.
 
-Contract of the engine: it has ``places`` sequence slots, as in verl's `rollout.max_num_seqs`. A request joins at the
-beginning of a decode step if a slot is free; otherwise it queues, and the oldest group goes first. Each step samples
-one token for every running request. A step also prefills the context of the requests that join at it; once this prefill
-takes as long as `READ_STEPS` decode steps, no further request joins. The time of a step grows linearly with the
-context. A paused engine finishes its current step first. The engine reports the use of its slots to `EngineActivity`,
-as real engines do. All steps between two events are computed at once, so the cost of simulating does not depend on the
-number of tokens. Shown by tests/plan/test_simulation.py.
+Contract of the engine: it has ``places`` sequence slots, as many as verl's `rollout.max_num_seqs`. A request joins at
+the beginning of a decode step if a slot is free; otherwise it queues, and requests of the oldest group join first. Each
+step samples one token for every running request. A step also prefills the context of the requests that join at it. The
+prefill in one step is limited: no further request joins once it takes as long as `READ_STEPS` decode steps. The time of
+a step grows linearly with the context. A paused engine finishes its current step first. The engine reports the use of
+its slots to `EngineActivity`, as real engines do. All steps between two events are computed at once, so the cost of
+simulating does not depend on the number of tokens. Shown by tests/plan/test_simulation.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Process = Generator[float | Callable[[], bool], None, None]
 
 
 class Clock:
-    """The virtual clock; ``now`` is in seconds."""
+    """The virtual clock of a simulation. ``now`` is the present time in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -55,14 +55,14 @@ class Clock:
                 return
 
     def changed(self) -> None:
-        """Resume the processes that wait for a condition that holds now."""
+        """Resume the waiting processes whose condition holds now. Call this whenever a condition may have changed."""
         for waiting in [waiting for waiting in self._waiting if waiting[0]()]:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
                 self.after(0.0, lambda process=waiting[1]: self.start(process))  # type: ignore[misc]
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Run the scheduled actions in the order of their times until ``over`` returns True or none is left."""
+        """Run the scheduled actions in the order of their times, until ``over`` returns True or no action is left."""
         while self._due and not over():
             self.now, _, action = heapq.heappop(self._due)
             action()
@@ -72,8 +72,10 @@ class Clock:
 class Request:
     """A request for an answer of ``length`` tokens.
 
-    tokens: number of sampled tokens when the request last joined or left an engine. entered: number of steps that the
-    engine had made when the request joined. versions: (policy version, number of tokens that it sampled), in order.
+    Attributes:
+        tokens: number of sampled tokens when the request last joined or left an engine.
+        entered: number of steps that the engine had made when the request joined.
+        versions: (policy version, number of tokens that it sampled), in order.
     """
 
     name: str
@@ -88,7 +90,7 @@ class Request:
 
 
 READ_STEPS = 4
-"""Longest time for prefill in one step, as a multiple of a decode step of a full engine; an assumption."""
+"""Limit of the time for prefill in one step, as a multiple of the time of a decode step of a full engine (assumed)."""
 
 
 class Engine:
@@ -119,7 +121,8 @@ class Engine:
         self._waiting: list[tuple[int, int, Request]] = []
         self._ends: list[tuple[int, str]] = []
         self._new: list[Request] = []
-        # Requests that arrived while the engine was closed; `activity` does not count them as entered yet.
+        # Names of requests that arrived while the engine was closed. `activity` is told of them when the engine
+        # reopens.
         self._parked: dict[str, None] = {}
         self._steps = self._context = self._planned = self._number = self._arrived = 0
         self._began = self._first = self._step = self._slope = 0.0
@@ -131,13 +134,13 @@ class Engine:
 
     @property
     def rest_s(self) -> float:
-        """Return the seconds until the current decode step ends; requests can be interrupted only then."""
+        """The seconds until the current decode step ends. Requests can be interrupted only at the end of a step."""
         if self.closed or not self.running:
             return 0.0
         return max(0.0, self._began + self._seconds(self._begun_steps()) - self._clock.now)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; if the engine is closed, the request waits until it reopens."""
+        """Queue a request. If the engine is closed, the request waits until the engine reopens."""
         self._arrived += 1
         heapq.heappush(self._waiting, (request.group, self._arrived, request))
         self.activity.expect(request.name, request.work)
@@ -149,7 +152,7 @@ class Engine:
             self._stop_after(self._whole_steps() + 1 if self.running else 0)
 
     def cut(self) -> list[Request]:
-        """Pause the engine; remove all of its requests and return them with their tokens so far."""
+        """Pause the engine. Remove all of its requests, and return them with the tokens that they have so far."""
         self.hold()
         return self._give_back()
 
@@ -175,7 +178,7 @@ class Engine:
         self._plan()
 
     def close(self, why: Class) -> None:
-        """Begin a pause, which lasts until `reopen`; the engine reports ``why`` as the reason."""
+        """Begin a pause, which lasts until `reopen`. The engine reports the reason ``why`` for the pause."""
         self.closed = True
         self._number += 1
         self.activity.close(why)
@@ -219,7 +222,7 @@ class Engine:
         return self._first + self._step * (steps - 1) + self._slope * steps * (steps - 1) / 2 if steps else 0.0
 
     def _stop_after(self, steps: int) -> None:
-        """Reduce the planned decode steps to ``steps``, so that a request can join after them."""
+        """Shorten the plan to ``steps`` decode steps, so that a request can join after them."""
         if self.running and steps >= self._planned:
             return
         self._planned = steps
@@ -247,7 +250,7 @@ class Engine:
         return ended
 
     def _count(self, steps: int) -> None:
-        """Credit each running request with ``steps`` planned decode steps, and cancel all later planned steps."""
+        """Count ``steps`` of the planned decode steps as done for each running request, and cancel the others."""
         self._steps += steps
         self._context += steps * len(self.running)
         if steps:

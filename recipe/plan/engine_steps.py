@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits a linear model of the duration of a rollout engine's decode steps to the event record of a run.
 
-Contract: the duration of a step is a constant, plus a term per running request, a term per token of context of these
-requests, and a term per token that is prefilled for requests that join at the step (or per joining request, if the
-lengths of prompts are not known). No term is negative, and a term that explains no more than chance would is 0.
+Contract: the duration of a step is the sum of a constant; a term per running request; a term per token of context of
+these requests; and a term per token that is prefilled for requests that join at the step (or, if the lengths of prompts
+are not known, a term per joining request). No term is negative; one that explains no more than chance would is 0.
 
-The event record consists of intervals with the number of sampled tokens and the share of sequence slots (``places``)
-that were, for example, decoding. The number of steps of an interval follows from these; the context at each time
-follows from the lengths and end times of the answers. Intervals with validation or retries are left out, because the
-record does not say which of their tokens came from a prefill. Shown by tests/plan/test_engine_steps.py.
+The event record has, for each of many intervals, the number of sampled tokens and the share of sequence slots
+(``places``) in each class, such as decoding. The number of steps of an interval follows from these; the context at each
+time follows from the lengths and end times of the answers. Intervals with validation or retries are left out, because
+the record does not say which of their tokens came from a prefill. Shown by tests/plan/test_engine_steps.py.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ _SMALLEST = 1e-300  # Added to an error before taking its logarithm, because 0 h
 
 @dataclass(frozen=True)
 class EngineSteps:
-    """The linear model of a decode step's duration in seconds.
+    """The linear model of a decode step's duration.
 
-    base_s: constant. request_s: per running request. token_s: per token of context. read_token_s: per prefilled token.
-    join_s: per request that joins.
+    Attributes:
+        base_s: constant, in seconds.
+        request_s: seconds per running request.
+        token_s: seconds per token of context.
+        read_token_s: seconds per prefilled token.
+        join_s: seconds per request that joins.
     """
 
     base_s: float
@@ -75,7 +79,8 @@ def fit_steps(
         batch = places * sum(part.share for part in parts if part.what in _USED)
         if tokens and batch > 0 and all(part.what in _KNOWN for part in parts):
             new, again = (sum(part.tokens or 0 for part in parts if part.what == what) for what in _FIRST)
-            # A request that finds a free slot occupies it until the next step, half a step on average: count that too.
+            # A request that finds a free slot occupies it until the next step begins, on average half a step. Count
+            # that time too.
             finds = new + again if any(part.what == Class.IDLE_PLACES for part in parts) else 0
             steps = (tokens + finds / 2) / batch
             rows.append((batch, (new + again) / steps, again / steps, (end - start) / steps, steps))
@@ -84,7 +89,7 @@ def fit_steps(
         return None
     batches, joined, again, took, weight = np.array(rows).T
     answered = np.array([*_contexts(answers, middles, np.average(took, weights=weight))]) / replicas
-    # Assume that requests that join again have as many tokens as the running requests have on average.
+    # If interrupted requests join again, assume that they have as many tokens as the running requests have on average.
     read = prompt * joined + again * answered / batches if prompt else joined
     table = np.column_stack((np.ones(len(took)), batches, answered + prompt * batches, read))
     known = [column for column in (1, 2, 3) if _varies(table[:, column], weight)]
@@ -97,9 +102,12 @@ def fit_steps(
 
 
 def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], step_s: float) -> Iterator[float]:
-    """Yield, for each time in ``moments``, how many tokens all unfinished answers had, if a token takes ``step_s``.
+    """Yield, for each time in ``moments``, how many tokens all unfinished answers together had then.
 
-    answers: (number of tokens, end time) of each answer.
+    Args:
+        answers: (number of tokens, end time) of each answer.
+        moments: times in seconds.
+        step_s: seconds that an answer takes for each token.
     """
     tokens, ended = (np.array(column, float) for column in zip(*answers, strict=True))
     for moment in moments:
@@ -118,8 +126,11 @@ def _least_squares(
 ) -> tuple[float, list[float]]:
     """Fit durations to the chosen columns of a table; return the quality (smaller is better) and all coefficients.
 
-    table: one row per interval, with one column per coefficient. took: seconds of a step in each interval. weight:
-    weight of each interval. columns: the columns to fit; the coefficients of all others are 0.
+    Args:
+        table: one row per interval, with one column per coefficient.
+        took: seconds of a step in each interval.
+        weight: weight of each interval.
+        columns: the columns to fit; the coefficients of all others are 0.
     """
     parts = np.zeros(table.shape[1])
     parts[columns] = np.linalg.lstsq(table[:, columns] * weight[:, None], took * weight, rcond=None)[0]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates runs in which the trainer's accelerators generate while the trainer waits (``placement=elastic``).
 
-Contract: standalone replicas have accelerators of their own; hybrid replicas run on the trainer's accelerators, and
+Contract: standalone replicas have accelerators of their own. Hybrid replicas run on the trainer's accelerators, and
 sleep while it trains. The policy of real runs (`recipe.async_engine.core.lending`) decides when the hybrid replicas
 wake and sleep; as in `Simulation`, the sample ledger and the staleness gate decide everything else. A request goes to
-the awake engine with the fewest requests. If all awake engines are full, the request waits, and requests of the oldest
-group go first. An interrupted request keeps its tokens and their versions. Hybrid replicas that wake have the version
-with which the standalone replicas generate. Without standalone replicas, this is ``placement=shared``. Shown by
-tests/plan/test_lending_simulation.py.
+the awake engine with the fewest requests. If all awake engines are full, it waits, and requests of the oldest group go
+first. An interrupted request keeps its tokens and their versions. When hybrid replicas wake, they have the version with
+which the standalone replicas generate. Without standalone replicas, the simulated run has ``placement=shared``. Shown
+by tests/plan/test_lending_simulation.py.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from recipe.report.account import KINDS, Kind
 class LendingSimulation(Simulation):
     """A simulated run with hybrid replicas, which generate on the trainer's accelerators while the trainer waits.
 
-    switches: number of loans (times when hybrid replicas woke to generate). lent_s: seconds in which they were awake.
-    read_again: number of tokens that were prefilled again because the end of a loan had interrupted their requests.
+    Attributes:
+        switches: number of loans, that is, how often the hybrid replicas woke to generate.
+        lent_s: seconds in which the hybrid replicas were awake.
+        read_again: number of tokens that were prefilled again because the end of a loan had interrupted their requests.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class LendingSimulation(Simulation):
         policy: LendingPolicy | None = None,
         seed: int | None = 0,
     ) -> None:
-        """Create a run with ``scenario.replicas`` standalone replicas, and hybrid ones on all trainer accelerators.
+        """Create a run with ``scenario.replicas`` standalone replicas and, on all trainer accelerators, hybrid ones.
 
         The hybrid replicas have the lowest numbers, as in a real run.
         """
@@ -54,14 +56,14 @@ class LendingSimulation(Simulation):
         self._queue: list[tuple[int, int, int, Request]] = []
         self._numbers = count()
         self._meter = PlaceMeter(self.clock, self.standalone * scenario.places)
-        # The result of `PlaceMeter.begin` for each request that is at an engine.
+        # For each request that is at an engine, what `PlaceMeter.begin` returned when the request came there.
         self._began: dict[str, float] = {}
         self._sampled_at: dict[int, float] = {}
         for number in self._asleep:
             self.engines[number].close(Class.WAIT_OTHER_SIDE)
 
     def useful_share(self, result: Result) -> float:
-        """Return the share of the accelerators' time in which they trained or generated."""
+        """Return the share of all accelerator time that was spent on training or generation."""
         devices = self.scenario.trainer_ranks + self.standalone * self.scenario.replica_size
         useful = sum(seconds for name, seconds in result.account.total.items() if KINDS[Class(name)] is Kind.USEFUL)
         return useful / (devices * self.clock.now)
@@ -106,7 +108,7 @@ class LendingSimulation(Simulation):
         self.policy.sleep_s.add(self.clock.now - decided)
 
     def _call_back(self) -> float:
-        """Interrupt the hybrid replicas; return the seconds until they have finished their current decode steps."""
+        """Interrupt the hybrid replicas. Return the seconds until they have finished their current decode steps."""
         hybrid = self.engines[: self.hybrid]
         rest = max(engine.rest_s for engine in hybrid)
         cut: list[Request] = []
@@ -120,12 +122,12 @@ class LendingSimulation(Simulation):
         return rest
 
     def _view(self) -> tuple[Places, Demand]:
-        """Return what the lending policy decides by: the engines' places, and what the trainer needs next."""
+        """Return the inputs of the lending policy: the engines' sequence slots, and what the trainer needs next."""
         standalone, hybrid = (self.scenario.places * count for count in (self.standalone, self.hybrid))
         return look(self.manager, self._meter.spent, standalone, hybrid, is_awake=not self._asleep)
 
     def _use_slots(self) -> None:
-        """Give trajectories the slots of the replicas that are awake."""
+        """Let trajectories use the slots of exactly those replicas that are awake."""
         awake = len(self.engines) - len(self._asleep)
         self.manager.slots = awake * self.scenario.slots
         self._meter.use(awake * self.scenario.places)
@@ -144,7 +146,7 @@ class LendingSimulation(Simulation):
         self._give_places()
 
     def _give_places(self) -> None:
-        """Send waiting requests, those of the oldest group first, to the engines with the fewest requests."""
+        """Send waiting requests to the engines with the fewest requests. Requests of the oldest group go first."""
         loads = [(engine.load, number) for number, engine in enumerate(self.engines) if not engine.closed]
         heapq.heapify(loads)
         while self._queue and loads and loads[0][0] < self.scenario.slots:

@@ -31,7 +31,7 @@ WIDTH = 34
 
 
 def report(title: str, found: Findings, of_verl: bool) -> str:
-    """Return the whole plan as text; ``of_verl``: whether verl's own trainer runs and forms the batches."""
+    """Return the whole plan as text; ``of_verl`` is whether one of verl's own trainers runs and forms the batches."""
     context = found.context
     sections = {
         "processes": _processes(context),
@@ -130,7 +130,7 @@ def _batches(found: Findings) -> Iterator[str]:
     yield _row("versions of an answer", bound, "may pass while it is generated; training waits for a slower one")
     at_once = replicas * places_per_replica(config, training)
     if bound and not training.whole_batches:
-        # In the time of `bound` versions, each sequence slot generates this many answers one after the other.
+        # While `bound` versions are trained, each sequence slot generates this many answers, one after the other.
         times, longest = bound * version * answers / at_once, context.get("data.max_response_length")
         mean = f"{longest} tokens where the mean is {math.ceil(int(longest or 0) / times)}"
         yield _row("longest answer in these versions", f"{times:.1f}", f"times the mean, with all slots in use: {mean}")

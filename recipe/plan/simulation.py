@@ -43,7 +43,8 @@ class Scenario:
         shared: whether training and generation take turns on the same accelerators.
         lends: whether hybrid replicas generate on the trainer's accelerators while it waits (`recipe.plan.lending`);
             `replicas` counts only the others.
-        at_swap: what happens to unfinished answers at a weight sync: "drain", "interrupt" or "keep" (in the engine).
+        at_swap: what happens to unfinished answers at a weight sync: they end first ("drain"), are interrupted
+            ("interrupt"), or stay in the engine ("keep").
         beside: whether training continues while weights are sent to the replicas.
         replica_size: number of accelerators of a rollout replica.
         reward_processes: number of processes that compute rewards; 0 means unlimited.
@@ -77,7 +78,7 @@ class Result:
         staleness: mean staleness of the trained groups, in versions.
         token_ages: number of trained tokens by age in versions.
         account: accelerator time by class (`Class`).
-        decisions_s: CPU seconds (real ones) that the state machines took for their decisions.
+        decisions_s: CPU seconds that the state machines needed for their decisions (measured, not simulated).
     """
 
     ended: list[float]
@@ -101,8 +102,11 @@ class Result:
 class _Group:
     """A prompt group in progress.
 
-    left: number of answers without a reward. lengths: final number of tokens of each answer. versions: number of tokens
-    of the rewarded answers, by the policy version that sampled them. answers: number of tokens of each rewarded answer.
+    Attributes:
+        left: number of answers without a reward.
+        lengths: final number of tokens of each answer.
+        versions: number of tokens of the rewarded answers, by the policy version that sampled them.
+        answers: number of tokens of each rewarded answer.
     """
 
     left: int
@@ -116,9 +120,9 @@ class Simulation:
     """One simulated run, in which ``hybrid`` replicas are on the trainer's accelerators and lent to generation.
 
     Args:
-        times: durations of steps, updates, transfers and rewards, and the answer lengths.
-        seed: seed of random choices. If None, the groups get the answer lengths of the recorded groups in recorded
-            order, instead of random ones, and all other choices use seed 0.
+        times: durations of steps, updates, transfers and rewards, and the lengths of answers.
+        seed: seed of random choices. If None, the lengths of answers are not drawn at random but are those of the
+            recorded groups, in recorded order, and all other choices use seed 0.
     """
 
     hybrid = 0
@@ -127,7 +131,7 @@ class Simulation:
         self.scenario, self.times = scenario, times
         self._replays = seed is None
         self.clock = Clock()
-        # Lengths have a random generator of their own, so that other random choices do not change them.
+        # Draw lengths from a random generator of their own, so that other random choices do not change them.
         self._random, self._lengths = random.Random(seed or 0), random.Random(seed or 0)
         gate = GateSettings(
             scenario.batch_groups, scenario.batches_per_version, scenario.max_staleness, scenario.pipeline_depth
@@ -171,7 +175,7 @@ class Simulation:
         return self._result()
 
     def begin(self) -> None:
-        """Schedule the first actions of the run for the beginning of virtual time."""
+        """Schedule the first actions of the run, at virtual time 0."""
         self._timeline.restart()
         self.manager.open()
         if self.scenario.shared:
@@ -212,7 +216,10 @@ class Simulation:
         self._over = True
 
     def _wait_for_batch(self) -> Process:
-        """Wait until the trainer may take a batch; if training and generation take turns, begin a generation turn."""
+        """Wait until the trainer may take a batch.
+
+        If training and generation take turns, begin a turn of generation first.
+        """
         if self.scenario.shared:
             self._open_engines()
             self.manager.slots = self.scenario.slots * self.scenario.replicas
@@ -255,7 +262,7 @@ class Simulation:
             else:
                 cut += self._interrupt(engine)
         yield rest
-        # Interrupted requests are sent to the engines again at once, and wait there for the new weights.
+        # Send interrupted requests to the engines again at once; they wait there for the new weights.
         self._resume(cut)
         yield max(0.0, times.swap_s - rest)
         self._timed(self.ledger.announce)
@@ -269,7 +276,7 @@ class Simulation:
         return self.manager.anything_waits() or self.ledger.can_issue()
 
     def _label(self, engine: Engine, request: Request) -> None:
-        """Record that the announced version sampled the tokens that a request got since this method's previous call."""
+        """Credit the version that generates now with a request's tokens since the previous call for this request."""
         known = sum(tokens for _, tokens in request.versions)
         if (more := engine.tokens_of(request) - known) > 0:
             request.versions.append((self.ledger.announced, more))
@@ -296,7 +303,7 @@ class Simulation:
                 engine.reopen(again=True)
 
     def _end_turn(self) -> float:
-        """End the generation turn; return the seconds until all engines have finished their current decode steps."""
+        """End the turn of generation. Return the seconds until all engines have finished their current decode steps."""
         rest = max(engine.rest_s for engine in self.engines)
         for engine in self.engines:
             for request in self._interrupt(engine):
@@ -322,7 +329,7 @@ class Simulation:
         group = self.manager.issue(PromptRef(number, 0, str(number)))
         groups = self.times.groups
         lengths = groups[(number - 1) % len(groups)] if self._replays else self.times.lengths(self._lengths)
-        # If the recorded groups have fewer answers than those of the scenario, their lengths are repeated.
+        # Repeat the lengths if the recorded group has fewer answers than a group of the scenario.
         of_answers = [lengths[n % len(lengths)] for n in range(self.scenario.answers)]
         self._groups[group.id] = _Group(self.scenario.answers, of_answers)
         return True
@@ -335,11 +342,11 @@ class Simulation:
         self._through_agents(request)
 
     def _go_on(self) -> None:
-        """Resume the requests that the end of the previous turn interrupted, those of the oldest group first."""
+        """Resume the requests interrupted at the end of the previous turn, those of the oldest group first."""
         self._resume([self._held.pop(key) for key in sorted(self._held)])
 
     def _through_agents(self, request: Request) -> None:
-        """Pass a request through the agent loops, which process one at a time, and then send it to an engine."""
+        """Pass a request through the agent loops, which handle one request at a time, and then send it to an engine."""
         self._agents_free = max(self._agents_free, self.clock.now) + self.times.agents_s
         wait = self._agents_free - self.clock.now + self.times.begin_s
         self.clock.after(wait, lambda: self._send(request))
@@ -354,7 +361,7 @@ class Simulation:
         heapq.heappush(self._loads, (self.engines[number].load, number))
 
     def _least_loaded(self) -> int:
-        """Return the number of the engine with the fewest requests; outdated heap entries are corrected on the way."""
+        """Return the number of the engine with the fewest requests. Heap entries found to be outdated are corrected."""
         while True:
             load, number = heapq.heappop(self._loads)
             if load == self.engines[number].load:
@@ -411,7 +418,8 @@ class Simulation:
         waits = self._scoring > 0 and not self.ledger.may_take()
         why = self.manager.why(prompts_left=True, waits_for_rewards=waits)
         if why != self._lane.what:
-            # Free slots were idle for the old reason until now, so end the engines' spans before the reason changes.
+            # Free slots have been idle for the old reason until now. So end the engines' spans before the reason
+            # changes.
             self._ask_engines()
             self._lane.turn_to(why)
 

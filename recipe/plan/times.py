@@ -29,9 +29,10 @@ from recipe.report.run import Run, about, load
 Seconds = Callable[[Sequence[int], float], float]
 
 FILLED_S = 1.0
-"""Seconds after which empty engines are assumed to be full again, if answers wait for slots."""
+"""Seconds after which engines that were empty are assumed to be full again, if answers wait for slots."""
 ENOUGH, EXPLAINED = 5, 0.9
-"""A line is fitted if there are `ENOUGH` steps or more, and tokens and seconds correlate by at least `EXPLAINED`."""
+"""A line is fitted only if there are at least `ENOUGH` steps, whose tokens and seconds have a correlation of at least
+`EXPLAINED`."""
 _UNDER_WAY = (
     Class.PREFILL,
     Class.RE_PREFILL,
@@ -41,7 +42,7 @@ _UNDER_WAY = (
     Class.WAIT_TAIL,
     Class.WAIT_AGENTS,
 )
-"""The classes of the time of an engine's sequence slots, whether used or idle, while answers are in progress."""
+"""Classes of an engine's time while answers are in progress, whether its sequence slots are used or idle."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,10 @@ class Times:
         read_s: returns the seconds of prefilling a number of tokens.
         update_s: returns the seconds of an update, given the tokens of each answer and the number of trainer ranks.
         log_probs_s: returns the seconds of a batch's log-probs, with the same arguments.
-        rewards: sample of the seconds that a reward takes to compute, without waiting for a free process.
+        rewards: a sample of the seconds that computing a reward takes, without waiting for a free process.
+        prompt: number of tokens of a prompt.
         begin_s: latency before the first token of an answer.
-        agents_s: time of an answer in the agent loops, which are modelled as handling one answer at a time.
+        agents_s: time that an answer takes in the agent loops, which are modelled as handling one answer at a time.
         end_s: latency after the last token of an answer.
         driver_s: time of a training step without its log-probs and its update.
         snapshot_s: time for which a weight sync keeps the trainer from training.
@@ -101,11 +103,11 @@ class Times:
 
 
 class CannotPlan(BadFile):
-    """No plan can be made, because an option is wrong or the run's event record lacks data; the message says which."""
+    """No plan can be made, because an option is wrong or the event record lacks data. The message says which."""
 
 
 OLDER = ("reward_workers", "concurrent_samples_per_replica", "max_num_seqs", "staging")
-"""Settings that planning does not require, and that event records of older versions of this package lack."""
+"""Settings that are missing from the event records of older versions of this package; planning does not need them."""
 
 
 def fitted(folder: Path) -> tuple[Times, Run]:
@@ -141,7 +143,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
     first = used[Class.PREFILL] / len(lengths)
     overhead = [end - start - first - step * (tokens - 1) for group in answers.values() for tokens, start, end in group]
-    # The answer with the smallest overhead gives the latency; others waited in agent loops, in a queue or for a sync.
+    # The answer with the smallest overhead gives the latency. Others also waited in agent loops, in a queue or for a
+    # sync.
     latency = max(0.0, min(overhead))
     agents = _agents_s(run, used, len(lengths), places, replicas)
     if not pc.sum(about(run.groups, "trained")["tokens"]).as_py():
@@ -151,7 +154,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])
     switches, switch = _phases(run, SWITCH), None
     if not run.devices.hybrid:
-        # If training and generation take turns, engines sleep and wake once per weight sync: that is part of its time.
+        # If training and generation take turns, the engines wake once and sleep once for each weight sync. Add these
+        # two switches to its time.
         swap += 2 * statistics.mean(switches or [0.0])
     elif len(switches) > 1:
         # Hybrid replicas wake and sleep in turns; the first wake of a run takes longer than the others.
@@ -179,12 +183,12 @@ def fitted(folder: Path) -> tuple[Times, Run]:
 
 
 def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float, replicas: int) -> float:
-    """Return the seconds that the agent loops need per answer, from the time for which they left engine slots idle.
+    """Return the seconds that the agent loops take for an answer, from the time for which they left engine slots idle.
 
-    If more answers run than there are sequence slots, slots are idle because of the agent loops only while empty
-    engines fill: at the beginning, and after each weight swap that removed requests. Answers then arrive one after the
-    other, so the n-th slot is idle n times as long as the first. The result is at most the time during which any
-    answers were in progress, divided by the number of answers.
+    If more answers run than there are sequence slots, the agent loops leave slots idle only while empty engines fill:
+    at the beginning, and after each weight swap that removed requests. Answers then arrive one after the other, so the
+    n-th slot is idle n times as long as the first. The result is at most the time in which any answers were in
+    progress, divided by the number of answers.
     """
     most = sum(used[what] for what in _UNDER_WAY) / (places * replicas * answers)
     if run.settings["max_concurrent_trajectories"] <= places * replicas:
@@ -203,10 +207,12 @@ def scorers(run: Run) -> int:
 
 
 def _rewards(scored: Iterable[tuple[float, float]], processes: int) -> tuple[float, ...]:
-    """Return the seconds to compute each reward without the time in the queue.
+    """Return the seconds that computing each reward took, without the time in the queue.
 
-    scored: (start, end) of each answer's reward, queueing included. processes: number of processes that compute
-    rewards, which are assumed to take answers in order; 0 means unlimited.
+    Args:
+        scored: (start, end) of each answer's reward, including the time in the queue.
+        processes: number of processes that compute rewards, which are assumed to take answers in order; 0 means
+            unlimited.
     """
     free, took = [0.0] * processes, []
     for start, end in sorted(scored):
@@ -216,7 +222,7 @@ def _rewards(scored: Iterable[tuple[float, float]], processes: int) -> tuple[flo
 
 
 def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -> Iterator[Piece]:
-    """Yield the parts of the time spans ``pieces`` that are at most ``seconds`` later than one of ``moments``."""
+    """Yield those parts of ``pieces`` (time spans) that are within ``seconds`` after one of the times ``moments``."""
     spans: list[tuple[float, float]] = []
     for moment in sorted(moments):
         begin = max(moment, spans[-1][1]) if spans else moment
@@ -232,14 +238,14 @@ def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -
 
 
 def group_size(run: Run) -> int:
-    """Return the largest number of answers of a recorded group."""
+    """Return the number of answers of the recorded group that has most of them."""
     rows = run.trajectories.group_by("group").aggregate([("trajectory", "count_distinct")])
     return int(pc.max(rows["trajectory_count_distinct"]).as_py())
 
 
 def steps_trained(run: Run) -> int:
     """Return the number of trained steps in the event record, at least 1."""
-    # All rows with the token ages of one step have the same start time, so count the different start times.
+    # A step has several rows, one for each token age, all with the same start time. So count the different start times.
     last = pc.max(about(run.groups, "trained")["end"]).as_py() or 0.0
     return max(1, sum(start <= last for start in run.tokens["start"].unique().to_pylist()))
 
@@ -247,9 +253,10 @@ def steps_trained(run: Run) -> int:
 def estimated(
     rollout: DeviceTimes, trainer: Callable[[int], DeviceTimes], groups: Sequence[Sequence[int]], prompt: int
 ) -> Times:
-    """Return times computed from device profiles, for groups with these answer lengths and ``prompt`` prompt tokens.
+    """Return times computed from device profiles.
 
-    ``rollout`` has the times of a rollout replica. ``trainer`` returns the trainer's times for a given number of ranks.
+    ``groups`` has the lengths of each group's answers, and ``prompt`` is the number of tokens of a prompt. ``rollout``
+    has the times of a rollout replica. ``trainer`` returns the trainer's times for a given number of ranks.
     """
     return Times(
         groups=tuple(tuple(group) for group in groups),
@@ -265,13 +272,15 @@ def estimated(
 
 
 def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
-    """Return a function that computes the seconds of a trainer phase from a batch's answer lengths and the ranks.
+    """Return a function that gives the seconds of a trainer phase, from a batch's answer lengths and the ranks.
 
-    what: name of the phase. prompt: mean number of tokens of a prompt; 0 if not known.
+    The function is the sum of two terms: a time per token of prompts and answers, inversely proportional to the ranks,
+    and a time per answer, which does not depend on the ranks. If the length of prompts is not known, all time that does
+    not depend on the answers' tokens counts as time of prompt tokens.
 
-    The function is the sum of a time per token of prompts and answers, inversely proportional to the ranks, and a time
-    per answer that does not depend on the ranks. If the length of prompts is not known, all time that does not depend
-    on the answers' tokens counts as time of prompt tokens.
+    Args:
+        what: name of the phase.
+        prompt: mean number of tokens of a prompt; 0 if not known.
     """
     steps = steps_trained(run)
     groups = about(run.groups, "trained")
@@ -279,7 +288,7 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
     prompts = answers * prompt
     line = _line(run, what)
     if line is None:
-        # All batches have a similar size, so assume that a prompt token takes as long as an answer token.
+        # Without a fit, assume that a prompt token takes as long as an answer token; all batches have a similar size.
         per_token = sum(_phases(run, what)) / (pc.sum(groups["tokens"]).as_py() + steps * prompts)
         base = per_token * prompts
     else:
@@ -299,7 +308,7 @@ def _prompt(run: Run) -> float:
 
 
 def _line(run: Run, what: str) -> tuple[float, float] | None:
-    """Return the seconds of a trainer phase per batch and per answer token, fitted to the steps of the run.
+    """Return the seconds of a trainer phase per batch and per answer token, from a line fitted to the steps of the run.
 
     Return None if the steps are too few or too similar for a fit.
     """
@@ -320,7 +329,7 @@ def _line(run: Run, what: str) -> tuple[float, float] | None:
 
 
 def _answers(run: Run) -> dict[int, list[tuple[int, float, float]]]:
-    """Return (tokens, start, end) of each answer, by group."""
+    """Return (number of tokens, start, end) of each answer, by the id of its group."""
     found: defaultdict[int, list[tuple[int, float, float]]] = defaultdict(list)
     for row in about(run.trajectories, "generating").to_pylist():
         if row["tokens"]:
@@ -334,7 +343,10 @@ def _phases(run: Run, what: str) -> list[float]:
 
 
 def _place_seconds(pieces: Iterable[Piece], places: float) -> dict[Class, float]:
-    """Return the slot-seconds of the engines by class of time, if each engine has ``places`` sequence slots."""
+    """Return the engines' slot-seconds by class of time.
+
+    Slot-seconds are the number of sequence slots, of which each engine has ``places``, multiplied by time.
+    """
     used: defaultdict[Class, float] = defaultdict(float)
     for piece in pieces:
         if piece.device.startswith(ROLLOUT):

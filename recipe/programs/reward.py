@@ -3,12 +3,12 @@
 
     reward.custom_reward_function.path=pkg://recipe.programs.reward
 
-``ground_truth`` is JSON in the format of the APPS and verl data sets: ``{"inputs": [...], "outputs": [...]}``, with
-``fn_name`` for tests that call a function. Without ``fn_name``, an input is the program's standard input and an output
-its expected standard output, compared word by word. With ``fn_name``, an input is a list of arguments and an output the
-expected result, compared by value. The expected outputs never enter the sandbox. Each test case runs in its own sandbox
-with its own limits (`sandbox`); all cases of an answer together have ``answer_s`` seconds. A program can affect only
-the score of its own answer. Shown by tests/integration/test_programs.py and test_sandbox.py.
+``ground_truth`` is JSON in the format of the APPS and verl data sets: ``{"inputs": [...], "outputs": [...]}``, and
+``fn_name`` for tests that call a function. Without ``fn_name``, an input is the program's standard input, and an output
+is its expected standard output, compared word by word. With ``fn_name``, an input is a list of arguments, and an output
+is the expected result, compared by value. The expected outputs never enter the sandbox. Each test case runs in a
+sandbox of its own, with limits of its own (`sandbox`); all cases of an answer together have ``answer_s`` seconds. A
+program can affect only the score of its own answer. Shown by tests/integration/test_programs.py and test_sandbox.py.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def compute_score(
     """Return the score of one answer.
 
     Args:
-        data_source: the row's data source, for error messages.
+        data_source: name of the data set that the row comes from, for error messages.
         solution_str: the decoded answer; its program is the last fenced code block, or the whole answer without one.
         ground_truth: the test cases, in the format that the module's docstring describes.
-        partial: whether to run all test cases and return the share that passed as the score; otherwise the score is
-            1.0 if all test cases pass, else 0.0.
-        max_tests: largest number of test cases to use, from the row's first one on; None for all.
+        partial: whether the score is the share of test cases that passed, for which all test cases are run; otherwise
+            it is 1.0 if all test cases pass, else 0.0.
+        max_tests: largest number of test cases to use, counted from the row's first one; None for all.
         answer_s: seconds for all test cases together; test cases for which no time is left count as not passed.
         limits: limits of each test case, by the field names of `Limits`.
         run: function that runs a program, with the arguments and result of `sandbox.run`.
 
     Returns:
-        ``score``, the reward; ``acc``, 1.0 if all test cases passed, else 0.0; ``passed``, the share that passed;
-        ``cut_off``, the number of test cases that a limit ended or for which no time was left.
+        ``score``, the reward; ``acc``, 1.0 if all test cases passed, else 0.0; ``passed``, the share of test cases that
+        passed; ``cut_off``, the number of test cases that were ended by a limit or for which no time was left.
 
     Raises:
         TestCaseError: the row of the data has no usable test cases.
@@ -98,7 +98,7 @@ def compute_score(
 def fault(partial: object = False, max_tests: object = None, answer_s: object = None, limits: Any = None) -> str | None:
     """Return why the reward cannot run with these ``reward_kwargs`` on this machine; None if it can.
 
-    Raise TypeError if the reward has no argument of a given name, or if a name in ``limits`` is no field of `Limits`.
+    Raise TypeError if a given name is no argument of the reward, or if a name in ``limits`` is no field of `Limits`.
     """
     if not isinstance(limits or {}, Mapping):
         return "limits must be a section with field names of Limits."
@@ -112,7 +112,7 @@ def fault(partial: object = False, max_tests: object = None, answer_s: object = 
 
 
 def program_of(answer: str) -> str:
-    """Return the last fenced code block of an answer; without such a block, the whole answer."""
+    """Return the last fenced code block of an answer, or the whole answer if it has no such block."""
     blocks = FENCED.findall(answer)
     return blocks[-1] if blocks else answer
 
@@ -132,7 +132,7 @@ def _is_right(outcome: Outcome, expected: Any, is_result: bool) -> bool:
 
 
 def _tests(ground_truth: str, data_source: str) -> tuple[list[tuple[Any, Any]], str | None]:
-    """Return (input, expected output) of each test case, and the name of the function to call, or None without one."""
+    """Return (input, expected output) of each test case, and the name of the function to call (None without one)."""
     try:
         cases = json.loads(ground_truth)
         inputs, outputs, name = cases["inputs"], cases["outputs"], cases.get("fn_name")

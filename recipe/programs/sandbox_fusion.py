@@ -5,7 +5,7 @@
     +reward.custom_reward_function.reward_kwargs.url=http://HOST:PORT/run_code
 
 Use this reward on machines where bubblewrap cannot run. The service isolates programs and limits their time and memory;
-the other `Limits` are not sent to it. If the service fails, the reward is computed again. Shown by
+it is not told the other `Limits`. If the service fails, the reward is computed again. Shown by
 tests/integration/test_sandbox_fusion.py, with an HTTP server that implements the service's protocol.
 """
 
@@ -28,16 +28,16 @@ CALL = "\nimport json\nexecute(*json.loads({}))\n"
 
 
 def compute_score(*, url: str, **arguments: Any) -> dict[str, float]:
-    """Score an answer like `reward.compute_score`; ``url`` is the service's address with its path (``/run_code``)."""
+    """Score an answer as `reward.compute_score` does; ``url`` is the service's address with the path ``/run_code``."""
     return programs.compute_score(**arguments, run=partial(run, url))
 
 
 def run(url: str, source: str, stdin: str, limits: Limits, call: tuple[str, Sequence[Any]] | None = None) -> Outcome:
-    """Run a program on the service, like `sandbox.run`; raise SandboxUnavailable if the service does not run it."""
+    """Run a program on the service as `sandbox.run` does; raise SandboxUnavailable if the service does not run it."""
     if call is not None:
         source = inspect.getsource(sandboxed.execute) + CALL.format(repr(json.dumps([source, call])))
     seconds = max(1, math.ceil(limits.wall_s))
-    # The second time limit is for compilation, which a Python program does not need, so any value will do.
+    # The first of the two time limits is for compilation, which a Python program does not need, so any value will do.
     answer, error = call_sandbox_api(url, source, stdin, seconds, seconds, limits.memory_bytes >> 20)
     if answer is None or answer.get("status") == "SandboxError":
         said = error if answer is None else answer.get("message")

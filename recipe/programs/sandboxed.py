@@ -14,10 +14,10 @@ NOBODY = 65534
 
 
 def execute(source, call):
-    """Run a program. If ``call`` is given (name, arguments), then call the program's function of this name, and print
-    only its result, as JSON.
+    """Run a program.
 
-    A Sandbox Fusion service gets only the text of this function, so the function contains its imports.
+    If ``call`` (a name and arguments) is given, then call the program's function of this name, and print only its
+    result, as JSON. A Sandbox Fusion service gets only the text of this function, so the function contains its imports.
     """
     import json
     import os
@@ -26,7 +26,7 @@ def execute(source, call):
     if call is None:
         exec(compile(source, "answer.py", "exec"), space)
         return
-    # With `call`, only the function's result is written; the program's own output is discarded.
+    # With ``call``, only the function's result is printed; what the program itself prints is discarded.
     out, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     exec(compile(source, "answer.py", "exec"), space)

@@ -21,7 +21,7 @@ PAGES, TRACES = "bokeh", "perfetto"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 2 if the events cannot be read or a file cannot be written."""
+    """Run the command; return its exit status, which is 2 if events cannot be read or a file cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m recipe.report", description="Writes the report of a run, or compares two runs."
     )

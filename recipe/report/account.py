@@ -5,7 +5,7 @@ Contract: each second of a device (the trainer, an engine or a server) belongs t
 decoding or waiting for a batch. Time before a device's first event is start-up. Later time that its events do not cover
 is `Class.NOT_KNOWN` and is never added to another class. Idle time of an engine or of a sequence slot is classified by
 the scheduler's reason for starting no more trajectories, or by what the unfinished trajectories do (tools, for
-example). The trainer's wait for a batch is classified separately if only rewards or only log-prob servers hold up the
+example). The trainer's wait for a batch has a class of its own if only rewards, or only log-prob servers, hold up the
 run. If trainer and engine share accelerators, a second belongs to the engine while the trainer waits or validates, and
 to the trainer otherwise. :attr:`Account.closes` is False if the seconds of a device do not add up to its total time, or
 if the counts of sampled tokens disagree. Shown by tests/report/test_account.py and, with real runs, tests/accounts.py.
@@ -45,9 +45,10 @@ from recipe.report.event_context import Context
 logger = logging.getLogger(__name__)
 
 OFF_BY = 0.005
-"""Tolerated difference between a device's total time and the sum of its classes, as a share of the total time.
+"""Largest tolerated difference between a device's total time and the sum of its classes, as a share of the total time.
 
-The times may differ, because they come from the clocks of two processes."""
+The two may differ, because they come from the clocks of two processes.
+"""
 
 
 class Kind(StrEnum):
@@ -80,8 +81,10 @@ KINDS: Mapping[Class, Kind] = {
 class DeviceAccount:
     """The time account of a device.
 
-    `life` is its time from start to end in seconds, and `seconds` divides this time by class. `exceeds` is the number
-    of seconds by which the sum of all classes exceeds `life`.
+    Attributes:
+        life: seconds from the device's start to its end.
+        seconds: the seconds of `life` in each class.
+        exceeds: seconds by which the sum of all classes exceeds `life`.
     """
 
     accelerators: int
@@ -101,7 +104,7 @@ class DeviceAccount:
 
 @dataclass(frozen=True)
 class Account:
-    """The time account of a run of ``duration`` seconds; ``tokens`` is None if the token counts are unknown."""
+    """The time account of a run of ``duration`` seconds. ``tokens`` is None if the token counts are not known."""
 
     duration: float
     devices: Mapping[str, DeviceAccount]
@@ -137,7 +140,7 @@ class Account:
 
 
 class Piece(NamedTuple):
-    """An interval in which a share of a device's sequence slots (1.0 for the trainer) is in one class."""
+    """An interval in which a share of a device's sequence slots (for the trainer: 1.0) was in one class of time."""
 
     device: str
     start: float
@@ -155,8 +158,8 @@ def close(
 ) -> Account:
     """Return the time account of a run from 0 to ``until``, in seconds of the run's clock.
 
-    ``events`` may have any order, and events of trajectories and groups may be missing. ``found`` is the result of
-    `pieces`, if already computed.
+    ``events`` may be in any order, and events of trajectories and groups may be missing. ``found`` is the result of
+    `pieces`; if it is None, `pieces` is called.
     """
     lives = _lives(events, devices, until)
     seconds: dict[str, defaultdict[str, float]] = {device: defaultdict(float) for device in lives}
@@ -176,7 +179,7 @@ def close(
 
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:
-    """Yield each device's time up to ``until`` as pieces of one class each, including start-up but not unknown time."""
+    """Yield each device's time up to ``until`` as `Piece` objects, with start-up but without time of unknown class."""
     context = Context.of(events)
     lives = _lives(events, devices, until)
     starting = dict(lives)
@@ -193,11 +196,11 @@ def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[
 
 
 def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Class, float]]:
-    """Return the time that trainer and engines waited for each other, split by what the awaited component did then.
+    """Return the time that trainer and engines waited for each other, split by what the other side did meanwhile.
 
-    The trainer's accelerator-seconds in `Class.WAIT_BATCH` are split by the engines' classes at the time, as the mean
-    over engines. The engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL` are split by the trainer's
-    class at the time.
+    The trainer's accelerator-seconds in `Class.WAIT_BATCH` are split by the classes in which the engines were at that
+    time, as the mean over engines. The engines' accelerator-seconds in `Class.WAIT_GATE` and `Class.WAIT_TAIL` are
+    split by the class in which the trainer was at that time.
     """
     by_side: dict[str, list[Piece]] = {TRAINER: [], ROLLOUT: []}
     for piece in found:
@@ -212,7 +215,7 @@ def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Clas
 
 
 def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each: float) -> dict[Class, float]:
-    """Return the seconds of the pieces ``waiting`` in class ``what``, split by the classes of ``others`` at the time.
+    """Return the seconds of ``waiting`` in class ``what``, split by the classes of ``others`` at the same time.
 
     A second of one device in ``others`` counts as ``each`` seconds.
     """
@@ -225,7 +228,8 @@ def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each
         return {}
     times = np.array(sorted(changes))
     levels = np.cumsum([changes[time] for time in times])
-    # `sums` has the seconds in class `what` up to each of `times`; between these times, they grow linearly.
+    # For each of `times`, `sums` has the seconds in class `what` until then. Between two of these times they grow
+    # linearly.
     sums = np.concatenate([[0.0], np.cumsum(levels[:-1] * np.diff(times))])
     spans = np.array([(other.start, other.end) for other in others])
     lengths = np.interp(spans[:, 1], times, sums) - np.interp(spans[:, 0], times, sums)
@@ -242,7 +246,7 @@ def account_of(recorded: Recorded) -> Account:
 
 
 def settled(recorded: Recorded) -> dict[str, Any]:
-    """Return the time account for ``summary.json``; log a warning if its seconds or tokens do not add up."""
+    """Return the time account for ``summary.json``. Log a warning if its seconds or its token counts do not add up."""
     account = account_of(recorded)
     if not account.closes:
         logger.warning("the account of the run does not close: %s", account.summary())
@@ -250,7 +254,7 @@ def settled(recorded: Recorded) -> dict[str, Any]:
 
 
 def _lives(events: Iterable[Event], devices: Devices, until: float) -> dict[str, tuple[float, float]]:
-    """Return when each device began and ended, in seconds of the run's clock."""
+    """Return the start and the end of each device, in seconds of the run's clock."""
     named = {event.lane for event in events}
     begins = {lane: 0.0 for lane in sorted(named, key=_place) if devices.counts(lane)}
     ends: dict[str, float] = {}
@@ -264,6 +268,6 @@ def _lives(events: Iterable[Event], devices: Devices, until: float) -> dict[str,
 
 
 def _place(lane: str) -> tuple[bool, bool, str, int]:
-    """Return the sort key of a device: the trainer, then rollout engines by number, then the others."""
+    """Return the key by which devices are sorted: the trainer, then rollout engines by number, then the others."""
     kind, _, number = lane.partition(" ")
     return lane != TRAINER, kind != ROLLOUT, kind, int(number) if number.isdecimal() else 0

@@ -2,10 +2,10 @@
 """Gives advice on the greatest losses of accelerator time in a run, and on the settings to change.
 
 Contract: advice is a pure function of the run's time account (accelerator-seconds by class, such as decoding or waiting
-for a batch). If the trainer waits for the engines or the engines for the trainer, the time is charged to what the
-awaited component did, so that advice names the cause and not its consequence. Each piece of advice has the lost
-seconds, the reason as far as the time account shows it, and a setting to change. The expected gain is an upper bound,
-since removing one wait may create another. Shown by tests/report/test_advice.py and, for runs with deliberate losses,
+for a batch). If the trainer waits for the engines or the engines for the trainer, the time is charged to what the other
+side did meanwhile, so that advice names the cause and not its consequence. Each piece of advice has the lost seconds,
+the reason as far as the time account shows it, and a setting to change. The expected gain is an upper bound, since
+removing one wait may create another. Shown by tests/report/test_advice.py and, for runs with deliberate losses,
 tests/e2e/test_planted_causes.py.
 """
 
@@ -21,11 +21,11 @@ from recipe.async_engine.record.events import LOG_PROBS, ROLLOUT, TRAINER, Class
 from recipe.report.account import KINDS, Account, Kind
 
 WORTH_SAYING = 0.03
-"""Losses below this share of all accelerator time, start-up excluded, are not reported."""
+"""Smallest loss that is reported, as a share of all accelerator time without start-up."""
 LITTLE = 0.1
 MOST = 0.5
 SLOW = 0.75
-"""An engine is slow if its decoding speed is less than this fraction of the other engines' median."""
+"""An engine is slow if its decoding speed is below this fraction of the median speed of the other engines."""
 
 CHARGED_TO_TRAINER = frozenset(
     {
@@ -38,8 +38,8 @@ CHARGED_TO_TRAINER = frozenset(
         Class.DOWN,
     }
 )
-"""If engines wait at the staleness gate or for a batch's last answers while the trainer is in one of these classes,
-this class counts as the cause."""
+"""Classes of the trainer's time that count as the cause if engines wait meanwhile, at the staleness gate or for a
+batch's last answers."""
 
 WITHOUT_WORK = (
     Class.WAIT_GATE,
@@ -59,8 +59,8 @@ class Advice:
     Attributes:
         what: the class of time that was lost.
         seconds: lost accelerator-seconds.
-        share: `seconds` as a share of all accelerator-seconds, start-up excluded.
-        device: the device that causes the loss, if it is a single one.
+        share: `seconds` as a share of all accelerator-seconds without start-up.
+        device: the device that causes the loss, if a single one does.
     """
 
     what: Class
@@ -75,8 +75,10 @@ class Advice:
 class Facts:
     """The facts on which advice is based.
 
-    `settings` are those in the event record, `meanwhile` is the result of `recipe.report.account.meanwhile`, and
-    `speeds` are the tokens sampled per second of decoding, by rollout engine.
+    Attributes:
+        settings: settings of the run, from the event record.
+        meanwhile: result of `recipe.report.account.meanwhile`.
+        speeds: tokens sampled per second of decoding, by rollout engine.
     """
 
     account: Account
@@ -90,13 +92,13 @@ class Facts:
 
     @property
     def training_is_slower(self) -> bool:
-        """Whether faster generation would hardly speed up the run; never true with shared accelerators."""
+        """Whether faster generation would hardly speed up the run. This is never the case with shared accelerators."""
         waits = self.share(TRAINER, Class.WAIT_BATCH) + self.share(TRAINER, Class.WAIT_REWARD)
         return waits < LITTLE and useful_share(sides(self.account).get(TRAINER, {})) >= MOST
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """Return all advice for a run, greatest loss first."""
+    """Return all advice for a run, in order of the losses, the greatest first."""
     total = sum(_running(facts.account.total).values())
     if total <= 0:
         return []
@@ -120,14 +122,15 @@ def advise(facts: Facts) -> list[Advice]:
 
 
 def charged(facts: Facts) -> dict[Class, float]:
-    """Return accelerator-seconds by class, with each wait charged to the class that caused it."""
+    """Return accelerator-seconds by class. A wait is charged to the class that caused it, not to its own class."""
     seconds = defaultdict(float, {Class(what): value for what, value in _running(facts.account.total).items()})
     for waited, by in facts.meanwhile.items():
         for what, value in by.items():
             if what in CHARGED_TO_TRAINER if waited != Class.WAIT_BATCH else KINDS[what] is not Kind.USEFUL:
                 seconds[waited] -= value
                 seconds[what] += value
-    # If the staleness gate makes trainer and engines wait in turn, the shorter of the two waits is charged to it.
+    # If trainer and engines wait in turn because of the staleness gate, charge the shorter of the two waits to the
+    # gate.
     training = facts.meanwhile.get(Class.WAIT_GATE, {}).get(Class.TRAINING, 0.0)
     if training:
         held = min(seconds[Class.WAIT_GATE], seconds[Class.WAIT_BATCH])
@@ -147,7 +150,7 @@ def sides(account: Account) -> dict[str, dict[str, float]]:
 
 
 def useful_share(seconds: Mapping[str, float]) -> float:
-    """Return the share of useful classes in ``seconds``, a mapping by class; start-up is excluded."""
+    """Return the share of useful classes in ``seconds`` (by class), without start-up."""
     return sum(share for name, share in _shares(seconds).items() if KINDS[Class(name)] is Kind.USEFUL)
 
 
@@ -166,9 +169,10 @@ Rule = Callable[[Facts], Said | None]
 
 
 def _slow_engine(facts: Facts, causes: Mapping[Class, float]) -> tuple[str, float, Said] | None:
-    """Return an engine that is slow (`SLOW`), the accelerator-seconds lost because of it, and the advice; or None.
+    """Return an engine that is slow (`SLOW`), the accelerator-seconds lost because of it, and the advice to give.
 
-    The loss is the engine's excess decoding time, and the time in which others wait for the last answers of a batch.
+    Return None if no engine is slow. The loss is the engine's excess decoding time, and the time in which other engines
+    wait for the last answers of a batch.
     """
     if len(facts.speeds) < 2:
         return None
@@ -194,7 +198,10 @@ def _wider_gate(settings: Mapping[str, Any]) -> str:
 
 
 def _more_for(side: str, other: str, other_has: int) -> str:
-    """Return the advice to give ``side`` more accelerators, taken from ``other`` if it has several (``other_has``)."""
+    """Return the advice to give ``side`` more accelerators.
+
+    If ``other`` has several (``other_has`` is their number), they are to be taken from it.
+    """
     if other_has > 1:
         return f"give the {side} accelerators of the {other} ({side}.n_gpus_per_node up, {other}.n_gpus_per_node down)"
     return f"more accelerators for the {side}: {side}.n_gpus_per_node up"
@@ -221,7 +228,7 @@ def _batch(facts: Facts) -> Said:
 
 
 def _slots(facts: Facts) -> tuple[int | None, int, int]:
-    """Return the prompt groups per replica (None if not set), the used sequence slots and all sequence slots."""
+    """Return prompt groups per replica (None if not set), sequence slots in use, and number of all sequence slots."""
     settings = facts.settings
     places = int(settings.get("engine_places", 0))
     room = int(settings.get("max_num_seqs") or 0) * int(settings.get("rollout_replicas", 1))

@@ -29,7 +29,7 @@ MOST_LIVES = 150
 MOST_POINTS = 2000
 VERSIONS = "versions"
 HUES = ("#1b7837", "#2c7fb8", "#c51b8a", "#54278f", "#cc4c02", "#006d77")
-"""Colors that are assigned to versions and lines in rotation."""
+"""Colors for versions and for lines. They are used in rotation."""
 PARTS_OF_A_SYNC = {"stage": "#fdb863", "drain": "#b2abd2", "swap": "#c51b8a", "resume": "#5e3c99"}
 
 COLORS: Mapping[Class, str] = {
@@ -65,7 +65,7 @@ COLORS: Mapping[Class, str] = {
 """Colors of the classes of time, in the order in which the charts stack them."""
 
 Bar = tuple[str | int, float, float, str, str]
-"""A bar of a chart: the row of the chart in which it is drawn, its start and end, description, and color."""
+"""A bar of a chart: the row in which it is drawn, start, end, description and color."""
 
 
 def words(what: str) -> str:
@@ -73,7 +73,7 @@ def words(what: str) -> str:
 
 
 def by_device(run: Run) -> figure:
-    """Return a chart of each device's time by class, in percent of its total time."""
+    """Return a chart with the time of each device by class, in percent of the device's total time."""
     devices = dict(reversed([*run.account.devices.items()]))
     present = [what.value for what in COLORS if any(device.seconds.get(what, 0) > 0 for device in devices.values())]
     columns: dict[str, Any] = {"device": [*devices]}
@@ -87,7 +87,7 @@ def by_device(run: Run) -> figure:
 
 
 def over_time(run: Run, side: str) -> figure | None:
-    """Return a chart of how ``side`` (trainer, engines or log-prob servers) spends its time, in percent by class."""
+    """Return a chart of what ``side`` (trainer, engines or log-prob servers) did over time, in percent by class."""
     edges = np.linspace(0, run.until, WIDE_BINS + 1)
     sums = _binned((piece for piece in run.pieces if piece.device.partition(" ")[0] == side), edges)
     if not sums:
@@ -111,7 +111,7 @@ def _stack(names: Sequence[str], colors: Mapping[Any, str], columns: Mapping[str
 
 
 def _binned(pieces: Iterable[Piece], edges: np.ndarray) -> dict[Class, np.ndarray]:
-    """Return, for each class of time, an array with the seconds that ``pieces`` of this class spend in each bin.
+    """Return, for each class of time, an array with the seconds in this class in each bin.
 
     ``edges`` are the bounds of the bins, which all have the same width.
     """
@@ -127,7 +127,10 @@ def _binned(pieces: Iterable[Piece], edges: np.ndarray) -> dict[Class, np.ndarra
 
 
 def lanes(run: Run) -> figure:
-    """Return a chart with a row for versions, one for weight syncs, and one per device with each bin's main class."""
+    """Return a chart with a row for versions, one for weight syncs, and one for each device.
+
+    The row of a device shows, for each bin of time, the class that took most of it.
+    """
     edges = np.linspace(0, run.until, BINS + 1)
     names = [*run.account.devices][:MOST_LANES]
     bars: list[Bar] = []
@@ -158,7 +161,10 @@ def lanes(run: Run) -> figure:
 
 
 def _most(name: str, classes: Sequence[Class], top: np.ndarray, edges: np.ndarray) -> Iterable[Bar]:
-    """Yield a bar for consecutive bins of one class; ``top`` has each bin's index in ``classes``, or -1 for none."""
+    """Yield one bar for each run of consecutive bins with the same class.
+
+    ``top`` has, for each bin, the index of its class in ``classes``, or -1 for none.
+    """
     for which, found in groupby(range(len(top)), key=lambda at: int(top[at])):
         run = list(found)
         if which >= 0:
@@ -166,7 +172,7 @@ def _most(name: str, classes: Sequence[Class], top: np.ndarray, edges: np.ndarra
 
 
 def versions(run: Run) -> list[Bar]:
-    """Return the bars that show which version generates; with many versions, a bar covers several."""
+    """Return bars that show which version generated when. If there are many versions, a bar covers several."""
     swapped = (event for event in run.events if (event.lane, event.what) == (WEIGHTS, "swap"))
     swaps = sorted((event.end, event.version or 0) for event in swapped)
     if not swaps:
@@ -186,7 +192,7 @@ def _hue(number: int) -> str:
 
 
 def one_by_one(run: Run) -> figure | None:
-    """Return a chart of a sample of trajectories, one line each, colored by the version at their start."""
+    """Return a chart of a sample of trajectories, one row each, colored by the version with which they began."""
     begun = about(run.trajectories, "generating").sort_by("start")
     if not begun.num_rows:
         return None
@@ -234,7 +240,7 @@ def _histogram(title: str, label: str, values: np.ndarray, weights: np.ndarray |
 
 
 def histograms(run: Run) -> list[figure]:
-    """Return histograms of answer length, token staleness, waiting time of ready groups, tool time and reward time."""
+    """Return histograms of answer length, token staleness, waiting time of ready groups, tool time, and reward time."""
     lengths = about(run.trajectories, "generating")["tokens"].drop_null().to_numpy()
     ages = np.array([int(age) for age in run.tokens["what"].to_pylist()])
     found = [
@@ -261,9 +267,9 @@ def _axes(run: Run) -> dict[str, list[Any]]:
 
 
 def curves(runs: Mapping[str, Run], keys: Sequence[str], title: str) -> list[figure]:
-    """Return charts of the metrics ``keys`` against steps, time and tokens; metrics that no run has are left out.
+    """Return charts of the metrics ``keys`` against steps, time and tokens. Metrics that no run has are left out.
 
-    The keys of ``runs`` are the names of the runs in legends; the key of a single run is "".
+    The keys of ``runs`` are the runs' names in the legends; a single run has the key "".
     """
     present = [key for key in keys if any(step.get(key) is not None for run in runs.values() for step in run.metrics)]
     along = {name: _axes(run) for name, run in runs.items()}
@@ -310,7 +316,7 @@ def _bars(run: Run, title: str, height: int, bars: Sequence[Bar], **options: Any
 
 
 def _with_legend(plot: figure, columns: int = 6) -> figure:
-    """Move the legend below the chart, where it covers no data, and return the chart."""
+    """Move the chart's legend below the chart, where it covers no data; return the chart."""
     if plot.legend:
         legend = plot.legend[0]
         legend.label_text_font_size = "11px"

@@ -2,7 +2,7 @@
 """Assigns a class of time to each event of a device, by what trainer, scheduler, engines and agents did meanwhile.
 
 Contract: if the activities that determine the class change during an event, the event is split, so that each part has
-one class. The tables in this module give the class of each activity; an activity that is in no table has the class
+one class. The tables in this module give the class for each activity; an activity that is in no table has the class
 `Class.NOT_KNOWN`. Shown by tests/report/test_account.py.
 """
 
@@ -29,7 +29,7 @@ from recipe.async_engine.record.events import (
 )
 
 WAIT, VALIDATE = "wait", "validate"
-"""Phases of the trainer in which the time of shared accelerators is counted for the engine."""
+"""Phases of the trainer during which the time of accelerators shared by trainer and engine counts as the engine's."""
 
 PHASES: Mapping[str, Class] = {
     "update": Class.TRAINING,
@@ -44,7 +44,7 @@ PHASES: Mapping[str, Class] = {
     SWITCH: Class.WAIT_SWITCH,
     Class.START_UP: Class.START_UP,
 }
-"""The class of the trainer's time, by the trainer's phase."""
+"""The class of the trainer's time in each phase of the trainer."""
 
 FREE_FOR: Mapping[str, Class] = {
     Why.GENERATING: Class.IDLE_PLACES,
@@ -54,7 +54,8 @@ FREE_FOR: Mapping[str, Class] = {
     Why.LAST_OF_PROMPTS: Class.WAIT_PROMPTS,
     Why.LAST_OF_END: Class.WAIT_END,
 }
-"""The class of a free sequence slot while other slots are busy, by the reason that the scheduler reports (`Why`)."""
+"""The class of a free sequence slot while other slots are in use, for each reason that the scheduler reports (`Why`).
+"""
 
 EMPTY_FOR: Mapping[str, Class] = {
     Why.DRAIN: Class.WAIT_WEIGHTS,
@@ -64,7 +65,7 @@ EMPTY_FOR: Mapping[str, Class] = {
     Why.END: Class.WAIT_END,
     Class.START_UP: Class.START_UP,
 }
-"""The class of an idle engine while no trajectory generates, by the reason that the scheduler reports (`Why`)."""
+"""The class of an engine's time while no trajectory generates, for each reason that the scheduler reports (`Why`)."""
 
 BUSY = frozenset({Class.DECODING, Class.PREFILL, Class.RE_PREFILL, Class.RETRY})
 """The classes in which an engine generates for training."""
@@ -73,14 +74,14 @@ KNOWN = frozenset(Class)
 
 
 class Track:
-    """A value that changes only at given times; before the first change it is None."""
+    """A value that changes only at certain times. Before the first change it is None."""
 
     def __init__(self, changes: Mapping[float, str | None]) -> None:
         self._times = sorted(changes)
         self._values = [None, *(changes[time] for time in self._times)]
 
     def during(self, start: float, end: float) -> Iterator[tuple[float, float, str | None]]:
-        """Yield (start, end, value) of each period of constant value between ``start`` and ``end``."""
+        """Yield (start, end, value) of each period between ``start`` and ``end`` in which the value does not change."""
         index = bisect_right(self._times, start)
         while start < end:
             stop = min(end, self._times[index]) if index < len(self._times) else end
@@ -90,11 +91,11 @@ class Track:
 
 
 Part = tuple[float, float, Class]
-"""Start, end and class of a part of an event."""
+"""A part of an event: its start, its end and its class."""
 
 
 class Context(NamedTuple):
-    """The activities of a run over time, each as a `Track`.
+    """What the components of a run did over time, each as a `Track`.
 
     Attributes:
         phases: phase of the trainer.
@@ -123,7 +124,10 @@ class Context(NamedTuple):
         )
 
     def during(self, event: Event, until: float, shared: bool) -> Iterator[Part]:
-        """Yield the parts of an event up to ``until``; ``shared`` is whether trainer and engine share accelerators."""
+        """Yield the parts of an event up to ``until``, each with one class.
+
+        ``shared`` is whether trainer and engine share accelerators.
+        """
         if event.lane == TRAINER and event.what != WAIT:
             yield event.start, until, PHASES.get(event.what, Class.NOT_KNOWN)
             return
@@ -152,7 +156,7 @@ class Context(NamedTuple):
             yield begin, stop, PHASES.get(WAIT, Class.NOT_KNOWN)
 
     def _of_rewards(self, begin: float, stop: float) -> Iterator[Part]:
-        """Yield the parts of a period in which only rewards or log-probs hold up the run."""
+        """Yield the parts of a period in which only rewards, or only log-probs, hold up the run."""
         for start, end, away in self.away.during(begin, stop):
             scores_only = away is not None and Away.LOG_PROBS in away and Away.REWARD not in away
             yield start, end, Class.WAIT_LOG_PROBS if scores_only else Class.WAIT_REWARD
@@ -167,7 +171,8 @@ class Context(NamedTuple):
         elif why == Why.REWARD:
             yield from self._of_rewards(begin, stop)
         else:
-            # The scheduler reports why it waits from its start on, so idle time before the first reason is start-up.
+            # The scheduler reports why it waits as soon as it has started. So idle time before its first reason is
+            # start-up.
             yield begin, stop, EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN)
 
     def _of_empty(self, begin: float, stop: float, free: Class) -> Iterator[Part]:
@@ -181,7 +186,7 @@ class Context(NamedTuple):
 
 
 def _one_at_a_time(events: Iterable[Event]) -> Track:
-    """Return a `Track` with the activity in events that do not overlap."""
+    """Return a `Track` of the activities in ``events``, which do not overlap."""
     changes: dict[float, str | None] = {}
     for event in sorted(events, key=lambda event: event.start):
         changes[event.start] = event.what
@@ -190,7 +195,7 @@ def _one_at_a_time(events: Iterable[Event]) -> Track:
 
 
 def _any_of(events: Iterable[Event], values: Callable[[Event], Iterable[str]]) -> Track:
-    """Return a `Track` whose value at a time joins the ``values`` of all events at that time by "+"."""
+    """Return a `Track` that joins, at each time, the ``values`` of all events at that time by "+"."""
     steps = [
         (time, by, name)
         for event in events

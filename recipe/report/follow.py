@@ -24,7 +24,7 @@ from recipe.report.run import FRESH_S
 
 POLL_S = 1.0
 LINES_S = 5.0
-"""Least number of seconds between two printed lines on current activity; finished steps are printed at once."""
+"""Least number of seconds between two reports on current activity. Finished steps are printed at once."""
 ENDED, FAILED, NONE_BEGAN, WITH_ALARMS = 0, 1, 2, 3
 
 Say = Callable[[str], None]
@@ -60,7 +60,7 @@ class Follower:
 
     @property
     def summary(self) -> Summary | None:
-        """The summary that the run wrote at its end, or None without one."""
+        """The summary that the run writes at its end, or None if there is none yet."""
         summary, notes = summary_in(self._folder)
         self._note(notes)
         return summary
@@ -71,12 +71,12 @@ class Follower:
 
     @property
     def is_over(self) -> bool:
-        """Whether no process executes the run any more, because the run has ended or was killed."""
+        """Whether the run is over, because it has ended or was killed, so that no process executes it any more."""
         if is_owned(self._folder):
             return False
         if owner_of(self._folder) == socket.gethostname():
             return True
-        # The owner is on another machine, whose lock may be invisible to this machine.
+        # The owner is on another machine, and its lock may not be visible here. So judge by the age of the files.
         return time.time() - self._written_at() > FRESH_S
 
     def _written_at(self) -> float:
@@ -107,20 +107,21 @@ class Follower:
         if not path.is_file():
             return False
         if path.stat().st_size < self._metrics_at:
-            # The file is shorter, as a resumed run deletes the metrics after its checkpoint: read it from the start.
+            # The file has become shorter, because a run that resumes deletes the metrics after its checkpoint. Read it
+            # from the start.
             self._metrics_at = 0
         with open(path, "rb") as file:
             file.seek(self._metrics_at)
             lines = [line for line in file if line.endswith(b"\n")]
             self._metrics_at += sum(map(len, lines))
         if lines and not lines[0].startswith(b"{"):
-            # A resumed run has rewritten the file, so reading began within a line, which is left out.
+            # A resumed run has rewritten the file, so this read began in the middle of a line. Leave this line out.
             del lines[0]
         steps, notes = steps_of(lines, str(path))
         self._note(notes)
         for step in steps:
             for key, value in step.items():
-                # Values from events are newer than those from metrics, so they are not overwritten.
+                # Do not overwrite values that come from events, because they are newer than those in the metrics.
                 is_share = key.startswith(SHARE)
                 if key not in (TRAINER_DOES, ROLLOUT_DOES) and not (is_share and (self._phases or value is None)):
                     self.figures[key] = value
@@ -129,7 +130,10 @@ class Follower:
 
 
 def follow(folder: Path, wait_s: float, say: Say) -> int:
-    """Print a run's progress until it ends, and return the exit status; wait ``wait_s`` s for the run to begin."""
+    """Print a run's progress until it ends, and return the exit status.
+
+    If no run has begun yet, wait up to ``wait_s`` seconds for one.
+    """
     follower, deadline, waits = Follower(folder), time.monotonic() + wait_s, False
     while not (follower.look() or follower.has_begun or follower.summary):
         if time.monotonic() >= deadline:
@@ -139,12 +143,13 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
             say(f"no run has begun in {folder}; waiting for one up to {wait_s:g} s (--wait)")
             waits = True
         time.sleep(POLL_S)
-    # Print only the newest of the steps that ended before this call.
+    # Of the steps that ended before this call, print only the newest.
     follower.steps = follower.steps[-1:]
     said_at = -LINES_S
     say(f"following the run in {folder}")
     while True:
-        # Read in reverse order: a run writes its last metrics, then its summary, and then releases its folder.
+        # A run writes its last metrics, then its summary, and then releases its folder. Look at these in reverse order,
+        # so that nothing written in between is missed.
         over = follower.is_over
         summary = follower.summary
         follower.look()
@@ -158,7 +163,10 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
 
 
 def _tell(follower: Follower, said_at: float, last: bool, say: Say) -> float:
-    """Print new notes and steps, and the current activity if due; return the time of the last activity lines."""
+    """Print new notes and steps and, if due, the current activity.
+
+    ``said_at`` is the time at which the activity was last printed; return the new value.
+    """
     now = time.strftime("%H:%M:%S")
     for note in follower.notes:
         say(note)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the HTML page of a run, or the page that compares two runs. A page is one file that needs no network.
+"""Writes the HTML page of a run, or the page that compares two runs. A page is one file and needs no network.
 
 Shown by tests/integration/test_report.py and test_report_in_a_browser.py.
 """
@@ -41,7 +41,7 @@ a:focus-visible, [tabindex]:focus-visible, .chart:focus-within { outline: 3px so
 """
 
 Section = tuple[str, list[Any]]
-"""A heading and the charts below it."""
+"""A section of a page: a heading, and the charts below it."""
 
 
 def write(run: Run, path: Path) -> None:
@@ -74,11 +74,11 @@ def write_comparison(first: Run, second: Run, path: Path) -> None:
 
 
 def brief(run: Run) -> list[str]:
-    """Return three lines: how the run ended, the activities that took most accelerator time, and the first advice."""
+    """Return three lines: how the run ended, what took most accelerator time, and the first piece of advice."""
     total = sum(run.account.total.values()) or 1.0
     top = sorted(run.account.total.items(), key=lambda item: -item[1])[:5]
     took = ", ".join(f"{charts.words(what)} {seconds / total:.0%}" for what, seconds in top)
-    # Only the summary of the run tells whether the token counts agree.
+    # Whether the token counts agree is known only from the run's summary.
     closed = run.account.closes and (run.summary.get("account") or {}).get("closes", True)
     closes = "" if closed else "; the account does not close"
     advised = f"{run.advice[0].reason} ({run.advice[0].share:.0%}): {run.advice[0].change}" if run.advice else "none"
@@ -86,7 +86,7 @@ def brief(run: Run) -> list[str]:
 
 
 def what_happened(run: Run) -> str:
-    """Return two sentences: how the run ended, and the share of useful accelerator time."""
+    """Return two sentences: how the run ended, and which share of the accelerator time was useful."""
     error = run.summary.get("error") or {}
     how = f"failed ({error.get('name')}: {error.get('message')})" if run.state == "failed" else run.state
     first = f"The run {how} after {_steps(run)} steps and {run.until:.1f} s"
@@ -111,7 +111,10 @@ def _useful(run: Run) -> str:
 
 
 def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "") -> str:
-    """Return an HTML page: ``top``, links to the sections with charts, these sections, and ``bottom``."""
+    """Return an HTML page: ``top``, links to the sections, the sections themselves, and ``bottom``.
+
+    Sections without charts are left out.
+    """
     shown = [(heading, plots) for heading, plots in sections if plots]
     script, places = components([plot for _, plots in shown for plot in plots])
     of_plot = iter(places)
@@ -134,7 +137,10 @@ def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
-    """Return a table with a heading. A row's first cell is HTML; other cells are text, right-aligned if ``numbers``."""
+    """Return an HTML table with a heading above it.
+
+    The first cell of each row is HTML. The other cells are text; with ``numbers``, they are right-aligned.
+    """
     kind = ' class="number"' if numbers else ""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(
@@ -177,7 +183,7 @@ def _sections(run: Run) -> list[Section]:
 
 
 def _left_out(run: Run) -> str:
-    """Return an HTML list of the damaged data in the run's folder that was left out."""
+    """Return an HTML list of notes on the damaged data in the run's folder that was left out of the report."""
     notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
     return f"<h2>Not in this report</h2><ul>{notes}</ul>" if notes else ""
 
@@ -226,7 +232,7 @@ def _steps(run: Run) -> int:
 
 
 def _steps_of_start(run: Run) -> int:
-    """Return the number of steps that the newest launch, the one in the report, has trained."""
+    """Return the number of steps that the newest launch has trained, which is the launch that the report is about."""
     resumed = (run.summary.get("resumed") or {}).get("step")
     if resumed is not None:
         return _steps(run) - int(resumed)
@@ -272,7 +278,7 @@ def _settings(runs: Mapping[str, Run]) -> str:
 
 
 def _account_a_step(runs: Mapping[str, Run]) -> str:
-    """Return a table of accelerator-seconds per step by class of time, to compare runs with different step counts."""
+    """Return a table of accelerator-seconds per step by class of time, for comparing runs of different lengths."""
     first, second = (
         {what: seconds / max(1, _steps_of_start(run)) for what, seconds in run.account.total.items()}
         for run in runs.values()

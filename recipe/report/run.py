@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a run's folder for the report.
 
-Contract: if a run goes on or was killed, the time account (accelerator-seconds by class) covers the events written so
-far. If a run was launched several times in a folder, the newest launch is used. Damaged data is left out with a note;
-an event record without a valid header is refused. Shown by tests/integration/test_report.py and test_damaged_files.py.
+Contract: if the run still goes on, or was killed, the time account (accelerator-seconds by class) covers the events
+written so far. If a folder has several launches, the newest is used. Damaged data is left out with a note; an event
+record without a valid header is refused. Shown by tests/integration/test_report.py and test_damaged_files.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recipe.report.account import Account, Piece, close, meanwhile, pieces
 from recipe.report.advice import Advice, Facts, advise
 
 FRESH_S = 60.0
-"""Number of seconds after its newest event at which a run without a summary counts as killed."""
+"""Seconds without a new event after which a run that has no summary counts as killed."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Run:
     Attributes:
         state: "ended", "failed", "goes on", "was killed", or `UNSAID`.
         until: end of the time account, in seconds of the run's clock; more than 0.
-        events: events of all lanes except trajectories, groups and tokens, which are tables.
+        events: all events but those of trajectories, groups and tokens.
+        trajectories, groups, tokens: events of these lanes, as tables.
         later_error: error of a later launch that ended before it wrote any events.
         notes: descriptions of damaged data that was left out.
     """
@@ -70,7 +71,7 @@ class Run:
 
     @property
     def alarms(self) -> dict[str, tuple[int, str]]:
-        """The alarms that were raised, with counts and descriptions; for an unfinished run, up to its last step."""
+        """The alarms raised, with counts and descriptions; of an unfinished run, those up to its last step."""
         if ended := self.summary.get("alarms"):
             return {name: (alarm["count"], alarm["said"]) for name, alarm in ended.items()}
         counts = {name: (self.metrics or [{}])[-1].get(f"{METRIC}{name}", 0) for name in WATCHED}
@@ -82,7 +83,7 @@ class Run:
 
 
 def about(table: pa.Table, what: str) -> pa.Table:
-    """Return the events in ``table`` whose field `what` equals the argument ``what``."""
+    """Return the rows of an event table whose field `what` has the value ``what``."""
     return table.filter(pc.equal(table["what"], what))
 
 
@@ -94,11 +95,14 @@ def answer_counts(run: Run) -> Counter[int]:
 
 
 HARDLY = 0.02
-"""An engine's speed is computed if it decodes for more than this share of its total time."""
+"""An engine's speed is computed only if decoding takes more than this share of the engine's total time."""
 
 
 def speeds(run: Run) -> dict[str, float]:
-    """Return, for each rollout engine, the tokens sampled per second of decoding with all sequence slots."""
+    """Return the speed of each rollout engine: tokens sampled per second of decoding.
+
+    If only a share of an engine's sequence slots decodes, a second counts only in proportion to that share.
+    """
     counts: dict[str, list[int]] = {}
     for event in run.events:
         if event.lane == RUN and event.what == SAMPLED:
@@ -106,7 +110,8 @@ def speeds(run: Run) -> dict[str, float]:
     found = {}
     for name, device in run.account.devices.items():
         seconds, of_device = device.seconds.get(Class.DECODING, 0.0), [0, *counts.get(name, [])]
-        # The token count restarts at 0 when the engine's process is replaced, so a lower count consists of new tokens.
+        # When an engine's process is replaced, its token count restarts at 0. So if a count is lower than the one
+        # before, all of its tokens are new.
         tokens = sum(now - before if now >= before else now for before, now in pairwise(of_device))
         if name.startswith(ROLLOUT) and tokens and seconds > HARDLY * device.life:
             found[name] = tokens / seconds
@@ -137,7 +142,7 @@ def load(folder: Path) -> Run:
     metrics, of_metrics = metrics_in(folder)
     summary, later_error = summary or {}, None
     if summary and not summary.get("account") and summary.get("began", 0.0) > header.began:
-        # Ignore this summary, because it is that of a later launch that ended before it wrote any events.
+        # This summary belongs to a later launch, which ended before it wrote any events. So ignore it.
         summary, later_error = {}, (summary.get("error") or {}).get("message")
     until = (summary.get("account") or {}).get("duration") or until
     lanes = table["lane"]
@@ -176,7 +181,7 @@ def _state(summary: Summary, silent_s: float) -> str:
 
 
 def lacking(command: str, extra: str, modules: Iterable[str]) -> str | None:
-    """Return a sentence on what to install for a command that requires ``modules``; None if all are installed."""
+    """Return a sentence on what to install for ``command``, which needs ``modules``; None if all are installed."""
     missing = [module for module in modules if find_spec(module) is None]
     if not missing:
         return None

@@ -2,9 +2,9 @@
 """Writes the events of a run as a trace for Perfetto; docs/report.md describes the tracks and gives example queries.
 
 Contract: the trace contains the whole time account (device seconds by class) as slices of the category `account`. Each
-slice has the share of the device's sequence slots that the class used, so the sum of length times share over slices
-gives the seconds in the time account. Flows (Perfetto's arrows) lead from a prompt group to its answers, from an answer
-to the batch that trained it, and from a batch to the version that it produced. Runs that have not ended, or were
+slice has the share of the device's sequence slots that the class used; the sum of length times share over slices gives
+the seconds in the time account. Flows (Perfetto's arrows) lead from a prompt group to its answers, from an answer to
+the batch with which it was trained, and from a batch to the version that it produced. Runs that have not ended, or were
 killed, can be traced too. Shown by tests/integration/test_trace.py.
 """
 
@@ -27,17 +27,17 @@ from recipe.report.trace_file import Slots, TraceFile, Value
 
 ACCOUNT, PHASE, BATCH, TRAJECTORY = "account", "phase", "batch", "trajectory"
 GROUP, VERSION, DEVICE = "group", "version", "device"
-"""Categories of slices."""
+"""Categories of slices in the trace."""
 WORK = (Kind.USEFUL, Kind.REPEATED)
 ROWS_AT_ONCE = 20_000
 BATCHES = 1 << 62
-"""Smallest flow id of a batch; all flow ids of answers are smaller."""
+"""Smallest id of a batch's flow. The ids of all answers' flows are smaller."""
 ANSWERS_AT_MOST = 1 << 24
 SAME_MOMENT_S = 1e-5
 
 
 class Batch(NamedTuple):
-    """A batch of the trainer.
+    """A batch of the trainer, and the flows (arrows in Perfetto) that begin or end at it.
 
     Attributes:
         flow: id of the flow to the version that the batch produced.
@@ -70,7 +70,7 @@ def answer_flow(group: int, trajectory: int) -> int:
 
 
 def _versions(file: TraceFile, parent: int, run: Run, batches: list[Batch]) -> None:
-    """Write the phases of each weight sync, and when devices were lost and replaced."""
+    """Write the phases of each weight sync, and the times at which devices were lost or replaced."""
     became: defaultdict[int, list[int]] = defaultdict(list)
     for batch in batches:
         became[batch.version + 1].append(batch.flow)
@@ -116,7 +116,7 @@ def _named(file: TraceFile, parent: int, run: Run, device: str) -> int:
 
 
 def _lane(file: TraceFile, parent: int, name: str, events: Iterable[Event], category: str) -> None:
-    """Write a track of events that do not overlap, and merge consecutive events with the same activity."""
+    """Write a track of events, which must not overlap. Consecutive events with the same activity become one slice."""
     track = file.track(parent, name)
     for what, found in groupby(sorted(events, key=lambda event: event.start), key=lambda event: event.what):
         spans = list(found)
@@ -124,7 +124,7 @@ def _lane(file: TraceFile, parent: int, name: str, events: Iterable[Event], cate
 
 
 def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> None:
-    """Write how a device spent its time: the trainer's on a single track, another device's on a track per `Class`."""
+    """Write how a device spent its time. The trainer gets a single track, another device one track for each `Class`."""
     tracks: dict[str, int] = {}
     for piece in sorted(_joined(pieces), key=lambda piece: piece.start):
         name = ACCOUNT if device == TRAINER else str(piece.what)
@@ -139,7 +139,7 @@ def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> 
 
 
 def _without_gaps(pieces: list[Piece], end: float) -> Iterator[Piece]:
-    """Yield the pieces of a device in order of start, with gaps up to ``end`` filled by `Class.NOT_KNOWN`."""
+    """Yield the pieces of a device in order of start, and fill gaps up to ``end`` with pieces of `Class.NOT_KNOWN`."""
     until = 0.0
     for piece in sorted(pieces, key=lambda piece: piece.start):
         if until and piece.start - until > SAME_MOMENT_S:
@@ -166,7 +166,10 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _groups(file: TraceFile, parent: int, run: Run) -> None:
-    """Write a slice for each prompt group from issue to end, and one for the time in which it was ready to train."""
+    """Write a slice for each prompt group, from its beginning to its end.
+
+    A second slice shows the time in which the group was ready to be trained.
+    """
     slots = Slots(file, file.group("prompt groups", parent), "groups")
     ready: dict[int, float] = {}
     rows = []
@@ -188,7 +191,7 @@ def _groups(file: TraceFile, parent: int, run: Run) -> None:
 
 
 def _trajectories(file: TraceFile, parent: int, run: Run) -> None:
-    """Write a slice for each attempt to generate an answer, and one for the time until its reward."""
+    """Write a slice for each attempt to generate an answer, and another one from its end to its reward."""
     slots = Slots(file, file.group("trajectories", parent), "trajectory")
     rewarded = {_key(event, event.start): event.end for event in _rows(about(run.trajectories, "reward"))}
     recomputed = {_key(event, event.start): event.tokens for event in _rows(about(run.trajectories, "interrupted"))}
@@ -214,7 +217,7 @@ def _key(event: Event, at: float) -> tuple[int | None, int | None, float]:
 
 
 def _rows(table: pa.Table) -> Iterator[Event]:
-    """Yield the events of a table in order of start, converting at most `ROWS_AT_ONCE` rows at a time."""
+    """Yield the events of a table in order of start. At most `ROWS_AT_ONCE` rows are converted at a time."""
     for part in table.sort_by("start").to_batches(ROWS_AT_ONCE):
         yield from events_of(pa.Table.from_batches([part]))
 
@@ -222,8 +225,8 @@ def _rows(table: pa.Table) -> Iterator[Event]:
 def _batches(run: Run) -> list[Batch]:
     """Return the trainer's batches.
 
-    Token counts that were recorded at the same time make up one batch. Its groups are those that were trained from this
-    time until the token counts of the next batch.
+    Token counts with the same time belong to one batch. The groups of this batch are those that were trained between
+    this time and the time of the next batch's token counts.
     """
     counts = sorted(events_of(run.tokens), key=lambda event: event.start)
     moments = [list(rows) for _, rows in groupby(counts, key=lambda event: event.start)]

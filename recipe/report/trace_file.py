@@ -25,7 +25,7 @@ Value = int | float | str | None
 
 
 class TraceFile:
-    """Writes one trace to ``file``; ``began`` is the time 0 of the run's clock, in seconds since 1970."""
+    """Writes one trace to ``file``. ``began`` is when the run's clock was 0, in seconds since 1970."""
 
     def __init__(self, file: IO[bytes], began: float) -> None:
         self._builder = StreamingTraceProtoBuilder(file)
@@ -36,9 +36,10 @@ class TraceFile:
         self._builder.write_packet(packet)
 
     def group(self, name: str, parent: int | None = None) -> int:
-        """Create a group whose tracks are shown in order of creation; return its number for :meth:`track`.
+        """Create a group of tracks, and return its number for :meth:`track`.
 
-        Perfetto's page sorts groups without a ``parent`` by name.
+        The tracks of a group are shown in the order of their creation. Perfetto's page sorts groups that have no
+        ``parent`` by name.
         """
         return self._described(name, parent, child_ordering=TrackDescriptor.EXPLICIT)
 
@@ -56,7 +57,7 @@ class TraceFile:
         flows: Iterable[int] = (),
         kind: int = TrackEvent.TYPE_SLICE_BEGIN,
     ) -> None:
-        """Begin a slice, or write an event of another ``kind``; entries of ``values`` that are None are left out."""
+        """Begin a slice, or write an event of another ``kind``. Entries of ``values`` that are None are left out."""
         packet, event = self._event(track, at, kind)
         event.name = name
         event.categories.append(category)
@@ -109,7 +110,7 @@ class TraceFile:
         return number
 
     def _event(self, track: int, at: float, kind: int) -> tuple[Any, Any]:
-        """Return a new packet, not yet written, and the event in it."""
+        """Return a new packet, which is not yet written, and the event inside it."""
         packet = self._packet()
         packet.timestamp = max(0, round(at * NANO))
         packet.track_event.type, packet.track_event.track_uuid = kind, track
@@ -118,7 +119,7 @@ class TraceFile:
 
 @dataclass
 class Slots:
-    """Provides tracks for slices that may overlap: each slice, in order of start, gets the first free track."""
+    """Provides tracks for slices that may overlap: each slice, in order of start, gets the first track that is free."""
 
     file: TraceFile
     group: int
@@ -128,7 +129,7 @@ class Slots:
     _made: int = 0
 
     def take(self, start: float, end: float) -> int:
-        """Return the number of a track that is free from ``start`` to ``end``, and reserve it."""
+        """Reserve the first track that is free from ``start`` to ``end``, and return its number."""
         while self._busy and self._busy[0][0] <= start:
             heapq.heappush(self._free, heapq.heappop(self._busy)[1])
         if self._free:

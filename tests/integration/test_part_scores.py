@@ -35,7 +35,7 @@ class Client:
     "scores", [spoilt(np.nan), spoilt(-np.inf), GOOD[:, :2], np.concatenate([GOOD, GOOD], axis=1), GOOD[:1]], ids=str
 )
 async def test_answer_with_numbers_that_are_none_or_not_one_for_each_token_counts_as_none(scores: np.ndarray) -> None:
-    with pytest.raises(Unscored, match="version 7 with numbers"):
+    with pytest.raises(Unscored, match="scores of version 7 "):
         await score(Client(scores), Part(7, [1, 2], [3, 4, 5]), 0)
     scorer = PartScorer(Client(GOOD, scores), 0)
     scorer.add(7, [1, 2], [3, 4, 5])

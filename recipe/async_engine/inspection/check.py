@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the files that a configuration refers to, and refuses a configuration that cannot run.
 
-Contract: a main (a command such as `recipe.fully_async.main`) calls `check` before it starts any process; `look`
-returns the findings instead of raising an error. Both read the data files and the models' config.json, and query the
-Hugging Face hub with a deadline. They change nothing except the caches of `datasets` and of the hub. The only program
-that they start is nvidia-smi, for the size of device memory. The checks are the rules of `config.validation`, the
-`Judge`s that the main passes and, if verl is imported anyway, verl's own types.
+Contract: a main program (such as `recipe.fully_async.main`) calls `check` before it starts any process. `look` makes
+the same checks, and returns the problems instead of raising an error. Both read the data files and the models'
+config.json, and query the Hugging Face hub with a deadline. They change nothing except the caches of `datasets` and of
+the hub. The only program that they start is nvidia-smi, for the size of device memory. The checks are the rules in
+`config.validation`, the additional checks that the main program passes (`Judge`) and, on an accelerator, where verl has
+to be imported anyway, verl's own types.
 """
 
 import contextlib
@@ -81,7 +82,7 @@ def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
 def check(
     config: DictConfig | Mapping[str, Any], *, available: Resources | None = None, judges: Sequence[Judge] = ()
 ) -> RunPlan:
-    """Refuse a configuration that cannot run, else log its warnings and derive the plan of the run.
+    """Return the plan of the run and log warnings about its configuration; raise an error if it cannot run.
 
     If the run uses the built-in task, ``config`` must already have the task's paths.
 
@@ -89,6 +90,7 @@ def check(
         config: the configuration; if it is a plain mapping, its interpolations must be resolved.
         available: the resources for the run. If None and the run starts its own Ray with
             `ray_kwargs.ray_init.num_gpus`, that number of accelerators is available.
+        judges: additional checks.
 
     Raises:
         ConfigError: the configuration cannot run; the error has every problem found.
@@ -104,8 +106,9 @@ def check(
 def check_types(settings: Mapping[str, Any]) -> None:
     """Run, in the trainer's process, the checks for which the main process would have had to import verl.
 
-    The function imports verl and the user's modules. On a CPU, verl's own types check the configuration. On every
-    platform, names that are not verl's own must be in verl's registries after these imports.
+    The function imports verl and the user's modules. On every platform it checks that each configured name (of a loss,
+    for example) that is not verl's own is in verl's registry after these imports. On a CPU it also builds verl's config
+    types, which the main process does on an accelerator.
 
     Raises:
         ConfigError: a check failed.
@@ -133,15 +136,17 @@ def look(
     """Return all problems and warnings of a plain, resolved configuration that can be found before a process starts.
 
     Args:
-        with_verl: whether to check the configuration with verl's types too, which imports verl. If None, they are used
-            on accelerators. On a CPU, the trainer's process uses them (`check_types`), and this function does so only
-            if there is no other problem and the configuration has a name that is not verl's own.
+        with_verl: whether to check the configuration with verl's types too, which imports verl. If None, this is done
+            on an accelerator. On a CPU, the trainer's process does it later (`check_types`), and this function does it
+            only if there is no other problem and the configuration names something (a loss, for example) that is not
+            verl's own.
         makes_task: whether the run would create the built-in task. If so, paths that are null are no problem, since
-            the task sets them.
+            creating the task sets them.
     """
     dropped = list(left_behind(settings))
     settings = migrated(settings)
-    # `judge` reports values of a wrong type; removing them here lets the other settings still be inspected.
+    # Remove values of a wrong type, so that the files which other settings name can be inspected. `judge` below gets
+    # the unchanged settings and reports these values.
     usable, _ = well_formed(settings)
     facts = file_facts(usable)
     if makes_task:
@@ -160,10 +165,10 @@ def look(
 
 
 def _available(config: Mapping[str, Any], given: Resources | None) -> Resources | None:
-    """Return the resources for the run: ``given``, or those of the Ray that the run would start on this machine."""
+    """Return ``given`` or, if it is None, the resources of the Ray that the run would start on this machine."""
     if given is not None or lookup(config, "ray_kwargs.ray_init.address"):
         return given
-    # Do not query this machine's accelerators if the run uses none, or those of a cluster.
+    # Do not query this machine's accelerators if the run uses none or uses those of a cluster.
     elsewhere = lookup(config, "trainer.device") == "cpu" or os.environ.get("RAY_ADDRESS")
     device_bytes = None if elsewhere else _memory_here()
     # This machine needs the engines' packages only if engines run here: on its accelerators or on its CPU.
@@ -210,7 +215,7 @@ def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
         if not path:
             yield FileFact(setting, "null", "model", fault="is not set")
         elif not _is_remote(str(path)):
-            # Only rules for a CPU need the largest tensor, which takes long to find in a large model.
+            # Only rules for a CPU need the size of the largest tensor; finding it takes long for a large model.
             on_cpu = setting == policy and lookup(config, "trainer.device") == "cpu"
             largest = _largest_tensor(Path(path)) if on_cpu else None
             sizes, fault = _model_config(str(path))
@@ -228,7 +233,7 @@ def _start(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
-    """Return the contents of a model's config.json and why the model cannot be used; each may be None."""
+    """Return the contents of a model's config.json, and why the model cannot be used. Each of the two may be None."""
     if os.path.isdir(path):
         return _read_config(Path(path) / "config.json")
     if os.path.exists(path):
@@ -276,7 +281,10 @@ def _on_hub(name: str) -> tuple[Path | None, str | None]:
 
 
 def _largest_tensor(model: Path) -> tuple[str, int] | None:
-    """Return the name and number of elements of the largest tensor in safetensors headers; None without such files."""
+    """Return name and number of elements of a model's largest tensor; None without safetensors files.
+
+    Only the headers of the files are read.
+    """
     sizes: dict[str, int] = {}
     for file in model.glob("*.safetensors") if os.path.isdir(model) else ():
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="numpy") as weights:
@@ -293,7 +301,7 @@ def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _written(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield facts about the folders that the run would create, if the run starts its own Ray on this machine."""
+    """Yield a fact for each output folder of a run that starts its own Ray here, with the reason if it is unusable."""
     for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         path = lookup(config, f"trainer.{name}")
         if not isinstance(path, str) or not path or lookup(config, "ray_kwargs.ray_init.address"):
@@ -319,5 +327,5 @@ def _code_fault(path: Path, function: str) -> str | None:
     except (SyntaxError, ValueError) as error:
         return f"is not valid Python ({error})"
     names = {item.get_name() for item in symbols if item.is_assigned() or item.is_imported()}
-    # A file with a star import is accepted: which names it adds is known only when the file runs.
+    # Accept a file with a star import, because only running the file would tell which names it imports.
     return None if function in names or "import *" in source else f"defines no function {function}"

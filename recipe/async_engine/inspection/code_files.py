@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the existence of the code files, modules and YAML descriptions that a configuration names.
+"""Checks the existence of the code files, modules and YAML files of agent loops and tools that a configuration names.
 
 Contract: no code is run or imported, and files on remote file systems (`scheme://`) are skipped. Modules are checked
 only if workers have the same modules as this process, which holds if the run starts its own Ray, without a
@@ -34,12 +34,12 @@ OTHERS = (
     "runtime_env.env_vars.PYTHONPATH",
     *(f"runtime_env.{name}" for name in ("working_dir", "py_modules", "pip", "uv", "conda", "container", "image_uri")),
 )
-"""Settings of `ray_init` with which workers may have other modules than this process."""
+"""Settings of `ray_init` that may give workers other modules than this process has."""
 TOOLS, DATASET = f"{ROLLOUT}.multi_turn.function_tool_path", "data.custom_cls.path"
 
 
 def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield a fact for each code file, description, folder or module that a plain configuration names."""
+    """Yield a fact for each code file, folder, module and YAML file (of agent loops or tools) that is configured."""
     here = not (os.environ.get("RAY_ADDRESS") or any(lookup(config, f"{RAY}.{name}") for name in OTHERS))
     for setting in DESCRIPTIONS:
         if path := _local(config, setting):
@@ -50,7 +50,7 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
             yield FileFact(setting, path, "code", fault="does not exist" if missing else None)
     for setting in FOLDERS:
         path = _local(config, setting)
-        # A path without one of these prefixes is not checked: it may be the name of a model on the hub.
+        # Check only paths with one of these prefixes; any other text may be the name of a model on the hub.
         if path and path.startswith(("/", "~", "./", "../")):
             # verl expands ~ only in the adapter's path (verl/utils/model.py:826).
             folder = Path(path).expanduser() if setting == FOLDERS[1] else Path(path)
@@ -65,15 +65,15 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _local(config: Mapping[str, Any], setting: str) -> str:
-    """Return the local path in a setting; empty if the setting is empty or names a remote file."""
+    """Return the local path that a setting names; empty if the setting is not set or names a remote file."""
     path = str(lookup(config, setting) or "")
     return "" if "://" in path else path
 
 
 def _description(setting: str, path: str, names_modules: bool) -> FileFact:
-    """Return a `FileFact` about a YAML file of agent loops or tools; `columns` has the names in the file.
+    """Return a `FileFact` about a YAML file that lists agent loops or tools; its `columns` are the listed names.
 
-    With ``names_modules``, it is a fault if the module of a class in the file cannot be found.
+    With ``names_modules``, it is a fault if the module of a listed class cannot be found.
     """
     file = next((place for place in _places(path) if os.path.isfile(place)), None)
     if file is None:
@@ -92,7 +92,7 @@ def _description(setting: str, path: str, names_modules: bool) -> FileFact:
 
 
 def _places(path: str) -> Iterator[Path]:
-    """Yield the paths that verl tries for ``path`` (verl/utils/import_utils.py:91).
+    """Yield the paths at which verl looks for the file ``path`` (verl/utils/import_utils.py:91).
 
     They are ``path`` itself, ``path`` in the folder that contains the package verl, and ``path`` in that package.
     """

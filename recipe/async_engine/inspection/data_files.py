@@ -4,13 +4,13 @@
 Contract: files are opened and concatenated with the same calls of the library `datasets` as in verl. So a refused file
 would also fail in the run, and a file that `datasets` can read is accepted. `datasets` keeps converted files in its
 cache, where the run finds them. An unreadable file is reported with the error message of `datasets`, and reading has a
-deadline. Files of a user's own data set class are not read here; the trainer's process checks their rows
-(`trainer.data_sets`).
+deadline. If the configuration names a data set class of the user's own (`data.custom_cls`), no files are read here; the
+trainer's process checks the rows (`trainer.data_sets`).
 
-`row_faults` uses vectorized Arrow functions, so that a million rows take seconds. A prompt counts as too long if its
-text alone has more tokens than the limit. The chat template, which only transformers can apply, adds further tokens. So
-every reported prompt is too long, and the run itself finds those that only the template makes too long. This module
-imports neither verl, torch nor transformers. Shown by tests/integration/test_data_check.py.
+`row_faults` uses vectorized Arrow functions, so that a million rows take seconds. A prompt is reported as too long only
+if its text alone has more tokens than the limit. The chat template, which only transformers can apply, adds further
+tokens. So every reported prompt is too long, and prompts that only the template makes too long are found by the run
+itself. This module imports neither verl, torch nor transformers. Shown by tests/integration/test_data_check.py.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
-"""For each suffix of a file name, the loader of `datasets` that verl uses (verl/utils/dataset/rl_dataset.py:197)."""
+"""The loader of `datasets` that verl uses for each suffix of a file name (verl/utils/dataset/rl_dataset.py:197)."""
 WORDS = 400
-"""An error message of another library is shortened to this number of characters."""
+"""Number of characters to which the error message of another library is shortened."""
 
 NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
 """Texts in the error messages of `datasets` for a JSON or Parquet file without rows."""
@@ -57,7 +57,7 @@ class Unreadable(Exception):
 
 
 def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield a fact for each data file, and another fact if the file cannot be concatenated with those before it."""
+    """Yield a fact for each data file, and a second one if the file cannot be concatenated with the files before it."""
     for setting in (TRAIN_FILES, VAL_FILES):
         value = lookup(config, setting)
         paths = value if isinstance(value, list) else [value] if value else []
@@ -75,14 +75,14 @@ def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def words_of(error: BaseException) -> str:
-    """Return an error's type and shortened message; for an error that only wraps its cause, those of the cause."""
+    """Return type and shortened message of an error or, if it only wraps its cause, of the cause."""
     cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
     said = " ".join(str(cause).split())
     return f"{type(cause).__name__}: {said[:WORDS]}{'...' * (len(said) > WORDS)}" if said else type(cause).__name__
 
 
 def _file(setting: str, path: str, config: Mapping[str, Any]) -> tuple[FileFact, Dataset | None]:
-    """Return the fact about a data file, and its table if it can be read."""
+    """Return a `FileFact` about a data file, and its table if the file can be read."""
     if "://" in path or lookup(config, "data.custom_cls.path") is not None:
         # Only the run reads such files: verl downloads remote ones, and a user's class may interpret paths differently.
         return FileFact(setting, path, "data"), None
@@ -108,12 +108,15 @@ def _not_there(path: str) -> str | None:
         return "does not exist"
     if os.path.isdir(path):
         return "is no file"
-    # `datasets` accepts patterns such as *.parquet.
+    # The path may be a pattern such as *.parquet, which `datasets` accepts.
     return None if os.path.exists(path) or glob.glob(path, recursive=True) else "does not exist"
 
 
 def _within(limit_s: float, path: str, reader: str) -> Dataset:
-    """Read a file in another thread, which is abandoned if a disk or a lock blocks it for ``limit_s`` seconds."""
+    """Return the table of a file; raise Unreadable if it cannot be read within ``limit_s`` seconds.
+
+    Another thread reads the file, and is abandoned if a disk or a lock blocks it for too long.
+    """
     files = [Path(path)] if os.path.exists(path) else sorted(map(Path, glob.glob(path, recursive=True)))
     try:
         found = tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
@@ -130,7 +133,7 @@ def _within(limit_s: float, path: str, reader: str) -> Dataset:
 
 @lru_cache(maxsize=32)
 def _read(path: str, reader: str, found: tuple[Any, ...]) -> Dataset:
-    """Return the table of the files, cached as long as ``found`` (their names, times and sizes) is the same."""
+    """Return the table of the files; it stays cached until ``found`` (their names, times and sizes) changes."""
     import datasets
 
     shown = datasets.is_progress_bar_enabled()
@@ -156,7 +159,7 @@ def _cannot_join(tables: list[Dataset]) -> str | None:
 
 
 COUNTED = 2000
-"""At most this many prompts of a file are tokenized, the longest ones."""
+"""Largest number of prompts of a file that are tokenized to find prompts that are too long; the longest are taken."""
 ANSWER = "ground_truth"
 
 
@@ -177,12 +180,12 @@ def row_faults(table: Dataset, config: Mapping[str, Any]) -> tuple[RowFault, ...
 
 
 def _is_registered(config: Mapping[str, Any]) -> bool:
-    """Return whether the reward manager is in verl's registry. Such managers need the column `reward_model`."""
+    """Return whether the reward manager comes from verl's registry. Such managers need the column `reward_model`."""
     return bool(lookup(config, "reward.reward_manager.source", "register") == "register")
 
 
 def _lack_answers(column: pyarrow.ChunkedArray, config: Mapping[str, Any]) -> bool:
-    """Return whether the column lacks the ground truth, which verl's own reward managers read from every row."""
+    """Return whether the column lacks the ground truth although the reward manager, one of verl's own, reads it."""
     manager = lookup(config, "reward.reward_manager.name", VERLS_MANAGERS[0])
     taken = _is_registered(config) and manager in VERLS_MANAGERS
     return bool(
@@ -191,7 +194,7 @@ def _lack_answers(column: pyarrow.ChunkedArray, config: Mapping[str, Any]) -> bo
 
 
 def _loops_of_verls_own(config: Mapping[str, Any], columns: Mapping[str, Any]) -> bool:
-    """Return whether all prompts go to verl's own agent loops, which accept only lists of messages."""
+    """Return whether every prompt goes to one of verl's own agent loops, which accept only lists of messages."""
     agent = "actor_rollout_ref.rollout.agent"
     if lookup(config, f"{agent}.agent_loop_config_path") or "agent_name" in columns:
         return False
@@ -199,13 +202,13 @@ def _loops_of_verls_own(config: Mapping[str, Any], columns: Mapping[str, Any]) -
 
 
 def _mappings(name: str, column: pyarrow.ChunkedArray, needed: bool) -> Iterator[RowFault]:
-    """Yield a fault if the values of a column are not mappings; with ``needed``, also if values are missing."""
+    """Yield a fault if the values of a column are not mappings and, with ``needed``, another if values are missing."""
     nulls = column.null_count
     if needed and nulls:
         yield RowFault(name, "missing", compute.index(compute.is_null(column), True).as_py(), nulls)
     kind = column.type
     if not (
-        # `datasets` stores columns of mixed types as JSON, in an extension type; they may contain mappings.
+        # `datasets` stores a column of mixed types as JSON, in an extension type; its values may be mappings.
         isinstance(kind, pyarrow.BaseExtensionType)
         or pyarrow.types.is_struct(kind)
         or pyarrow.types.is_map(kind)
@@ -217,7 +220,7 @@ def _mappings(name: str, column: pyarrow.ChunkedArray, needed: bool) -> Iterator
 def _prompts(
     column: pyarrow.ChunkedArray, key: str, config: Mapping[str, Any], as_messages: bool
 ) -> Iterator[RowFault]:
-    """Yield faults for prompts that are empty, too long, or plain text although messages are needed."""
+    """Yield faults for prompts that are empty or too long, or that are plain text although ``as_messages`` is True."""
     lengths: list[np.ndarray] = []
     texts: list[tuple[int, int, list[str]]] = []
     limit = _limit(config)
@@ -254,7 +257,7 @@ def _is_text(kind: pyarrow.DataType) -> bool:
 
 
 def _limit(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a prompt may have; None if that is not set, or if verl filters longer prompts out."""
+    """Return the largest allowed number of tokens of a prompt; None if not set, or if verl drops longer prompts."""
     limit = lookup(config, "data.max_prompt_length")
     if lookup(config, "data.filter_overlong_prompts") or isinstance(limit, bool) or not isinstance(limit, int):
         return None
@@ -262,7 +265,7 @@ def _limit(config: Mapping[str, Any]) -> int | None:
 
 
 def _contents(column: pyarrow.Array) -> tuple[pyarrow.Array | None, np.ndarray]:
-    """Return the texts of all messages and the row of each text; the texts are None if some content is not text."""
+    """Return the texts of all messages, and each text's row. The texts are None if some content is not text."""
     if _is_text(column.type):
         return column.fill_null(""), np.arange(len(column))
     if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
@@ -281,7 +284,8 @@ def _too_long(
 ) -> Iterator[RowFault]:
     """Yield a fault if some prompts have more than ``limit`` tokens.
 
-    ``texts`` has, for each prompt of more than ``limit`` bytes, this number of bytes, its row and its messages' texts.
+    ``texts`` has a tuple for each prompt of more than ``limit`` bytes: its number of bytes, its row, and the texts of
+    its messages.
     """
     tokenizer = _tokenizer(str(lookup(config, f"{MODEL}.tokenizer_path") or lookup(config, f"{MODEL}.path")))
     if tokenizer is None:
@@ -304,7 +308,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def _tokenizer(model: str) -> Any:
-    """Return the model's tokenizer, or None without a tokenizer.json, the only format that loads quickly."""
+    """Return the model's tokenizer; None if it has no tokenizer.json, the only format that can be loaded quickly."""
     from tokenizers import Tokenizer
 
     local = Path(model) / "tokenizer.json"

@@ -43,7 +43,7 @@ def absent(modules: Iterable[str]) -> tuple[str, ...]:
 def is_there(module: str) -> bool:
     """Return whether a module is installed, without importing anything.
 
-    ``a==1.2`` stands for the package ``a`` in a release that is 1.2 or begins with "1.2.".
+    ``a==1.2`` asks for the package ``a`` in release 1.2 or in one whose number begins with "1.2.".
     """
     package, _, release = module.partition("==")
     if release:

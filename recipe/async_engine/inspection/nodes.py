@@ -2,8 +2,8 @@
 """Checks that a run's processes can work on every node of the cluster, and refuses the run if they cannot.
 
 Contract: each node with CPUs or accelerators runs one small task before anything expensive starts. The problems of all
-nodes are reported at once (`node_problems`, a pure function). To check that the run's folder is shared, the main
-process writes a marker file to it, which every node must see, and removes the file afterwards. Shown by
+nodes are reported at once (`node_problems`, a pure function). To check that all nodes share the run's folder, the main
+process writes a marker file there, which must be visible on every node, and removes it afterwards. Shown by
 tests/config/test_nodes.py, tests/integration/test_nodes.py and tests/e2e/test_nodes.py.
 """
 
@@ -43,11 +43,12 @@ PATHS = (
     "data.train_files",
     "data.val_files",
 )
-"""Settings with paths that processes on any node may open."""
+"""Settings with paths of files that processes on any node may open."""
 ACCELERATORS = ("GPU", "NPU")
-"""Ray's resource names of accelerators."""
+"""Names of accelerators among Ray's resources."""
 RAY_TYPE = "accelerator_type:"
-# GiB of memory by Ray's name for the accelerator type (ray.util.accelerators); the smallest size if there are several.
+# GiB of memory of each accelerator type, by Ray's name for it (ray.util.accelerators). If a type exists in several
+# sizes, this is the smallest.
 BY_TYPE: Mapping[str, int] = {
     "T4": 15,
     "L4": 22,
@@ -79,8 +80,8 @@ class NodesNotReady(RecipeError):
 def node_problems(facts: Sequence[NodeFact], recipe: str, folder: str, needs: Sequence[Need] = ()) -> list[str]:
     """Return the problems of all nodes; an empty list means that the run may start.
 
-    ``recipe`` is the version of this package in the main process, ``folder`` is `trainer.default_local_dir`, and
-    ``needs`` are the packages that nodes with accelerators must have.
+    ``recipe`` is the version of this package in the main process, ``folder`` is the value of
+    `trainer.default_local_dir`, and ``needs`` are the packages that nodes with accelerators must have.
     """
     releases = sorted({fact.verl for fact in facts if fact.verl is not None})
     found = [problem for fact in facts for problem in _problems(fact, recipe, releases, folder)]
@@ -142,7 +143,10 @@ def cluster_resources() -> Resources:
 
 
 def memory_by_type(resources: Iterable[str]) -> int | None:
-    """Return the smallest memory, in bytes, of the accelerator types in ``resources``; None if a type is unknown."""
+    """Return the smallest memory, in bytes, of the accelerator types among the names of Ray's ``resources``.
+
+    The result is None if there is no such type, or if the memory of one is unknown.
+    """
     types = [name.removeprefix(RAY_TYPE) for name in resources if name.startswith(RAY_TYPE)]
     sizes = [BY_TYPE.get(name) for name in types]
     known = [size for size in sizes if size is not None]
@@ -150,9 +154,9 @@ def memory_by_type(resources: Iterable[str]) -> int | None:
 
 
 def local_paths(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (setting, path) for each path on this machine that a setting in `PATHS`, or a teacher's section, names.
+    """Return (setting, path) for each existing path named by a setting in `PATHS` or by a teacher's `model_path`.
 
-    Names of models on the hub are left out.
+    Names of models on the hub are not paths, and are left out.
     """
     found = []
     for setting in (*PATHS, *(f"{teacher}.model_path" for teacher in teachers(config))):
@@ -168,7 +172,7 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def _ask(paths: list[tuple[str, str]], marker: str, modules: list[str], timeout_s: float) -> list[NodeFact]:
-    """Run `probe` on each node, and return the results; only nodes with accelerators look for ``modules``."""
+    """Run `probe` on each node and return its results; only on nodes with accelerators does it look for ``modules``."""
     cloudpickle.register_pickle_by_value(node_probe)
     try:
         task = ray.remote(num_cpus=0, max_retries=0)(node_probe.probe)

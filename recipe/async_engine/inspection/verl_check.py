@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds verl's own config types from a configuration, as verl's workers do, and reports the values that they refuse.
+"""Builds verl's own config types from a configuration, as verl's workers do, and reports values that verl refuses.
 
 Contract: `verl_problems` builds each type that a run would build in its workers (actor, rollout, checkpoint engine,
 reference policy, critic, teachers, the log-prob servers' engine, algorithm) and calls verl's `validate_config`. Each
 exception becomes a `Problem` of the section that caused it. The model's type is not built, since that would read the
-model's files; only the names of its settings are compared. The checks import verl, so for a run on a CPU the main
-process leaves them to the trainer's process. Shown by tests/integration/test_documented_commands.py.
+model's files; only the names of its settings are checked. These checks import verl. For a run on a CPU, whose main
+process should not do that, the trainer's process makes them. Shown by tests/integration/test_documented_commands.py.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ def verl_problems(context: RuleContext, known: Sequence[Problem]) -> list[Proble
 
 
 def late_names(context: RuleContext, loaded: bool = False) -> Iterator[Problem]:
-    """Yield a problem for each name that is missing from its registry in verl.
+    """Yield a problem for each setting whose value, such as the name of a loss, is missing from its registry in verl.
 
-    ``loaded`` is whether the user's modules are imported. If not, names that these modules may add are not checked:
-    the trainer's process will import the modules and check the names.
+    ``loaded`` is whether the user's modules, which may add names to the registries, are imported. If not, names that
+    these modules may add are not checked here: the trainer's process will import the modules and check the names.
     """
     for name in unusual(context):
         may_be_added = context.get(EXTERNAL) or (
@@ -62,7 +62,10 @@ def late_names(context: RuleContext, loaded: bool = False) -> Iterator[Problem]:
 
 
 def external_names(context: RuleContext) -> list[Problem]:
-    """Import the user's modules that may add names, as verl's trainer process does, and return the unknown names."""
+    """Import the user's modules that may add names to verl's registries, and return a problem for each unknown name.
+
+    verl's trainer process imports the modules in the same way.
+    """
     from verl.utils.import_utils import import_external_libs
 
     if not unusual(context):
@@ -79,7 +82,10 @@ def external_names(context: RuleContext) -> list[Problem]:
 
 
 def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
-    """Return the problems that verl's types find. If no problem is known by then, return those of `validate_config`."""
+    """Return the problems that verl's types find.
+
+    Only if there are none, and ``known`` has none either, return those that `validate_config` finds.
+    """
     config = OmegaConf.create(dict(context.config))
     with open_dict(config):
         # verl's types expect the number of prompts per step here, which this package may derive from other settings.
@@ -120,7 +126,7 @@ def _types(config: DictConfig, context: RuleContext) -> dict[str, Callable[[], A
 
 
 def _reference(config: DictConfig) -> DictConfig:
-    """Return the reference policy's section with its settings renamed to an actor's, as verl's worker does."""
+    """Return the reference policy's section with some settings renamed to an actor's names, as verl's worker does."""
     section = OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref.ref))
     with open_dict(section):
         section.ppo_mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training engine of one rank of a log-prob server, which only computes forward passes and loads weight streams.
+"""The engine of one rank of a log-prob server: it computes forward passes, and loads streams of weights.
 
-Contract: `ModelEngineServerAdapter.update_weights` stages a version next to the live weights, and returns when every
-rank has staged it completely. The engine computes with the live weights, which stay on their device, until `swap`. If
-one rank cannot load a stream, all ranks refuse the version with the same error, the live weights do not change, and the
-next stream is loaded as usual. Staging buffers are allocated once, on the device or in host memory, and are as large as
-the local shards. Shown by tests/integration/test_model_engine_adapter.py and test_staged_shards.py.
+Contract: `ModelEngineServerAdapter.update_weights` *stages* a version, that is, copies it to buffers next to the live
+weights, and returns when every rank has the complete version in its buffers. The engine computes with the live weights,
+which stay on their device, until `swap` makes the staged ones live. If one rank cannot load a stream, all ranks refuse
+the version with the same error, the live weights do not change, and the next stream is loaded as usual. The buffers are
+allocated once, on the device or in host memory, and are as large as the local shards. Shown by
+tests/integration/test_model_engine_adapter.py and test_staged_shards.py.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Shards(Protocol):
         """Return the names of tensors that have not arrived and are needed for this rank's shards."""
 
     def reset(self) -> None:
-        """Forget which tensors were accepted."""
+        """Forget which tensors have arrived."""
 
 
 class StagedShards(StagedWeights):
@@ -72,7 +73,7 @@ class StagedShards(StagedWeights):
         self._shards = shards
         self._group = group
         self._in_host = in_host
-        # Pairs (live shard, staged copy), by the address of the live shard.
+        # For the address of each live shard, the pair (live shard, staged copy).
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _begin(self) -> None:
@@ -82,7 +83,8 @@ class StagedShards(StagedWeights):
         for name, tensor in weights:
             for live, new in self._shards.accept(name, tensor):
                 if live.numel() == 0:
-                    # Skip empty shards of small parameters. They all have the address 0, which cannot be a key.
+                    # Skip empty shards, which ranks may have of small parameters. All of them have the address 0, which
+                    # cannot be a key.
                     continue
                 if live.data_ptr() not in self._buffers:
                     device = torch.device("cpu") if self._in_host else live.device
@@ -116,7 +118,7 @@ class WorkerSettings:
         engine: verl's configuration of the training engine, FSDP2 or Megatron, with parameter offloading off.
         temperature: sampling temperature, by which logits are divided.
         host_staging: whether staged weights are kept in host memory instead of on the device.
-        timeout_s: seconds after which a wait for weights, for other ranks or for the server fails.
+        timeout_s: time limit in seconds of each wait: for weights, for the other ranks, and for the server.
     """
 
     engine: EngineConfig
@@ -126,7 +128,7 @@ class WorkerSettings:
 
 
 class ModelEngineServerAdapter(BaseRollout):
-    """verl's training worker, used only for forward passes, behind verl's rollout interface for receiving weights.
+    """Gives verl's training worker, which here only runs forward passes, the interface of a rollout for new weights.
 
     ``config`` is verl's rollout configuration, of which only the settings of the checkpoint engine are used.
     """
@@ -145,7 +147,8 @@ class ModelEngineServerAdapter(BaseRollout):
         )
         self.worker.reset()
         keep_frequencies(self.worker.engine)
-        # The ranks need a group of their own to agree on staged weights, because the engine may be using its groups.
+        # The ranks need a process group of their own to agree on staged weights, because the engine may be using its
+        # groups.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
         self._staged = StagedShards(_shards_of(self.worker.engine, group), group, settings.host_staging)
 
@@ -176,7 +179,7 @@ class ModelEngineServerAdapter(BaseRollout):
         return intake.checksum
 
     def swap(self, version: int) -> None:
-        """Make the staged weights of ``version`` live on this rank, while nothing is being scored."""
+        """Make the staged weights of ``version`` the live ones on this rank. No batch may be in progress."""
         self._staged.swap(version)
 
     def score(self, batch: TensorDict) -> TensorDict | None:
@@ -187,7 +190,8 @@ class ModelEngineServerAdapter(BaseRollout):
 def keep_frequencies(engine: Any) -> None:
     """Restore the rotary frequencies of an FSDP2 engine's model to fp32, the dtype that they have in the trainer.
 
-    verl casts the buffers of this model to `model_dtype` (fsdp/transformer_impl.py:333), but not the trainer's buffers.
+    verl casts the buffers of a model that is not trained to `model_dtype` (fsdp/transformer_impl.py:333), but not the
+    buffers of the trainer's model.
     """
     modules = engine.module.modules() if isinstance(engine.module, torch.nn.Module) else ()
     for module in modules:

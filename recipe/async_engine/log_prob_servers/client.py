@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 class ScoringClient:
     """Sends scoring requests to log-prob servers.
 
-    ``servers`` has actor handles by name. ``timeout_s`` limits one request, including attempts at several servers.
+    ``servers`` maps the servers' names to their actor handles. ``timeout_s`` is the time limit for one sequence, in
+    which several servers may be tried.
     """
 
     def __init__(self, servers: Mapping[str, Any], timeout_s: float) -> None:
@@ -46,7 +47,7 @@ class ScoringClient:
         """Have one of the servers score a sequence. The arguments are those of :meth:`ScoringService.score`.
 
         Raises:
-            Unscored: no server scored the sequence in time. The message has the reason of each server.
+            Unscored: no server scored the sequence in time. The message has the reason for each server.
         """
         said: list[str] = []
         answer = None
@@ -71,7 +72,8 @@ class ScoringClient:
             try:
                 return await self.servers[name].score.remote(sequence, tokens, version, start)
             except (RayTaskError, RecipeError) as error:
-                # This clause has to come first, because Ray's task error is also an instance of its cause's class.
+                # Handle task errors before the other types, because a `RayTaskError` is also an instance of its cause's
+                # class.
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 said.append(f"{name}: {cause}")
             except ActorUnavailableError as error:
@@ -111,7 +113,7 @@ class ResponseScores:
         return cls(np.zeros(length, np.float32), np.zeros(length, np.float32), np.full(length, UNSCORED), 0, 0.0)
 
     def with_part(self, answer: Answer, first: int, count: int) -> ResponseScores:
-        """Write the values of an answer's first ``count`` tokens at index ``first``; return the updated scores."""
+        """Store the values of an answer's first ``count`` tokens from index ``first`` on; return the new scores."""
         where = slice(first, first + count)
         self.log_probs[where], self.entropy[where] = answer.scores[:, :count]
         self.versions[where] = answer.version
@@ -120,17 +122,20 @@ class ResponseScores:
 
 
 class PartScorer:
-    """Submits the parts of one trajectory for scoring and collects their scores."""
+    """Submits the parts of one trajectory to log-prob servers as they are generated, and collects their scores."""
 
     def __init__(self, client: ScoringClient, start: int) -> None:
-        """``start`` is the version at which the group was issued. Servers score the oldest groups first."""
+        """``start`` is the version that generated when the trajectory's prompt group began.
+
+        Servers score requests with the lowest ``start`` first.
+        """
         self._client = client
         self._start = start
         self._parts: list[Part] = []
         self._tasks: list[asyncio.Task[Answer]] = []
 
     def add(self, version: int, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Submit ``tokens``, which ``version`` sampled after ``context``, for scoring."""
+        """Submit ``tokens``, which ``version`` sampled after ``context``, to a log-prob server."""
         part = Part(version, list(context), list(tokens))
         self._parts.append(part)
         self._tasks.append(asyncio.create_task(score(self._client, part, self._start)))
@@ -138,9 +143,10 @@ class PartScorer:
     async def collect(
         self, prompt: Sequence[int], response: Sequence[int], mask: Sequence[int]
     ) -> ResponseScores | None:
-        """Wait for the scores of all parts and return those of the response; None if a sampled token has no score.
+        """Wait for the scores of all parts, and return the scores of ``response``; None if a sampled token has none.
 
-        The response is one output of the agent loop. If the loop returned several outputs, each has its own ``prompt``.
+        The response is one output of the agent loop. An agent loop may return several outputs, each with its own
+        ``prompt``.
         """
         answers = await asyncio.gather(*self._tasks, return_exceptions=True)
         places = place(self._parts, prompt, response, mask)
@@ -165,7 +171,7 @@ class PartScorer:
 
 
 async def score(client: ScoringClient, part: Part, start: int) -> Answer:
-    """Have a log-prob server score one part of a trajectory, whose group has the start version ``start``.
+    """Have a log-prob server score one part of a trajectory; ``start`` means the same as for `PartScorer`.
 
     Raises:
         Unscored: no server answered in time, or the scores have a wrong shape or are not finite.
@@ -175,5 +181,5 @@ async def score(client: ScoringClient, part: Part, start: int) -> Answer:
     found, wanted = np.shape(answer.scores), (2, len(part.tokens))
     if found != wanted or not np.isfinite(answer.scores).all():
         what = "that are not all finite" if found == wanted else f"of the shape {found}, not {wanted}"
-        raise Unscored(f"a log-prob server answered for version {answer.version} with numbers {what}")
+        raise Unscored(f"a log-prob server returned scores of version {answer.version} {what}")
     return answer

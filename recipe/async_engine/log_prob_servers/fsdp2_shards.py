@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the local shards of an FSDP2 model for the tensors of a weight stream, which have Hugging Face names.
+"""Finds, for each tensor of a weight stream, the local shard of an FSDP2 model to which it has to be copied.
 
-Every rank gets every full tensor and cuts its own shard out of it, without a collective. If tensors share their storage
-(tied embeddings), the stream needs to contain only one of them.
+The tensors of a stream have Hugging Face names. Every rank gets every full tensor and cuts its own shard out of it,
+without a collective. If tensors share their storage (tied embeddings), the stream needs to contain only one of them.
 
 Transformers 5 packs the experts of a layer into one parameter, but a stream contains a tensor for each expert. To find
-where each expert is in the packed parameter, the functions of verl and Transformers that export a model as a stream are
-run once on tensors without data. If a stream contains packed tensors, verl's `unfuse_moe_params` splits them. If the
-tensors of a model's stream cannot be mapped to its parameters, the server does not start. Shown by
+where each expert is in the packed parameter, this module once runs, on tensors without data, the functions with which
+verl and Transformers export a model as a stream. If a stream contains packed tensors, verl's `unfuse_moe_params` splits
+them. If the tensors of a model's stream cannot be mapped to its parameters, the server does not start. Shown by
 tests/integration/test_staged_shards.py and test_staged_experts.py.
 """
 
@@ -46,7 +46,7 @@ class FSDP2Shards:
     """Implements `adapter.Shards` for a module to which ``fully_shard`` was applied.
 
     Raises:
-        StagingRefused: trainers would send tensors for this model that are not part of any of its parameters.
+        StagingRefused: a tensor that trainers would send for this model belongs to none of its parameters.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -59,13 +59,13 @@ class FSDP2Shards:
         for name, part in unfuse_moe_params(blank.items(), self._model_type):
             self._places[name] = regions[_region(part)] = _place(name, part, *owners.get(id(_whole(part)), (None, [])))
         self._packed = {name: tensor.shape for name, tensor in live.items() if name not in self._places}
-        # Trainers on Megatron send tensors under their names in checkpoints. Some of these differ from the names in the
-        # model, so accept both.
+        # Trainers on Megatron send tensors under the names that they have in checkpoint files. Some of these differ
+        # from the names in the model, so accept both.
         if isinstance(module, PreTrainedModel):
             for name, part in revert_weight_conversion(module, dict(blank)).items():
                 if name not in live and _region(part) in regions:
                     self._places.setdefault(name, regions[_region(part)])
-        # The name of each local shard, by address. If a shard has several names, this is the first one.
+        # For the address of each local shard, its name; if a shard has several names, the first one.
         self._held: dict[int, str] = {}
         for name, place in self._places.items():
             if place.local.numel() > 0:
@@ -86,7 +86,7 @@ class FSDP2Shards:
         return [(local, _shard_like(live, tensor))] if local.numel() > 0 else []
 
     def missing(self) -> list[str]:
-        """Return the names of the tensors that are still missing for this rank's shards."""
+        """Return the names of tensors that have not arrived and are needed for this rank's shards."""
         return [name for address, name in self._held.items() if address not in self._accepted]
 
     def reset(self) -> None:
@@ -112,7 +112,7 @@ def _place(name: str, part: torch.Tensor, live: torch.Tensor | None, own: list[i
     Args:
         part: the tensor without its data: a whole parameter, or a view of one.
         live: the live parameter to which the tensor belongs, if known.
-        own: the indices of that parameter's rows that this rank holds.
+        own: the indices of those rows of this parameter that this rank holds.
 
     Raises:
         StagingRefused: the tensor is neither a whole parameter nor part of one expert.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the local shards of a Megatron model for the tensors of a weight stream, which have Hugging Face names.
+"""Finds, for each tensor of a weight stream, the local shard of a Megatron model to which it has to be copied.
 
-mbridge, the library that built the model, knows which tensors make up a parameter (q, k and v; gate and up), how they
-are merged, and how the result is split across tensor-parallel ranks. mbridge itself (0.15.1) can load weights only from
-files, not from a stream. Every rank gets every full tensor and keeps its own shard, without a collective. Pipeline
-ranks ignore the tensors of other stages. A tensor is copied if it has to wait for others of the same parameter. Shown
-by tests/integration/test_model_engine_adapter.py.
+The tensors of a stream have Hugging Face names. mbridge, the library that built the model, knows which tensors make up
+a parameter (q, k and v; gate and up), how they are merged, and how the result is split across tensor-parallel ranks.
+mbridge itself (0.15.1) can load weights only from files, not from a stream. Every rank gets every full tensor and keeps
+its own shard, without a collective. Pipeline ranks ignore the tensors of other stages. If a parameter needs several
+tensors, those that arrive first are kept as copies until all have arrived. Shown by
+tests/integration/test_model_engine_adapter.py.
 
 A process can have only one such model, because mbridge stores tied embeddings in a table that all bridges of a process
 share (mbridge/models/qwen2.py:58).
@@ -25,14 +26,14 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 EXTRA_STATE = "_extra_state"
 EXPERTS = ".mlp.experts.linear_fc"
-# Trainers send a tensor with this name even if the output head shares the parameter of the embeddings. It is then
-# accepted and ignored.
+# Trainers send a tensor with this name even if the output head shares the parameter of the embeddings. In that case the
+# tensor is ignored.
 TIED_HEAD = "lm_head.weight"
 
 
 @dataclass
 class _Parameter:
-    """A local parameter, merged from the tensors named in ``parts``. ``here`` has those that have already arrived."""
+    """A local parameter, merged from the tensors named in ``parts``. ``here`` has those tensors that have arrived."""
 
     name: str
     live: torch.Tensor
@@ -99,10 +100,10 @@ class MegatronShards:
             whole = self._bridge._weight_to_mcore_format(parameter.name, parts)
             shard = self._bridge._weight_split_across_tp(parameter.name, whole, parameter.live, size)[rank]
         except (RuntimeError, AssertionError, IndexError) as error:
-            raise StagingRefused(f"{shapes} do not make up {parameter.name}: {error}") from error
+            raise StagingRefused(f"the tensors {shapes} cannot be merged into {parameter.name}: {error}") from error
         if shard.shape != parameter.live.shape:
             expected = tuple(parameter.live.shape)
             raise StagingRefused(
-                f"{shapes} give a shard of {parameter.name} of shape {tuple(shard.shape)}, not {expected}"
+                f"the tensors {shapes} make a shard of {parameter.name} of shape {tuple(shard.shape)}, not {expected}"
             )
         return shard

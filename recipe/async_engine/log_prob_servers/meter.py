@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of the work of the log-prob servers in each training step.
 
-A server that does not answer within `TOLD_S` seconds is left out, so the trainer waits no longer than that.
+A server that does not answer within `TOLD_S` seconds is left out, so the trainer never waits longer than that.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ class ServerMeter:
         self._before: dict[str, dict[str, Any]] = {}
 
     def read(self, servers: Mapping[str, Any], version: int) -> dict[str, float]:
-        """Return metrics of ``servers``, which has actor handles by name.
+        """Return metrics of ``servers``, which maps the servers' names to their actor handles.
 
         ``queue_seconds_mean`` (per request), ``batch_fill`` (share of the largest allowed batch) and
         ``tokens_per_second`` (of computing time) are means since the last call. ``version_lag`` is the largest number
         of versions by which a server lags behind ``version``, the newest published one. ``load_imbalance`` is the
         difference in computed tokens between the most and the least loaded server, divided by the mean of all servers.
-        The other metrics are counts, since the servers started or at present.
+        ``answered_tokens`` and ``late_sequences`` are totals since the servers started. ``servers`` and ``waiting``
+        (requests) are the present numbers.
         """
         asked = {name: server.account.remote() for name, server in servers.items()}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=TOLD_S)

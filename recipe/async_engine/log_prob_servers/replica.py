@@ -33,7 +33,8 @@ from recipe.async_engine.log_prob_servers.worker import ModelEngineWorker
 from recipe.async_engine.outside import HOST_BACKEND
 
 HELD = ("score",)
-"""Methods whose calls take long. Calls of other methods, such as those of a weight sync, do not wait for them."""
+"""Methods of a server whose calls take long. Calls of its other methods, such as those of a weight sync, need not wait
+for these."""
 CONTROLS = (
     "pause_serving",
     "resume_serving",
@@ -135,7 +136,7 @@ def launch(
     """Start log-prob servers with the weights of the model's files, and return when all of them are up.
 
     Args:
-        timeout_s: seconds after which a server's wait for weights or for its ranks fails.
+        timeout_s: time limit in seconds of each wait of a server, for weights or for its ranks.
         reservations: provides the servers' accelerators, which were reserved earlier or are free now.
         numbers: numbers of the servers, which must not have been used in this run; None for 0, 1, 2 and so on.
         static: whether the servers never get other weights.

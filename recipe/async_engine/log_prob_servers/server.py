@@ -31,8 +31,8 @@ from recipe.async_engine.record.events import Activity
 def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
     """Divide the rows of a batch among ``shares`` data-parallel ranks; return the indices of each rank's rows.
 
-    Rows are dealt from longest to shortest, to the ranks in ascending and descending order alternately. If necessary,
-    the shortest row is repeated, so that all data-parallel ranks get the same number of rows.
+    Rows are given to the ranks from longest to shortest, in ascending and descending order of ranks alternately. The
+    shortest row is repeated if necessary, so that all data-parallel ranks get the same number of rows.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     order += [order[-1]] * (-len(order) % shares)
@@ -52,11 +52,11 @@ class Ranks:
         self._places: list[Place] = []
 
     async def find_places(self) -> None:
-        """Get each worker's `Place` in the engine's parallel layout. This has to be called before `score`."""
+        """Ask each worker for its `Place` (its rank in data parallelism). This has to be called before `score`."""
         self._places = await self._all([worker.place.remote() for worker in self._workers])
 
     async def score(self, sequences: Sequence[Segment]) -> list[np.ndarray]:
-        """Return log-probs and entropies for each sequence, float32 (2, number of its tokens that are to be scored)."""
+        """Return log-probs and entropies of each sequence, float32 (2, n), for its n tokens that are to be scored."""
         dealt = deal([len(sequence.token_ids) for sequence in sequences], self._places[0].shares)
         rows = [ray.put([sequences[row].token_ids for row in share]) for share in dealt]
         outputs = await self._all(
@@ -100,7 +100,7 @@ class ModelEngineServer(ScoringService):
         timeout_s: float,
         live: int | None = None,
     ) -> None:
-        """``live`` is the version of the workers' first weights, or None if they have to wait for the trainer's."""
+        """``live`` is the version of the workers' first weights; None if they wait for weights of the trainer."""
         self._ranks = Ranks(workers, timeout_s)
         super().__init__(settings, self._ranks, _end_process, live=live, ranks=len(workers))
         self._answered_tokens = 0
@@ -111,7 +111,10 @@ class ModelEngineServer(ScoringService):
         self.run()
 
     async def score(self, segment: Segment, tokens: int, version: int, start: int) -> Answer:
-        """Score a segment like `ScoringService.score`. The answer has log-probs and entropies, float32 (2, tokens)."""
+        """Score a segment, as `ScoringService.score` describes.
+
+        The answer has log-probs and entropies of the n tokens that are to be scored, float32 (2, n).
+        """
         answer = await super().score(segment, tokens, version, start)
         self._answered_tokens += answer.scores.shape[1]
         return answer

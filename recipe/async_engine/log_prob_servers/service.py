@@ -6,7 +6,7 @@ use. To promote a version means to make its staged weights the live ones.
 :class:`~recipe.async_engine.core.scoring.ScoringQueue` decides what to do next, and this module does it. Contract:
 
 - Every request ends in one of three ways: with its scores; with `Unscored`, if this server will not get the request's
-  version or the batch failed; or with the death of the server's process. A request whose caller has given up is
+  version or the batch failed; or with the death of the server's process. A request whose caller no longer waits is
   dropped.
 - The engine either scores a batch or promotes a version, never both at once. A version is promoted only after every
   rank has staged it.
@@ -89,7 +89,7 @@ class Answer:
 
 @dataclass
 class ServiceCounts:
-    """Counts of the service's work since it started, and its times in seconds."""
+    """Counts of the service's work since it started; `queued_s` and `busy_s` are seconds."""
 
     batches: int = 0
     sequences: int = 0
@@ -102,7 +102,7 @@ class ServiceCounts:
 
 
 class ScoringService:
-    """The serving loop, and the methods that control it. All of them must be called on one event loop."""
+    """The serving loop of a log-prob server, and the methods that control it. Call all of them on one event loop."""
 
     def __init__(
         self,
@@ -184,19 +184,20 @@ class ScoringService:
             await self._may_stage.wait()
 
     def joined(self) -> None:
-        """Record that one rank has joined the process group of a weight sync, or has failed to join."""
+        """Record that one rank has finished joining the process group of a weight sync, with or without success."""
         self._ranks_joined = (self._ranks_joined + 1) % self._rank_count
         if not self._ranks_joined:
             self._queue.joining = False
             self._wake.set()
 
     async def begin_load(self, version: int, timeout_s: float) -> None:
-        """Wait until the ranks may receive the weights of ``version``; the calls of all ranks return at the same time.
+        """Wait until the ranks may receive the weights of ``version``.
 
-        The first call announces the version. Weights that were staged earlier are promoted first.
+        Every rank calls this, and all calls return at the same time. The first call begins the load. Weights that
+        were staged earlier are promoted before the calls return.
 
         Raises:
-            TimeoutError: the ranks could not receive within ``timeout_s`` seconds, so the load is cancelled.
+            TimeoutError: the ranks were not allowed to receive within ``timeout_s`` seconds, so the load is cancelled.
         """
         if self._queue.loading != version:
             self._queue.begin_load(version)
@@ -212,7 +213,7 @@ class ScoringService:
             raise
 
     def staged(self) -> None:
-        """Record that one more rank has staged all weights of the announced version."""
+        """Record that one more rank has staged all weights of the version that is being loaded."""
         self._ranks_staged += 1
         if self._ranks_staged == self._rank_count:
             self._queue.staged(time.monotonic())
@@ -220,7 +221,7 @@ class ScoringService:
             self._wake.set()
 
     def load_failed(self, reason: str) -> None:
-        """Cancel the load of the announced version, because a rank could not load it for the given ``reason``."""
+        """Cancel the load of a version, because a rank could not load it; ``reason`` says why."""
         self._drop_load(reason)
 
     def _drop_load(self, reason: str) -> None:
@@ -229,7 +230,7 @@ class ScoringService:
         self._wake.set()
 
     def refuse(self, version: int, reason: str) -> None:
-        """Mark the received weights of ``version`` as wrong. Scoring stops until other weights are live."""
+        """Mark the received weights of ``version`` as wrong. Scoring stops until another version is live."""
         self._refused = version
         for request in self._queue.refused():
             self._end(request.id, Unscored(f"version {request.version} is not here: {reason}"))
@@ -264,7 +265,7 @@ class ScoringService:
             self._lost(error)
 
     async def _sleep(self) -> None:
-        """Wait until a request or weights arrive, scoring resumes, or the queue's next decision is due."""
+        """Wait until there may be work: a request or weights arrive, scoring resumes, or a time limit has passed."""
         wake_at = self._queue.wake_at()
         timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
         with contextlib.suppress(TimeoutError):

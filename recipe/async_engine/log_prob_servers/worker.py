@@ -70,15 +70,16 @@ def from_batch(output: TensorDict) -> list[np.ndarray]:
 
 
 def _shifted(of_next_token: torch.Tensor) -> torch.Tensor:
-    """Put 0 before the values and drop the last one, so that each value has the index of its own token."""
+    """Put 0 before the values and drop the last one, so that index ``t`` has the value of token ``t``."""
     return torch.cat([torch.zeros(1), of_next_token[:-1].float().cpu()])
 
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's data-parallel rank (``share``), the data-parallel size (``shares``), and whether it returns results.
+    """A worker's position in data parallelism: its rank (``share``) and the number of ranks (``shares``).
 
-    verl's engine has output (``has_output``) only on one of the ranks that compute the same share.
+    ``has_output`` is whether the worker returns results: of the workers with the same rank, verl's engine has output
+    only on one.
     """
 
     share: int
@@ -110,7 +111,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     async def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the checkpoint engine like verl, but join a process group only when the server allows it."""
+        """Call the checkpoint engine as verl does, but join a process group only when the server allows it."""
         does = partial(super().execute_checkpoint_engine, method, *args, **kwargs)
         if method != "init_process_group":
             return does()
@@ -153,10 +154,11 @@ class ModelEngineWorker(CheckpointEngineWorker):
     async def score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
         """Score sequences of token ids, int32 (L,) each, with the live weights.
 
-        All ranks with the same data-parallel rank must get the same sequences at the same time.
+        All workers with the same data-parallel rank must get the same sequences at the same time.
 
         Returns:
-            Log-probs and entropies of each sequence, float32 (2, L), with 0 at index 0; None on a rank without output.
+            Log-probs and entropies of each sequence, float32 (2, L), with 0 at index 0; None on a worker without
+            output.
         """
         return await self._on_engine(lambda: self._score(rows))
 
@@ -182,5 +184,5 @@ class ModelEngineWorker(CheckpointEngineWorker):
             await answer
 
     def _use_device(self) -> None:
-        """Make the process's accelerator the current one on a new thread, which would otherwise use the first one."""
+        """Select the process's accelerator on a new thread, which would otherwise use the machine's first one."""
         get_platform().set_device(self._device)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how a rollout engine or an agent-loop worker spends its time.
 
-Contract: an engine works on several requests at once. For each interval, `EngineActivity` records one span per class of
-work (`events.Class`, such as decoding), with the share of the engine's sequence slots that the class used; the shares
-of an interval add up to 1. Spans are recorded from the first call of ``take`` on. The clock is passed in; it returns
-seconds and never goes backwards. Shown by tests/core/test_events.py.
+Contract: an engine works on several requests at once. For each interval, `EngineActivity` records one `Span` per class
+of work (`events.Class`, such as decoding), with the share of the engine's sequence slots that the class used; the
+shares of an interval add up to 1. Spans are recorded from the first call of ``take`` on. The clock is passed in; it
+returns seconds and never goes backwards. Shown by tests/core/test_events.py.
 """
 
 from collections import Counter
@@ -19,9 +19,9 @@ from recipe.async_engine.record.events import EMPTY, NOWHERE, Away, Class, Clock
 class Work(StrEnum):
     """The purpose of a request to an engine.
 
-    NEW: the answer has not been generated before. AGAIN: a part of the answer was generated before and is prefilled
-    again. RETRY: an earlier attempt of the trajectory failed. VALIDATION: the answer is not trained on. OTHER: the
-    request does not come from this run's agent loops.
+    NEW: generate an answer from its first token on. AGAIN: continue an answer whose earlier part is prefilled again.
+    RETRY: generate an answer again after an earlier attempt failed. VALIDATION: generate an answer that is not trained
+    on. OTHER: the request does not come from this run's agent loops.
     """
 
     NEW = "new"
@@ -32,7 +32,8 @@ class Work(StrEnum):
 
 
 OF_ITS_OWN = {Work.RETRY: Class.RETRY, Work.VALIDATION: Class.VALIDATING}
-"""The one class of time for all requests of these kinds; other requests count as prefill and then as decoding."""
+"""For a request with one of these purposes, the class to which all of its time belongs. Other requests count as prefill
+first, then as decoding."""
 TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
@@ -40,7 +41,7 @@ class AwayActivity:
     """Records what an agent-loop worker's trajectories do between requests. Only the worker's event loop may use it.
 
     Attributes:
-        lane: records the activities that at least one trajectory is in, joined by "+".
+        lane: the `Lane` that records which activities at least one trajectory is in; their names are joined by "+".
         goes_on: for each agent loop, by name: whether one of its trajectories has sent a further request after an
             answer. If none has, the loop uses no tools, and the time after an answer is not tool time.
     """
@@ -85,7 +86,7 @@ class ToolTime:
         self._requests += 1
 
     def is_answered(self) -> None:
-        """Record that a request was answered. If no other request is open, a tool call begins."""
+        """Record that a request was answered. If the trajectory has no other open request, a tool call begins."""
         self._requests -= 1
         if self._activity is None or self._requests > 0:
             return
@@ -125,12 +126,12 @@ class _Request:
 class EngineActivity:
     """Records what a rollout engine's sequence slots were used for, and why the engine served no requests.
 
-    The engine can run ``places`` requests at once. Tokens are counted from construction on, and spans are recorded from
-    the first call of `take` on.
+    The engine can run ``places`` requests at once. Tokens are counted from construction on, but spans are recorded only
+    from the first call of `take` on.
 
     Attributes:
         sampled: number of tokens sampled so far for requests whose answers are trained on.
-        answered: number of `sampled` tokens that were returned in answers.
+        answered: number of those tokens that were returned in answers.
     """
 
     def __init__(self, clock: Clock, places: int) -> None:
@@ -139,7 +140,8 @@ class EngineActivity:
         self._closed: Class | None = Class.START_UP
         self._told: dict[str, Work] = {}
         self._requests: dict[str, _Request] = {}
-        # Numbers of requests by class. The key True has requests that decode and hold a slot, False those in prefill.
+        # Numbers of requests by class. Requests that decode, and so hold a slot, are under the key True, others under
+        # False.
         self._kinds: dict[bool, Counter[Class]] = {True: Counter(), False: Counter()}
         self._used: dict[str, float] = {}
         self._tokens: Counter[str] = Counter()
@@ -169,11 +171,11 @@ class EngineActivity:
 
     @property
     def under_way(self) -> int:
-        """The number of `sampled` tokens of requests that are at the engine now."""
+        """The number of tokens in `sampled` that belong to requests which are at the engine now."""
         return sum(request.tokens for request in self._requests.values() if request.work in TRAINED_WORK)
 
     def forget(self, name: str) -> None:
-        """Record that a request has ended, whether or not it reached the engine."""
+        """Record that a request is over; it may never have reached the engine."""
         self._told.pop(name, None)
 
     def enter(self, name: str) -> None:
@@ -226,7 +228,7 @@ class EngineActivity:
         self._kinds[request.answers][request.kind] += 1
 
     def _advance(self) -> None:
-        """Divide the time since the last change among the classes of the current requests."""
+        """Add the time since the last change to the classes of the current requests, in proportion to their slots."""
         now = self._clock()
         seconds, self._since = now - self._since, now
         if seconds <= 0:

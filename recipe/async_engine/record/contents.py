@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks whether the folder of a verl checkpoint contains what a run would load from it.
 
-Contract: verl loads only what ``load_contents`` names and reports nothing else as missing, so a checkpoint without
-weights would be resumed with the base model. Before anything is loaded, this module names the parts that actor and
-critic need to resume but would not get. FSDP checkpoints have one file for each rank and part (model, optimizer,
-extra); Megatron checkpoints have verl's manifest of their contents. Shown by tests/integration/test_contents.py.
+Contract: verl loads only what ``load_contents`` names and does not report anything else as missing, so after a resume
+from a checkpoint without weights, training would continue from the base model. Before anything is loaded, this module
+names the parts that actor and critic need to resume but would not get. FSDP checkpoints have one file for each rank and
+part (model, optimizer, extra); Megatron checkpoints have verl's manifest of their contents. Shown by
+tests/integration/test_contents.py.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ CHANGE = {
 
 
 def trained_models(has_critic: bool) -> dict[str, str]:
-    """Return the configuration section of each trained model, keyed by the model's folder in a checkpoint."""
+    """Return the configuration section of each trained model, by the model's folder in a checkpoint (actor, critic)."""
     return {"actor": "actor_rollout_ref.actor"} | ({"critic": "critic"} if has_critic else {})
 
 
 def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str]:
-    """Return a text for each thing that a resume on ``ranks`` training ranks needs but this folder lacks."""
+    """Return a text for each part of a checkpoint that a resume on ``ranks`` ranks needs but ``folder`` lacks."""
     found = []
     for model, section in trained_models(has_critic).items():
         setting = f"{section}.checkpoint.load_contents"
@@ -55,7 +56,7 @@ def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str
 
 
 def without_weights(config: Any, ranks: int, has_critic: bool, folder: Path) -> str | None:
-    """Return why a run with ``ranks`` training ranks cannot start from the weights in this folder, or None."""
+    """Return why a run with ``ranks`` training ranks cannot start from the weights in ``folder``; None if it can."""
     if not os.path.isdir(folder):
         return "is no folder"
     for model, section in trained_models(has_critic).items():
@@ -89,7 +90,10 @@ def _absent(folder: Path, strategy: str, ranks: int) -> Iterator[tuple[str, str]
 
 
 def _contents(folder: Path) -> dict[str, Any]:
-    """Return verl's manifest of a Megatron checkpoint (utils/checkpoint/megatron_checkpoint_manager.py:470)."""
+    """Return the contents of a Megatron checkpoint, which verl lists in a manifest.
+
+    The manifest is that of verl/utils/checkpoint/megatron_checkpoint_manager.py:470.
+    """
     file = folder / MANIFEST
     try:
         contents = from_json(file.read_bytes())["contents"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes files so that a reader finds either the whole new content or the old one, even after a power cut.
+"""Writes files so that a reader finds either the whole new content or the whole old one, even after a power cut.
 
 Contract: content is written to a temporary file next to its destination, synced and renamed; then the folder is synced.
-A write that fails, for example on a full disk, raises its ``OSError`` and leaves the old content in place. Shown by
+A write that fails, for example on a full disk, raises an ``OSError`` and leaves the old content in place. Shown by
 tests/core/test_durable.py.
 """
 
@@ -18,7 +18,7 @@ REMOVED = ".removed"
 
 
 def write(path: Path, content: str | Callable[[BinaryIO], None]) -> None:
-    """Replace a file's content by ``content``: a text, or a function that writes to the open file it is called with."""
+    """Replace a file's content. ``content`` is a text, or a function that writes to the open file that it is given."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with open(partial, "wb") as file:
@@ -57,7 +57,8 @@ def sync_tree(folder: Path) -> None:
 def remove_tree(folder: Path) -> None:
     """Remove a folder so that readers see it disappear at once. Do nothing if the folder does not exist.
 
-    The folder is renamed before its files are deleted. Files that an earlier, killed call left are removed too.
+    The folder is renamed first, and its files are deleted afterwards. Files left by an earlier call that was killed are
+    removed too.
     """
     removed = folder.with_name(folder.name + REMOVED)
     if folder.exists():

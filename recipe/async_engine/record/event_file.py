@@ -92,7 +92,7 @@ class EventFile:
         self._stream = pa.ipc.new_stream(self._bytes, self._schema, options=COMPRESSED)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Write the events that earlier calls could not write, and then ``events``."""
+        """Write ``events``, after those that earlier calls could not write."""
         room = WAITING - len(self._waiting)
         self.lost += max(0, len(events) - room)
         self._waiting += events[:room]
@@ -138,10 +138,11 @@ NEEDS = {
     TOKENS: ("version", "tokens"),
     WEIGHTS: ("version",),
 }
-"""For some values of the column ``lane``: the columns that must have a value in every event with this lane."""
+"""For some values of the column ``lane``, the columns that must not be null in an event with this value."""
 MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
 OFF_BY_S = 1.0
-"""Seconds by which hosts' clocks may differ. An event may start this long before the run does, or after its own end."""
+"""Largest assumed difference in seconds between hosts' clocks. An event may start this long before the run does, or end
+this long before its own start."""
 NAMES_DEVICE = (BEGINS, ENDS, LOST, JOINED, SAMPLED)
 
 
@@ -156,7 +157,7 @@ class Recorded(NamedTuple):
     """The event record of one launch, as far as it could be read.
 
     Attributes:
-        header: the header as it was written (`record.schema.Header`), or {} if the run ended before writing it.
+        header: the unchecked header (of the type `record.schema.Header`), or {} if the run ended before writing it.
         notes: texts about damaged or invalid content that was left out.
     """
 
@@ -194,11 +195,11 @@ def read(path: str | os.PathLike[str]) -> Recorded:
 
 
 class Tail:
-    """Reads the events that are added to a file, also while a run writes to it, and stops at damaged content.
+    """Reads the events that are added to a file, even while a run writes to it, and stops at damaged content.
 
     Attributes:
         at: number of bytes read so far.
-        header: the header as it was written, or None until it can be read.
+        header: the unchecked header, or None until it can be read.
         damage: description of the damage at which reading stopped, or None.
         left_out: number of rows so far that are not valid events.
     """
@@ -228,7 +229,7 @@ class Tail:
                 try:
                     if (message := _message(file)) is None:
                         break
-                    # Arrow does not check the type: it would decode any message as a schema or a batch.
+                    # Check the type here, because Arrow does not: it would decode any message as a schema or a batch.
                     if message.type != ("schema" if self._schema is None else "record batch"):
                         raise BadFile(f"the file has an unexpected Arrow message of type {message.type}")
                     if self._schema is None:
@@ -274,7 +275,7 @@ def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
 
 
 def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-    """Return the batch without its invalid events, and their number; raise one of `BROKEN` for a damaged batch."""
+    """Return a batch without its invalid events, and their number; raise an error of `BROKEN` if it is damaged."""
     batch.validate(full=True)
     of = {name: batch.column(name) for name in COLUMNS.names}
     lane, what = of["lane"], of["what"]
@@ -299,5 +300,5 @@ def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
 
 
 def events_of(table: pa.Table) -> list[Event]:
-    """Convert the rows of a table of events, as `read` returns it, to `Event` objects."""
+    """Convert the rows of a table of events, such as `read` returns, to `Event` objects."""
     return [Event(*row) for row in zip(*(column.to_pylist() for column in table.columns), strict=True)]

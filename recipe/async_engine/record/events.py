@@ -2,7 +2,7 @@
 """The types of a run's event record: events, their lanes (one per component), classes of time and token counts.
 
 Contract: a component reports an event by calling a function of the type `Tell`, which returns nothing. A component that
-does one thing at a time (:class:`Lane`) produces events that follow each other without a gap; one thread may change a
+does one thing at a time uses a :class:`Lane`, whose events follow each other without a gap. One thread may change a
 lane while another reads it. Clocks are passed in; they return seconds and never go backwards. docs/run-record.md
 describes the lanes and their events. Shown by tests/core/test_events.py.
 """
@@ -22,7 +22,7 @@ TRAJECTORIES, GROUPS, WEIGHTS, TOKENS = "trajectories", "groups", "weights", "to
 
 
 class Event(NamedTuple):
-    """One row of the event record. docs/run-record.md gives the meaning of each field by lane."""
+    """One row of the event record. The meaning of a field depends on the event's lane (docs/run-record.md)."""
 
     lane: str
     what: str
@@ -40,7 +40,7 @@ Tell = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Ignore the event; a run without an event record uses this function as its `Tell`."""
+    """Do nothing with the event; this is the `Tell` of a run without an event record."""
 
 
 class Class(StrEnum):
@@ -77,13 +77,13 @@ class Class(StrEnum):
 
 
 SAMPLED = "sampled"
-"""Event on the lane `RUN` with the number of tokens that a rollout engine has sampled so far."""
+"""Name of the event on the lane `RUN` that has the number of tokens a rollout engine has sampled so far."""
 EMPTY = "empty"
-"""Event of an engine that has no request. The scheduler's events say why it has none."""
+"""Activity of an engine that has no request. The scheduler's events at the same time say why."""
 
 
 class Away(StrEnum):
-    """Activities of a trajectory without a request at an engine, as shown on the lane of its agent-loop worker."""
+    """What a trajectory may do while it has no request at an engine; recorded on the lane of an agent-loop worker."""
 
     TOOLS = "tools"
     REWARD = "reward"
@@ -91,7 +91,7 @@ class Away(StrEnum):
 
 
 NOWHERE = "none"
-"""Event of an agent-loop worker while none of its trajectories is in an activity of `Away`."""
+"""Activity of an agent-loop worker none of whose trajectories is in an activity of `Away`."""
 
 
 class Span(NamedTuple):
@@ -100,8 +100,8 @@ class Span(NamedTuple):
     Attributes:
         what: the activity; for an engine, the class of its work.
         share: share of an engine's sequence slots that were in this class.
-        tokens: number of tokens that an engine sampled in this class, or None if not counted. A request's first token
-            counts for the work that precedes it, such as prefill.
+        tokens: number of tokens that an engine sampled in this class, or None if not counted. The first token of a
+            request is counted in the class of the work before it, such as prefill.
     """
 
     what: str
@@ -147,7 +147,7 @@ class Lane:
                 self._what = what
 
     def take(self) -> list[Span]:
-        """Return the spans since the last call. The first call returns none and starts recording them."""
+        """Return the spans since the last call. Recording begins with the first call, which returns none."""
         with self._lock:
             self._cut()
             spans, self._spans = self._spans or [], []
@@ -161,7 +161,7 @@ class Lane:
 
 
 class Exchange(NamedTuple):
-    """The times, in seconds, of a clock exchange: a question to another process, and the answer with its time.
+    """The three times, in seconds, of one exchange with another process, which is asked for the time of its clock.
 
     Attributes:
         asked, came: when the question was sent and when its answer arrived, by this process's clock.
@@ -177,10 +177,10 @@ class OtherClock:
     """Converts times of another process's clock to times of this process's clock.
 
     In an exchange, this process asks the other process for its time. The other process reads its clock between the
-    sending of the question and the arrival of the answer, so each exchange bounds the difference of the clocks. Both
-    clocks are assumed to run at the same pace; the difference is corrected only if it is outside the bounds of the
-    latest exchange. If the paces are equal, the error is at most the shortest round trip so far; if they are not, each
-    exchange limits the error. Converted times keep their order and have no gaps.
+    sending of the question and the arrival of the answer, so each exchange gives bounds for the difference of the
+    clocks. Both clocks are assumed to run at the same pace, so the difference is corrected only if it is outside the
+    bounds of the latest exchange. If the paces are equal, the error is at most the shortest round trip so far; if they
+    are not, each exchange limits the error again. Converted times keep their order and have no gaps.
     """
 
     def __init__(self, first: Exchange) -> None:
@@ -188,9 +188,10 @@ class OtherClock:
         self._here = self._here_before = (first.asked + first.came) / 2
 
     def note(self, exchange: Exchange) -> None:
-        """Add the latest clock exchange.
+        """Take the latest clock exchange into account.
 
-        `here` interpolates between the previous exchange and this one, and applies this one's offset to later times.
+        For times between the previous exchange and this one, `here` interpolates between the clock differences of both;
+        for later times, it uses the difference of this one.
         """
         self._theirs_before, self._here_before = self._theirs, self._here
         guess = self._here + exchange.answered - self._theirs
@@ -199,7 +200,7 @@ class OtherClock:
         self._here = max(self._here_before, min(max(guess, exchange.asked), exchange.came))
 
     def here(self, theirs: float) -> float:
-        """Return the time on this process's clock when the other process's clock showed ``theirs``."""
+        """Return what this process's clock showed when the other process's clock showed ``theirs``."""
         if theirs <= self._theirs_before:
             return self._here_before - (self._theirs_before - theirs)
         if theirs >= self._theirs:
@@ -215,7 +216,7 @@ SCORES = "scores"
 SWITCH = "switch"
 """Phase of the trainer's timeline in which replicas on its accelerators wake or go back to sleep."""
 BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
-"""Events on the lane `RUN`: the device named in ``text`` began late, ended early, was lost, or is new."""
+"""Events on the lane `RUN`. The device named in ``text`` began late, ended early, was lost, or is new."""
 
 
 @dataclass(frozen=True)
@@ -223,10 +224,10 @@ class Devices:
     """The devices in the time account (`recipe.report.account`): the trainer, rollout engines and log-prob servers.
 
     Attributes:
-        accelerators: number of accelerators of one device; the key is the first word of its lane, such as "rollout".
+        accelerators: number of accelerators of one device, by the first word of the device's lane, such as "rollout".
         shared: whether all replicas are on the trainer's accelerators.
-        hybrid: number of hybrid replicas, which are on the trainer's accelerators while other replicas have their own.
-            Their numbers are the lowest.
+        hybrid: number of replicas on the trainer's accelerators if other replicas have their own. These hybrid replicas
+            have the lowest numbers.
 
     Accelerators that the trainer shares with a replica are counted as the replica's device, not as the trainer's.
     """
@@ -236,7 +237,7 @@ class Devices:
     hybrid: int = 0
 
     def counts(self, lane: str) -> bool:
-        """Return whether ``lane``, a row of the timeline, is a device's, so that the time account includes it."""
+        """Return whether the time account has a device with this lane (a row of the timeline)."""
         kind = lane.partition(" ")[0]
         return kind in (ROLLOUT, LOG_PROBS) or (lane == TRAINER and not (self.shared or self.hybrid))
 
@@ -246,19 +247,19 @@ class Devices:
         return kind == ROLLOUT and (self.shared or (number.isdecimal() and int(number) < self.hybrid))
 
     def size(self, lane: str) -> int:
-        """Return the number of accelerators of the device with this lane. All of them do the same at any time."""
+        """Return the number of accelerators of the device with this lane, which all do the same at any time."""
         return int(self.accelerators.get(lane.partition(" ")[0], 1))
 
 
 @dataclass(frozen=True)
 class TokenBooks:
-    """Numbers of the tokens that engines sampled for training since this launch of the run, by what became of them.
+    """Numbers of tokens sampled for training since this launch of the run, grouped by what became of them.
 
     Attributes:
         sampled: tokens sampled, by the engines' own counts.
         restored: tokens restored from a checkpoint.
-        trained, filtered, failed: tokens in answers of prompt groups that ended in the state of this name.
-        cut: tokens discarded by retries, by ended requests or by agent loops.
+        trained, filtered, failed: tokens in answers of prompt groups that ended in this state.
+        cut: tokens that were discarded: by a retry, by the end of a request, or by an agent loop.
         in_flight: tokens in prompt groups that have not ended.
     """
 
@@ -272,7 +273,7 @@ class TokenBooks:
 
     @property
     def not_known(self) -> int:
-        """The number of unexplained tokens: `sampled` and `restored` minus all others. It may be negative."""
+        """The number of tokens not accounted for (it may be negative): `sampled` + `restored` - all other counts."""
         ended = self.trained + self.filtered + self.failed + self.cut + self.in_flight
         return self.sampled + self.restored - ended
 
@@ -285,7 +286,7 @@ class Recorded:
     """The event record of a run that has ended.
 
     Attributes:
-        until: seconds of the run that the record covers.
+        until: end of the record, in seconds since the run began.
         tokens: the final token counts, or None if they could not be completed.
         events_lost: number of events that could not be written.
         cpu_seconds: CPU seconds of the thread that wrote the record.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects and formats the metrics that show a run's progress on the terminal, in ``--follow``, trackers and Prometheus.
+"""Selects and formats the metrics of a run's progress, for the terminal, ``--follow``, trackers and Prometheus.
 
-Contract: every display shows the same metrics, with the names of docs/metrics.md. Terminal and ``--follow`` also say
-what the trainer and the rollout do now. Shown by tests/core/test_figures.py.
+Contract: all of these show the same metrics, named as in docs/metrics.md. The terminal and ``--follow`` also say what
+the trainer and the rollout do now. Shown by tests/core/test_figures.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Figures = Mapping[str, Any]
 
 
 class Exported(NamedTuple):
-    """A metric for Prometheus. Ray adds the prefix ``ray_`` to its name."""
+    """A metric as exported to Prometheus. Ray adds the prefix ``ray_`` to its name."""
 
     name: str
     meaning: str
@@ -70,7 +70,10 @@ TRAINER_SHARE = Exported("recipe_trainer_share", "Share of the trainer's time so
 
 
 def sides(figures: Figures) -> list[tuple[str, str]]:
-    """Return the (name, text) lines to display: trainer, rollout, log-probs, alarms and staleness, if not empty."""
+    """Return the lines to display, as (name, text), about trainer, rollout, log-probs, alarms and staleness.
+
+    Lines without text are left out.
+    """
     lines = [
         ("trainer", _trainer(figures)),
         ("rollout", _rollout(figures)),

@@ -2,11 +2,12 @@
 """Gives a run's folder one owner at a time, so that a second launch fails before it changes anything.
 
 Contract: the owner holds a kernel lock on ``run.lock`` in the folder, which the kernel releases when the process ends,
-however it ends. The lock belongs to the process (``fcntl.lockf``) and not to an open file, so no fork, worker or child
-inherits it. Two bytes of the file are locked separately: one by the main process, for the run, and one by the trainer's
-process, for the checkpoints. The trainer's process may briefly outlive a killed main process; a new launch waits for
-its end. Over NFS, the lock works between machines if the mount supports locks (NFSv4, or v3 with lockd). If the file
-system refuses locks, the run continues with a warning. Shown by tests/integration/test_owner.py.
+however it ends. The lock belongs to the process (``fcntl.lockf``) and not to an open file, so forks, workers and other
+children do not inherit it. Two bytes of the file are locked separately: the main process locks one for the run, and the
+trainer's process locks the other for the checkpoints. If the main process is killed, the trainer's process may live on
+briefly; a new launch waits until it has ended. Over NFS, the lock works between machines if the mount supports locks
+(NFSv4, or v3 with lockd). If the file system refuses locks, the run continues with a warning. Shown by
+tests/integration/test_owner.py.
 """
 
 import errno
@@ -34,7 +35,7 @@ class FolderTaken(RecipeError):
 
 
 def is_owned(folder: str | os.PathLike[str], part: int = RUN) -> bool:
-    """Return whether another process owns ``part`` (`RUN` or `CHECKPOINTS`) of a run's folder, without locking it."""
+    """Return whether another process owns ``part`` (`RUN` or `CHECKPOINTS`) of a run's folder. Nothing is locked."""
     try:
         with open(Path(folder, LOCK_FILE), "rb") as file:
             # Fields of the kernel's struct flock on 64-bit Linux: type, whence, start, length, process id.
@@ -46,7 +47,7 @@ def is_owned(folder: str | os.PathLike[str], part: int = RUN) -> bool:
 
 
 def owner_of(folder: str | os.PathLike[str]) -> str:
-    """Return the host name of the present or last owner of a run's folder, or "" if it is unknown."""
+    """Return the host name of the present owner of a run's folder, or else of the last one; "" if it is unknown."""
     with suppress(OSError):
         words = Path(folder, LOCK_FILE).read_text(errors="replace").partition(" on ")[2]
         return words.partition(",")[0]
@@ -56,10 +57,10 @@ def owner_of(folder: str | os.PathLike[str]) -> str:
 class Owner:
     """Owns ``part`` (`RUN` or `CHECKPOINTS`) of a run's existing ``folder`` until `release`, or until the process ends.
 
-    The constructor waits up to ``wait_s`` seconds for another owner to end.
+    If another process owns it, the constructor waits up to ``wait_s`` seconds for that process to end.
 
     Raises:
-        FolderTaken: another process owns this part of the folder.
+        FolderTaken: another process still owns this part of the folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str], part: int, wait_s: float = 0.0) -> None:

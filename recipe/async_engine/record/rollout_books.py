@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts a run's generation capacity and its use, the time of rewards, and what becomes of answers and tokens.
+"""Counts how much of a run's generation capacity is used, the time of rewards, and what becomes of answers and tokens.
 
 Contract. Capacity-seconds are the number of trajectories that could generate at once, multiplied by time. Reward
-seconds are the time that rewards took to compute, summed over trajectories. Reward seconds are exposed while nothing
-generates and the trainer waits for a batch, because the run then waits only for rewards; all others are hidden. Each
+seconds are the time that rewards took to compute, summed over trajectories. Reward seconds are *exposed* while nothing
+generates and the trainer waits for a batch, because the run then waits only for rewards; all others are *hidden*. Each
 token is counted three times: by the engine that samples it, by the agent-loop worker that receives it in an answer, and
-here, when the answer is complete, by how its prompt group ends. `TokenBooks.not_known` is 0 only if the three counts
-agree. If a worker or an engine died, its count is lost, and the count of the next stage is used instead.
+here, when the answer is complete, by what becomes of its prompt group. `TokenBooks.not_known` is 0 only if the three
+counts agree. If a worker or an engine died, its count is lost, and the count of the next stage is used instead.
 
 The module uses no threads and no locks; the scheduler calls it under its own lock. Shown by
 tests/core/test_timeline.py, tests/integration/test_token_books.py and, for real runs, tests/accounts.py.
@@ -21,11 +21,11 @@ from recipe.async_engine.core.prompt_manager import PromptCounts
 from recipe.async_engine.record.events import Class, Clock, Lane, TokenBooks
 
 SUMMED = ("reprefilled_tokens", "recovered_tokens", "restored_tokens")
-"""Fields of `TrajectoryScored` that are summed over complete groups."""
+"""Fields of `TrajectoryScored` whose sums over all complete groups are metrics."""
 
 
 class RolloutBooks:
-    """Counts the generation capacity of a run and its use, the time of rewards, and tokens by outcome.
+    """Counts how much of a run's generation capacity is used, the time of rewards, and tokens by what became of them.
 
     Args:
         clock: clock for capacity and rewards, in seconds; it may be stopped.
@@ -33,12 +33,13 @@ class RolloutBooks:
         lane_clock: clock for the attribute ``lane``, by default ``clock``.
 
     Attributes:
-        lane: a `Lane` that records why no further trajectory begins to generate.
+        lane: a `Lane` that records why the scheduler starts no further trajectory.
         seconds: seconds counted so far.
         offered: capacity-seconds so far (capacity multiplied by time).
-        used: capacity-seconds that trajectories used. Trajectories beyond the capacity do not count.
+        used: seconds of generation, summed over trajectories, except for trajectories beyond the capacity.
         idle: capacity-seconds of the time in which no trajectory generated.
-        scored, exposed: seconds that rewards took, summed over trajectories, and the part that held up the run.
+        scored: seconds that rewards took, summed over trajectories.
+        exposed: the part of `scored` that held up the run.
         tokens: numbers of tokens in complete answers: received since this launch, restored from a checkpoint, trained,
             filtered, failed and cut (discarded).
     """
@@ -46,8 +47,8 @@ class RolloutBooks:
     def __init__(self, clock: Clock, capacity: int, lane_clock: Clock | None = None) -> None:
         self._clock = clock
         self.lane = Lane(lane_clock or clock, Class.START_UP)
-        # The current numbers of trajectories that generate, that could generate and whose reward is computed; `waiting`
-        # is 1 while the trainer waits for a batch.
+        # `running`, `capacity` and `scoring` are the current numbers of trajectories that generate, that could
+        # generate, and whose reward is being computed. `waiting` is 1 while the trainer waits for a batch, else 0.
         self._levels = {"running": 0, "capacity": capacity, "scoring": 0, "waiting": 0}
         self._since = clock()
         self.tokens: Counter[str] = Counter()
@@ -93,13 +94,13 @@ class RolloutBooks:
 
     @property
     def idle_share(self) -> float:
-        """The share of capacity-seconds in which no trajectory generated, or 0.0 without capacity."""
+        """The share of capacity-seconds that passed while no trajectory generated; 0.0 without capacity."""
         self.advance()
         return self.idle / self.offered if self.offered else 0.0
 
     @property
     def occupancy(self) -> float:
-        """The share of capacity-seconds that were used to generate, or 0.0 without capacity."""
+        """The share of capacity-seconds in which trajectories generated; 0.0 without capacity."""
         self.advance()
         return self.used / self.offered if self.offered else 0.0
 
@@ -110,7 +111,7 @@ class RolloutBooks:
         return 1.0 - self.exposed / self.scored if self.scored else 1.0
 
     def end_version(self) -> None:
-        """Compute the metrics that stock verl's rollouter reports, for the time since the last call of this method."""
+        """Compute the metrics that stock verl's rollouter reports, for the time since this method was last called."""
         self.advance()
         now = self.seconds, self.offered, self.idle, self._groups
         since = zip(now, self._version_began, strict=True)
@@ -125,7 +126,10 @@ class RolloutBooks:
         }
 
     def use_places(self, places: int, running: int) -> None:
-        """Set the capacity to ``places``; 0 ends a turn of generation, which interrupts ``running`` trajectories."""
+        """Set the number of trajectories that can generate at once to ``places``.
+
+        If it is 0, a turn of generation ends, which interrupts ``running`` trajectories.
+        """
         self.set(capacity=places)
         if places:
             self._turn_began = self.offered, self.used
@@ -161,9 +165,10 @@ class RolloutBooks:
 
         Args:
             live: number of tokens in complete answers of groups that have not ended.
-            workers: token counts `received`, `dropped` and `unfinished` of all workers; None if a worker's are unknown.
+            workers: sums of the token counts `received`, `dropped` and `unfinished` over all workers; None if those of
+                one are unknown.
             before: token counts of the engines just before the unfinished trajectories are ended.
-            engines: the same counts after these trajectories have ended; None if an engine's are unknown.
+            engines: the same counts after these trajectories have ended; None if those of one engine are unknown.
         """
         of_workers = Counter(workers if workers is not None else {"received": self.tokens["received"]})
         known = before is not None and engines is not None
@@ -175,7 +180,7 @@ class RolloutBooks:
             trained=self.tokens["trained"],
             filtered=self.tokens["filtered"],
             failed=self.tokens["failed"],
-            # Discarded tokens include answers that no worker received, because their trajectories had already ended.
+            # Discarded tokens include those of answers that no worker received, because their trajectories had ended.
             cut=self.tokens["cut"]
             + _thrown_away(begun)
             + max(0, answered - of_workers["received"])

@@ -45,7 +45,7 @@ def exit_status(summary: Mapping[str, Any], says_alarms: bool) -> int:
 class RunRecord:
     """Writes the metrics and the summary of one run into ``folder``.
 
-    ``began`` is the start of the run in seconds since 1970, by default now.
+    ``began`` is the start of the run in seconds since 1970; if None, the present time.
 
     Raises:
         FolderTaken: another run owns the folder. Nothing in the folder was changed.
@@ -86,7 +86,7 @@ class RunRecord:
         }
 
     def begin_at(self, step: int) -> None:
-        """Keep the metrics of earlier launches up to ``step``, where the run resumes, and remove later ones."""
+        """Keep earlier launches' metrics up to ``step``, from which the run resumes; remove those of later steps."""
         path = self._folder / METRICS_FILE
         kept = []
         try:
@@ -107,7 +107,7 @@ class RunRecord:
             with open(self._folder / METRICS_FILE, "ab", buffering=0) as file:
                 before = os.fstat(file.fileno()).st_size
                 if file.write(line) < len(line):
-                    # Remove the incomplete line, or the next one would be appended to it.
+                    # Remove the incomplete line; otherwise the next line would be appended to it.
                     file.truncate(before)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -119,12 +119,15 @@ class RunRecord:
         self.summary["metrics_lost"] += 1
 
     def update(self, state: Mapping[str, Any]) -> None:
-        """Update the summary with the trainer's report on the run so far."""
+        """Update the summary with ``state``, the trainer's report on the run so far."""
         self._recorded = state.get(RECORDED, self._recorded)
         self.summary.update({name: value for name, value in state.items() if name != RECORDED})
 
     def settle(self, account: Callable[[Recorded], dict[str, Any]]) -> None:
-        """Add the time account, which ``account`` computes from the event record, to the summary; log any failure."""
+        """Add the time account to the summary; ``account`` computes it from the event record.
+
+        If that fails, log the error and leave the account out.
+        """
         if self._recorded is None:
             return
         try:
@@ -138,7 +141,7 @@ class RunRecord:
         self.summary["error"] = {"name": error["name"], "message": error["message"]}
 
     def close(self, peak_memory_gib: float | None) -> dict[str, Any]:
-        """Write the summary and return it, or raise OSError; in any case, release the folder for another launch."""
+        """Write the summary and return it, or raise OSError; in either case another launch may then use the folder."""
         self.summary["ended"] = how_it_ended(self.summary["error"], self.summary["alarms"])
         self.summary["wall_seconds"] = time.time() - self._began
         self.summary["peak_memory_gib"] = peak_memory_gib
@@ -151,13 +154,13 @@ class RunRecord:
 
 
 def _step_of(line: str) -> float:
-    """Return the step number in a line of metrics, or infinity for an invalid line, such as one cut off by a kill."""
+    """Return the step number in a line of metrics; infinity if the line is invalid, such as one cut off by a kill."""
     found, _ = steps_of([line.encode()], METRICS_FILE)
     return float(found[0].get(STEP) or 0) if found else math.inf
 
 
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the metrics that are single numbers; True becomes 1."""
+    """Yield (name, number) for each metric that is a single number; True becomes 1."""
     for key, value in metrics.items():
         if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
             value = value.item()

@@ -21,10 +21,10 @@ from typing_extensions import TypedDict
 FORMAT = 1
 """Format version of summaries and checkpoint markers. Older files that do not name a version have this one."""
 LIMIT = 1e9
-"""Upper limit for the seconds of a run and for scores."""
+"""Largest allowed number of seconds in a run's files, and largest absolute value of a score."""
 MOST = 1_000_000
 TOO_LARGE = 1e100
-"""A number of at least this size cannot be a metric, and is left out."""
+"""A number whose absolute value is at least this is left out of the metrics."""
 SHOWN = 3
 
 Finite = Annotated[float, Field(allow_inf_nan=False, ge=-LIMIT, le=LIMIT)]
@@ -156,7 +156,7 @@ def said(error: ValidationError) -> str:
 
 
 def sound_part(adapter: TypeAdapter[T], content: Any, what: str) -> tuple[T, list[str]]:
-    """Return the content without its invalid parts, and a note on each part that was left out.
+    """Return the content without its invalid optional parts, and a note on each part that was left out.
 
     Invalid parts are removed from ``content`` in place. ``what`` names the file in messages.
 
@@ -175,7 +175,7 @@ def sound_part(adapter: TypeAdapter[T], content: Any, what: str) -> tuple[T, lis
 
 
 def _left_out(content: Any, place: tuple[Any, ...]) -> bool:
-    """Remove the entry at ``place``, the location that a validation error names; return whether there was one."""
+    """Remove the entry of ``content`` at ``place``, which a validation error names; return whether there was one."""
     parent: dict[Any, Any] = {}
     last = None
     for key in place:
@@ -186,7 +186,9 @@ def _left_out(content: Any, place: tuple[Any, ...]) -> bool:
 
 
 def header_of(content: Mapping[str, Any], what: str) -> tuple[Header, list[str]]:
-    """Return an event record's header, with its invalid settings removed, and notes on what was removed.
+    """Return an event record's header without its invalid settings, and notes on those that were left out.
+
+    ``what`` names the file in notes and errors.
 
     Raises:
         BadFile: a required field of the header is missing or invalid.
@@ -195,7 +197,7 @@ def header_of(content: Mapping[str, Any], what: str) -> tuple[Header, list[str]]
 
 
 def summary_in(folder: Path) -> tuple[Summary | None, list[str]]:
-    """Return a run's summary, or None if it does not exist or cannot be read, and notes on what is wrong with it."""
+    """Return a run's summary (None if the file is missing or cannot be read), and notes on what is wrong with it."""
     file = folder / "summary.json"
     try:
         found, notes = sound_part(SUMMARIES, from_json(file.read_bytes()), str(file))
@@ -223,7 +225,7 @@ def metrics_in(folder: Path) -> tuple[list[Metrics], list[str]]:
 
 
 def steps_of(lines: Iterable[bytes], what: str) -> tuple[list[Metrics], list[str]]:
-    """Return the metrics in the lines of ``metrics.jsonl``, and notes on lines and values that were left out.
+    """Return the metrics of each step in the lines of ``metrics.jsonl``, and notes on what was left out.
 
     ``what`` names the file in notes. An incomplete last line gets no note: the run is still writing it, or was killed.
     """
@@ -267,5 +269,5 @@ def marker_in(folder: Path, name: str) -> Marker:
 
 
 def unsaid(settings: Mapping[str, Any], but: Iterable[str] = ()) -> list[str]:
-    """Return the names of the settings that an event record lacks, except those in ``but``."""
+    """Return the names of all settings of an event record that ``settings`` lacks, except those in ``but``."""
     return [name for name in Settings.__annotations__ if name not in settings and name not in but]

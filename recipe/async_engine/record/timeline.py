@@ -69,7 +69,7 @@ class Timeline:
 
     @contextmanager
     def during(self, what: str, version: int) -> Iterator[None]:
-        """Report the time inside the ``with`` block as part ``what`` of the weight sync that brings ``version``."""
+        """Report the time inside the ``with`` block as phase ``what`` of the weight sync that transfers ``version``."""
         began = self._clock()
         try:
             yield
@@ -77,7 +77,7 @@ class Timeline:
             self.tell(Event(WEIGHTS, what, began, self._clock(), version=version))
 
     def restart(self) -> None:
-        """Start counting time anew, because the time until now (start-up, loading) is not part of the run."""
+        """Set all counted times to 0, because the time until now (start-up, loading) is not part of the run."""
         self._advance()
         self._seconds.clear()
         self.rollout.reset()
@@ -91,11 +91,11 @@ class Timeline:
 
     @property
     def silent_s(self) -> float:
-        """The seconds since the last call of `note`, which is called for each sign of progress."""
+        """The seconds since the last call of `note`, that is, since the last sign of progress."""
         return self._clock() - max(self._noted.values())
 
     def notes(self) -> list[tuple[str, float]]:
-        """Return each text passed to `note`, with the seconds since it was last passed, newest first."""
+        """Return each text passed to `note`, and the seconds since it was last passed; the latest text is first."""
         now = self._clock()
         return sorted(((what, now - at) for what, at in dict(self._noted).items()), key=lambda note: note[1])
 
@@ -105,7 +105,9 @@ class Timeline:
         return self._entered[-1] if self._started else Class.START_UP
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the trainer's time in each phase up to now: {} at first, later shares that add up to 1.
+        """Return the share of each phase in the trainer's time up to now.
+
+        The shares add up to 1; as long as no time has been counted, there are none.
 
         Any thread may call this. A phase that ends during the call may be counted twice.
         """

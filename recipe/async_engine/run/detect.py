@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the accelerators of the main process's machine, and the Ray cluster that a run would join.
 
-`inspect_machine` only looks at files; it neither imports torch nor starts a process. `recipe.laptop.choice` chooses the
-platform of a run (CPU or accelerator). verl detects the kind of an accelerator by itself, but has to be told to use the
-CPU. The choice has to be in the environment variables before torch, verl or a rollout engine is imported.
+`inspect_machine` only looks at files; it neither imports torch nor starts a process. From its result,
+`recipe.laptop.choice` chooses the platform of a run (CPU or accelerator). verl detects the kind of an accelerator by
+itself, but has to be told to use the CPU. The environment variables for this must be set before torch, verl or a
+rollout engine is imported.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/da
 ACCELERATOR_COMMANDS = ("nvidia-smi", "rocm-smi", "npu-smi")
 LOCAL_RAY_ADDRESS = "local"
 
-# A package that a rollout engine imports sets the root logger to the level in this variable, and hides all warnings
-# by default.
+# A package that a rollout engine imports sets the level of the root logger to the value of this variable. Its default
+# level would hide all warnings.
 LOG_LEVEL = {"SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING"}
 
 
@@ -30,7 +31,7 @@ class PlatformChoice:
     """The platform of a run: the CPU or an accelerator.
 
     Attributes:
-        name: "cpu", the user's VERL_PLATFORM, or None if verl detects the accelerator.
+        name: "cpu", the value of VERL_PLATFORM that the user has set, or None if verl detects the accelerator.
         environment: environment variables for the main process and, through Ray's ``runtime_env.env_vars``, for every
             worker. They never replace values that the user has set.
     """
@@ -48,8 +49,8 @@ class Machine:
     """The result of `inspect_machine`.
 
     Attributes:
-        accelerator: a device file or program that indicates an accelerator, or None without one.
-        cluster_address: address of a Ray cluster that was started on this machine, or None.
+        accelerator: path of a device file or program that indicates an accelerator, or None if there is no such file.
+        cluster_address: address of a Ray cluster that was started on this machine, or None if there is none.
     """
 
     accelerator: str | None = None
@@ -57,7 +58,7 @@ class Machine:
 
 
 def cluster_to_join(environ: Mapping[str, str], machine: Machine, ray_address: str | None) -> str | None:
-    """Return the setting or command that makes ray.init join an existing cluster, or None if ray.init starts one.
+    """Return the setting or command that makes ray.init join a cluster, such as "RAY_ADDRESS=..."; else None.
 
     ray.init looks for an address in the configuration, then in the environment, then for a cluster on this machine.
     ``ray job submit`` sets RAY_ADDRESS for the command that it runs.

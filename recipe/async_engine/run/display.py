@@ -2,7 +2,7 @@
 """Shows a run on the terminal: a progress bar, lines about trainer and rollout, and a summary at the end.
 
 Contract: on a large enough terminal, bar and lines are a panel that is updated in place. Elsewhere (no terminal,
-`TERM=dumb`, a narrow window) the bar is a line of its own, and the other lines are printed every `PLAIN_S` seconds. The
+`TERM=dumb`, a small window) the bar is an ordinary line, and the other lines are printed every `PLAIN_S` seconds. The
 cursor is never hidden, so a main process that is killed leaves the terminal as it was. If nothing can be written any
 more (the terminal was closed, the reader of the pipe has ended), the run continues and shows nothing. Shown by
 tests/core/test_display.py.
@@ -37,7 +37,7 @@ COLUMNS, LINES = 90, 12
 
 
 class Bar:
-    """A progress bar on any stream, with lines about trainer and rollout every `PLAIN_S` seconds."""
+    """A progress bar for any stream. Every `PLAIN_S` seconds it also prints lines about trainer and rollout."""
 
     def __init__(
         self, mode: str, total_steps: int, stream: TextIO, clock: Callable[[], float] = time.monotonic
@@ -64,14 +64,14 @@ class Bar:
 
 
 class _Console(Console):
-    """A console that leaves the cursor visible, because after a `kill -9` nothing would show a hidden cursor again."""
+    """A console that never hides the cursor, because after a `kill -9` nothing would show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
 
 
 class LivePanel:
-    """A panel with the bar and the lines, updated in place below the other output of the process."""
+    """A panel with the progress bar and the lines, updated in place below the process's other output."""
 
     def __init__(self, mode: str, total_steps: int, stream: TextIO) -> None:
         self._progress = Progress(
@@ -89,7 +89,8 @@ class LivePanel:
             get_renderable=self._panel,
             console=self._console,
             refresh_per_second=2,
-            # Output that the user has redirected to a file must still go there, so capture only a terminal's.
+            # Capture standard output only if it is a terminal: if the user has redirected it to a file, it must still
+            # go there.
             redirect_stdout=sys.stdout.isatty(),
         )
         self._live.start()
@@ -108,7 +109,8 @@ class LivePanel:
         self._live.stop()
 
     def _panel(self) -> Panel:
-        # Read the window's size again, as it may have changed; rich would read that of standard input's terminal.
+        # Ask for the size of this stream's terminal at every update, because it may change. rich would ask the terminal
+        # of standard input.
         with suppress(OSError):  # a terminal that was closed has no size
             self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
         table = Table.grid(padding=(0, 2))
@@ -118,7 +120,7 @@ class LivePanel:
 
 
 def has_room(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal that is large enough and can overwrite what it shows."""
+    """Return whether ``stream`` is a terminal that is large enough and on which shown text can be overwritten."""
     if not stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return False
     size = os.get_terminal_size(stream.fileno())
@@ -126,7 +128,7 @@ def has_room(stream: TextIO) -> bool:
 
 
 class Display:
-    """Shows a run on standard error, or on ``stream``, as the module's contract describes."""
+    """Shows a run on standard error or on ``stream``, in the way that the module's docstring describes."""
 
     def __init__(self, mode: str, total_steps: int, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -144,12 +146,12 @@ class Display:
             self._is_lost = True
 
     def resume(self, step: int) -> None:
-        """Set the bar to the step after which the run continues."""
+        """Set the bar to ``step``, the step of the checkpoint from which the run resumes."""
         with self._while_it_can_be_written():
             self._shown.resume(step)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of a training step that is complete."""
+        """Show the metrics of a training step that has ended."""
         seconds = metrics.get("timing_s/step")
         samples = metrics.get("fully_async/trained_samples")
         shown = {

@@ -66,7 +66,7 @@ class RunFailed(RecipeError):
 
 
 class Laptop(Protocol):
-    """The functions of `recipe.laptop`, which this package must not import, for machines without an accelerator."""
+    """The functions of `recipe.laptop` (for runs without an accelerator), which this package must not import."""
 
     def choose_platform(
         self, environ: Mapping[str, str], machine: Machine, ray_address: str | None = None, device: str | None = None
@@ -74,19 +74,20 @@ class Laptop(Protocol):
         """Choose the platform of a run from the environment variables, the machine and two settings."""
 
     def fill_builtin_task(self, config: DictConfig) -> None:
-        """Create the built-in task's files if it is configured, and set null paths in ``config`` to these files."""
+        """If the built-in task is configured, create its files, and set those of its paths that are null."""
 
     def forks(self, config: DictConfig, choice: PlatformChoice) -> Forks | None:
-        """Start the process from which Ray's workers are forked; return None if the run cannot use forks."""
+        """Start the process from which Ray's workers are forked, and return it; None if the run cannot use forks."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Objects that `recipe.mains.run` passes to a run because this package must not import them.
+    """Objects of other packages that `recipe.mains.run` passes to a run, because this package must not import them.
 
     Attributes:
-        judges: rules that check the configuration in addition to this package's own.
-        account: computes from the event record which shares of the accelerators' time were spent on what.
+        judges: checks of the configuration in addition to this package's own.
+        account: computes, from the event record, the time account for the summary: what the accelerators did, and for
+            how long.
     """
 
     laptop: Laptop
@@ -100,7 +101,7 @@ def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None 
     ``mode`` is one of `MODES`, and ``trainer_class`` the fully qualified name of a trainer other than the mode's own.
     """
     if config.get("plan_only"):
-        # Hydra's command line would have shown the plan instead of calling this function, so the caller is other code.
+        # Hydra's command line would have shown the plan without calling this function, so it was called by other code.
         sys.stderr.write("plan_only=true: nothing is started; Hydra's command line shows the plan\n")
         sys.exit(1)
     try:
@@ -123,7 +124,10 @@ def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None 
 
 
 def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: float | None = None) -> dict[str, Any]:
-    """Run ``config`` and return the summary, whose times count from ``began`` (seconds since 1970; default: now).
+    """Run ``config`` and return the summary.
+
+    ``began`` is the time, in seconds since 1970, from which the summary counts the run's duration; by default, that is
+    the time of the call.
 
     Raises:
         WrongInstallation: another package hides one of the modes by its name.
@@ -159,9 +163,9 @@ def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: 
 
 
 def only_rehearse(config: DictConfig) -> None:
-    """If ``rehearse_only`` is set, change ``config`` to a run that only rehearses, in a folder of its own.
+    """If ``rehearse_only`` is set, change ``config`` to that of a rehearsal, with a subfolder as the run's folder.
 
-    That run uses no checkpoint, validation or tracker (`recipe.async_engine.trainer.rehearsal`).
+    The rehearsal uses no checkpoint, validation or tracker (`recipe.async_engine.trainer.rehearsal`).
     """
     if not config.get("rehearse_only"):
         return
@@ -174,7 +178,7 @@ def only_rehearse(config: DictConfig) -> None:
 
 
 def _write_settings(config: DictConfig) -> None:
-    """Write the run's settings without secrets. Hydra's own copies, which would have the secrets, are off."""
+    """Write the run's settings without secrets. Hydra would write copies with the secrets, so that is switched off."""
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
     file = Path(config.trainer.default_local_dir, SETTINGS_FILE)
     durable.write(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
@@ -192,7 +196,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self._timeouts = self.plan.settings.async_training.timeouts
-        # The processes of Ray itself are recorded too, unless Ray belongs to a cluster or to the caller.
+        # If the run starts a Ray of its own, the processes of that Ray are recorded too. Those of a cluster, or of a
+        # Ray that the caller has started, are not.
         self._started = StartedProcesses(own=self.ray_of_its_own)
         self._look_at = 0.0
         self._forks: Forks | None = None
@@ -224,8 +229,8 @@ class _Run:
         _write_settings(self.config)
         given = take_environment(self.config)
         if self.ray_of_its_own:
-            # Workers inherit the variables from here. Do not pass them in runtime_env, where Ray would log their
-            # values.
+            # Set the variables here, so that workers inherit them. If they were passed in runtime_env, Ray would log
+            # their values.
             os.environ.update(given)
             given = {}
             self._forks = self.parts.laptop.forks(self.config, self.choice)
@@ -241,7 +246,7 @@ class _Run:
 
     def _follow(self, trainer_class: str, display: Display) -> None:
         """Start the trainer's actor and process its events until the run ends."""
-        # Place the trainer on the main process's node if that node has a free CPU. If trainer and main process were on
+        # Place the trainer on the main process's node if a CPU is free there. If trainer and main process were on
         # different nodes, the loss of either node would end the run.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         actor = ray.remote(concurrency_groups={"beside": 2, "live": 1})(TaskRunner)
@@ -264,7 +269,7 @@ class _Run:
             2 * self._timeouts.heartbeat,
         )
         if time.monotonic() >= self._look_at:
-            # Descendants can be found only through their parents, so look for them while the parents live.
+            # Descendants can only be found through their parents, so look for them while their parents live.
             self._started.look()
             self._started.measure()
             self._look_at = time.monotonic() + LOOK_S
@@ -273,7 +278,7 @@ class _Run:
                 display.live(ray.get(figures, timeout=0))
 
     def _end(self) -> BaseException | None:
-        """End all processes, then write and show the summary; return the first error."""
+        """End all processes, then write and show the summary; return the first error, or None."""
         self._last_resort.allow("ending the run's processes and writing its summary", END_S)
         steps = {
             "ending stopped processes": self._started.end_stopped,
@@ -311,7 +316,7 @@ class _Run:
             logger.warning("%d processes of the run did not end by themselves and were killed", len(killed))
 
     def _end_by_force(self, why: str) -> None:
-        """End all processes that this main process has started, then report that it is stuck."""
+        """End all processes that this process has started, and write the summary; the main thread is stuck."""
         lost = self._started.lost()
         self._started.look()
         self._started.end(grace_s=0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts Ray, or joins a Ray cluster, with the settings that the run needs.
 
-Contract: if the run starts Ray, that may take up to ``async_training.timeouts.startup`` seconds. Ray's sockets have
-paths short enough for Linux, however long the path of their folder is. Shown by tests/integration/test_ray_start.py,
-test_joining.py and test_profiled.py.
+Contract: a start of Ray may take up to ``async_training.timeouts.startup`` seconds. The paths of Ray's sockets are
+short enough for Linux, even if the user has chosen a folder with a long path. Shown by
+tests/integration/test_ray_start.py, test_joining.py and test_profiled.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from recipe.async_engine.run.shutdown import StartedProcesses
 logger = logging.getLogger(__name__)
 
 FOLDERS = ("RAY_TMPDIR", "TMPDIR")
-"""Variables that name the folders in which Ray, engines, multiprocessing and this package create files and sockets."""
+"""Environment variables with the folders in which Ray, engines, multiprocessing and this package create files and
+sockets."""
 RESOURCES = (
     "num_cpus",
     "num_gpus",
@@ -42,16 +43,15 @@ RESOURCES = (
     "_enable_object_reconstruction",
     "_node_name",
 )
-"""Arguments of ray.init that describe a Ray node which ray.init starts."""
+"""Arguments of ray.init that describe the Ray node which ray.init starts if it does not join a cluster."""
 ASK_AGAIN_S = 0.2
 GIVEN_UP = ("timed out during startup", "Timed out waiting for file")
-"""Parts of Ray's messages when Ray gives up its own start (ray/_private/node.py:440, :1407). The second one also
-appears when Ray's node has ended: a node gives its agents a fixed 30 s to write their ports to files, and then ends.
-"""
+"""Texts that occur in Ray's error messages when it gives up starting (ray/_private/node.py:440, :1407). The second one
+also occurs when Ray's node has ended, which it does if its agents do not write their ports to files within 30 s."""
 
 
 class Forks(Protocol):
-    """Starts the workers of a local run as forks of one process that has imported all modules."""
+    """Starts the workers of a local run as forks of one process, which has imported all modules beforehand."""
 
     @property
     def runtime_env(self) -> dict[str, Any]:
@@ -61,11 +61,11 @@ class Forks(Protocol):
         """Record that Ray has accepted the run as job ``job_id``."""
 
     def stop(self) -> None:
-        """End the process that the workers are forked from, after the run has ended."""
+        """End the process from which the workers are forked. This is called after the run has ended."""
 
 
 def shorten_folders(ray_init: DictConfig) -> None:
-    """Use short paths for the folders of sockets, in this process and in the processes that it starts from now on.
+    """Give the folders in which sockets are created short paths, for this process and those that it starts from now on.
 
     Raises:
         RecipeError: one of the folders is not writable. Ray's own error would not name the folder.
@@ -80,7 +80,7 @@ def shorten_folders(ray_init: DictConfig) -> None:
 
 
 def leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
-    """Remove settings that describe a Ray node of the run's own; ray.init refuses them when it joins a cluster."""
+    """Remove the settings for starting a Ray node, because ray.init refuses them when it joins ``cluster``."""
     left_out = [name for name in RESOURCES if ray_init.pop(name, None) is not None]
     if left_out:
         names = ", ".join(left_out)
@@ -88,7 +88,10 @@ def leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
 
 
 def take_environment(config: DictConfig) -> dict[str, str]:
-    """Remove the environment variables for workers from the configuration, so that it can be saved; return them."""
+    """Remove the environment variables for workers from the configuration, and return them.
+
+    They may contain secrets, and the configuration is saved.
+    """
     given = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True).get("runtime_env") or {}
     variables = given.get("env_vars") or {}
     if variables:
@@ -103,7 +106,7 @@ def take_environment(config: DictConfig) -> dict[str, str]:
 
 
 def under_nsight(config: DictConfig) -> dict[str, Any]:
-    """Return the options with which Ray starts the trainer's actor under Nsight Systems, if so configured, else {}.
+    """Return the options with which Ray starts the trainer's actor under Nsight Systems; {} if that is not configured.
 
     Stock verl's main uses the same options (main_ppo.py:76).
     """
@@ -137,8 +140,8 @@ def start_ray(
         return
     arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     if own and arguments.get("include_dashboard") is False:
-        # Only the dashboard uses task events. Switch them off if there is none: Ray's control process would keep 100
-        # MiB of them in 1,000 small steps.
+        # Only the dashboard uses task events. Without a dashboard, switch them off, because Ray's control process would
+        # need 100 MiB for them after 1,000 small steps.
         arguments["_system_config"] = {"task_events_report_interval_ms": 0} | (arguments.get("_system_config") or {})
     if choice.is_cpu:
         defaults: dict[str, Any] = {"env_vars": {} if own else dict(choice.environment)}
@@ -147,7 +150,7 @@ def start_ray(
 
         defaults = get_ppo_ray_runtime_env(config)
         defaults["env_vars"] = LOG_LEVEL | dict(defaults.get("env_vars") or {})
-    # Leave out settings that are null, as py_executable is in verl's configuration.
+    # Leave out settings that are null, such as py_executable in verl's configuration.
     asked = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
     forked = {} if forks is None else forks.runtime_env
     variables = _not_the_jobs(defaults.get("env_vars", {}) | dict(given))
@@ -161,7 +164,7 @@ def start_ray(
 
 
 def start_own(arguments: Mapping[str, Any], startup_s: float) -> None:
-    """Call ``ray.init``, and repeat the call if Ray gives up starting its node, for up to ``startup_s`` seconds."""
+    """Call ``ray.init``. If Ray gives up starting its node, call it again, for up to ``startup_s`` seconds in total."""
     deadline = time.monotonic() + startup_s
     while True:
         started = StartedProcesses()
@@ -179,11 +182,11 @@ def start_own(arguments: Mapping[str, Any], startup_s: float) -> None:
 
 @contextmanager
 def patience(startup_s: float) -> Iterator[None]:
-    """Allow ``startup_s`` seconds for a start of Ray in the ``with`` block, although Ray's own limits are shorter.
+    """Inside the ``with`` block, let a start of Ray take ``startup_s`` seconds, which Ray's own limits would not allow.
 
-    Ray gives up a node that is not registered after a fixed 30 s (ray/_private/node.py:428). So Ray's query for the
-    node is repeated until it succeeds, as long as the node's raylet lives. Ray's other limits are environment
-    variables, which Ray's processes inherit.
+    If Ray's node is not registered after a fixed 30 s, Ray gives up the start (ray/_private/node.py:428). This function
+    therefore repeats Ray's query for the node until it succeeds, as long as the node's raylet lives. Ray's other limits
+    are set by environment variables, which Ray's processes inherit.
     """
     asked, deadline = services.get_node, time.monotonic() + startup_s
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ray actor that builds a run's trainer and runs it.
 
-Contract: ``run`` yields ``Began``, then for every step a pair of the trainer's report on the run so far and the step's
-metrics, and then ``Ended`` with the trainer's last report, even if the run failed. An error is sent as text, because
-the main process may not have the error's class. A `RunWatch` watches the run from start-up to its end.
+Contract: ``run`` yields ``Began``; then, for every step, a pair of the trainer's report on the run so far and the
+step's metrics; and at last, even if the run failed, ``Ended`` with the trainer's last report. An error is sent as text,
+because the main process may not be able to import the error's class. A `RunWatch` watches the run from start-up to its
+end.
 """
 
 import gc
@@ -30,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Began:
-    """An event: all processes run, and the checkpoint of ``step`` is loaded. Without a checkpoint ``step`` is 0."""
+    """The event at the end of start-up: all processes run, and the checkpoint of ``step`` is loaded.
+
+    Without a checkpoint, ``step`` is 0.
+    """
 
     step: int
     state: dict[str, Any]
@@ -38,14 +42,17 @@ class Began:
 
 @dataclass(frozen=True)
 class Ended:
-    """An event: the run is over. ``error`` has name, message and traceback of the error that ended it, or is None."""
+    """The event at the end of a run.
+
+    ``error`` has name, message and traceback of the error that ended the run; None if there was none.
+    """
 
     state: dict[str, Any]
     error: dict[str, str] | None
 
 
 class TaskRunner:
-    """Builds a mode's trainer and runs it. During `run`, other threads call `stop`, `beat` and `live`."""
+    """Builds a mode's trainer and runs it. While `run` is in progress, other threads call `stop`, `beat` and `live`."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
@@ -59,16 +66,16 @@ class TaskRunner:
             self._trainer.request_stop(why)
 
     def beat(self) -> dict[str, str] | None:
-        """Answer a heartbeat: return name and message of the error with which the watch ends the run, or None."""
+        """Answer a heartbeat. Return name and message of the error with which the `RunWatch` ends the run, or None."""
         return None if self._watch is None else self._watch.last_words()
 
     def live(self) -> dict[str, Any]:
-        """Return what the trainer and the rollout are doing, and figures (`recipe.async_engine.record.figures`)."""
+        """Return what the trainer and the rollout do now, and the figures of `recipe.async_engine.record.figures`."""
         return {TRAINER_DOES: Class.START_UP} if self._trainer is None else self._trainer.live()
 
     def run(self, config: dict[str, Any], trainer_class: str, timeouts: Timeouts) -> Iterator[Any]:
-        """Run the trainer class of the name ``trainer_class``, and yield the events of the module's contract."""
-        # Import the trainer here, because the main process imports this module and does not need the trainer.
+        """Run the trainer class named ``trainer_class``, and yield the events that the module's docstring describes."""
+        # Import the trainer only here: the main process also imports this module, but does not need the trainer.
         from recipe.async_engine.trainer.diagnosis import describe
 
         trainer: Any = None
@@ -89,8 +96,8 @@ class TaskRunner:
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()
-            # A full garbage collection halts all threads. The objects of imported modules alone take half a second, so
-            # exclude them from later collections.
+            # A full garbage collection halts all threads. The objects of imported modules alone make it take half a
+            # second, so exclude them from later collections.
             gc.collect()
             gc.freeze()
             watch.hold(trainer.irreplaceable_actors())

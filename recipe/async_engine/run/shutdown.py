@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends a run and all of its processes, at the run's own end or after a signal.
 
-Contract: the first signal asks the run to end after the present step, with a checkpoint if the run saves any. A second
-signal, or the deadline, ends the run at once; so does the first signal while there is no trainer yet. No process that a
-run has started on the main process's machine outlives the run, even if it is suspended or hangs. Processes are ended
-first, and the summary is written last. If a step of this shutdown fails, the others are still carried out, and the
-first error is reported. `run/supervisor.py` ends a main process that is stuck. Shown by
+Contract: the first signal asks the run to end after the present step, with a checkpoint if the run saves any. The run
+ends at once if a second signal comes, if the deadline passes, or if there is no trainer yet at the first signal. No
+process that a run has started on the main process's machine outlives the run, even if it is suspended or hangs.
+Processes are ended first, and the summary is written last. If one step of the shutdown fails, the other steps are still
+carried out, and the first error is reported. `run/supervisor.py` ends a main process that is stuck. Shown by
 tests/integration/test_shutdown.py, tests/e2e/test_signals.py and test_stalls.py.
 """
 
@@ -35,12 +35,12 @@ NEEDED = {
     "/gcs/gcs_server ": "Ray's control process",
     FORK_SERVER: "the process that workers are forked from",
 }
-"""Processes without which a run cannot continue, each identified by a part of its command line."""
+"""The processes without which a run cannot continue: part of each one's command line, and its name in messages."""
 STOPPED = "is stopped"
 
 
 class EndAtOnce(KeyboardInterrupt):
-    """A second signal came, or the run did not end in time. ``status`` is the exit status of the process."""
+    """The run has to end at once, after a second signal or a deadline. ``status`` is the process's exit status."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class EndAtOnce(KeyboardInterrupt):
 
 
 class EndingOnSignal:
-    """A context manager of the main thread that ends a run on signals, as the module's contract describes.
+    """A context manager for the main thread, which ends a run on signals as the module's docstring describes.
 
     ``status`` is the exit status of the process, or None if no signal came.
     """
@@ -83,8 +83,8 @@ class EndingOnSignal:
             self._timer.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        # One of Ray's calls turns an exception of a signal handler into a plain KeyboardInterrupt. Restore the
-        # exception.
+        # Restore the exception of the signal handler, because some calls of Ray replace it by a plain
+        # KeyboardInterrupt.
         if self._at_once is not None and kind is KeyboardInterrupt:
             raise self._at_once
 
@@ -105,7 +105,10 @@ class EndingOnSignal:
 
 
 def end_in_order(steps: Mapping[str, Callable[[], Any]]) -> BaseException | None:
-    """Carry out every step in order, even if others fail; return the first error. Keys name the steps in messages."""
+    """Carry out all steps in order, even if some fail; return the first error, or None.
+
+    The keys of ``steps`` name the steps in messages.
+    """
     first: BaseException | None = None
     for what, step in steps.items():
         try:
@@ -117,7 +120,7 @@ def end_in_order(steps: Mapping[str, Callable[[], Any]]) -> BaseException | None
 
 
 class StartedProcesses:
-    """Records, measures and ends the processes that this process starts from now on, and their descendants.
+    """Records, measures and ends the processes that this process starts from now on, and all descendants of these.
 
     Args:
         own: whether the processes belong to the run; if not, they are only measured.
@@ -135,7 +138,7 @@ class StartedProcesses:
         self._needed: dict[psutil.Process, str] = {}
 
     def look(self) -> None:
-        """Record the descendants that exist now. Once its parent has ended, a descendant cannot be found any more."""
+        """Record the descendants that exist now; after the end of its parent, a descendant cannot be found any more."""
         if self._own:
             self._found = {process for process in self._found if _runs(process)}
             self._found.update(set(psutil.Process().children(recursive=True)) - self._others)
@@ -143,9 +146,10 @@ class StartedProcesses:
     def measure(self) -> None:
         """Measure the memory of this process and its descendants; short peaks between two calls are missed.
 
-        Each process counts with its proportional share (Linux's PSS): its own memory, and its part of memory shared
-        with other processes, such as the process it was forked from. Reading the share halts the process for
-        milliseconds, so the share is read only if the resident memory, an upper bound, has risen.
+        Each process counts with its proportional share (Linux's PSS): all memory of its own, and a part of the memory
+        that it shares with other processes, such as the process from which it was forked. Reading the share halts the
+        process for milliseconds. So the shares are read only if the sum of resident memory, which is an upper bound,
+        has risen.
         """
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
         bound = sum(_bytes(process, exactly=False) for process in family)
@@ -161,7 +165,7 @@ class StartedProcesses:
                     self._needed[child] = name
 
     def lost(self) -> CannotGoOn | None:
-        """Return an error that names the needed processes that have ended or are suspended, or None if all run."""
+        """Return an error that names the needed processes that have ended or are suspended; None if all of them run."""
         states = {f"{name} (process {process.pid})": _state(process) for process, name in self._needed.items()}
         said = [f"{name} {state}" for name, state in states.items() if state]
         return CannotGoOn(", ".join(said)) if said else None
@@ -173,12 +177,12 @@ class StartedProcesses:
                 process.kill()
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the cause of an error: the loss of a needed process if there was one, else the error itself."""
+        """Return what caused ``error``: the loss of a needed process if there was one, else ``error`` itself."""
         lost = self.lost() if isinstance(error, Exception) else None
         return lost or error
 
     def end(self, grace_s: float = PROCESS_END_S) -> list[int]:
-        """Kill the recorded processes that do not end by themselves within ``grace_s`` seconds; return their ids."""
+        """Kill those recorded processes that do not end by themselves within ``grace_s`` seconds; return their ids."""
         deadline = time.monotonic() + grace_s
         while (left := [process for process in self._found if _runs(process)]) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -189,7 +193,10 @@ class StartedProcesses:
 
 
 def _bytes(process: psutil.Process, exactly: bool) -> int:
-    """Return a process's memory in bytes: proportional share if ``exactly``, else resident set; 0 if it has ended."""
+    """Return a process's memory in bytes; 0 if the process has ended.
+
+    This is its proportional share (PSS) with ``exactly``, else its resident set size.
+    """
     try:
         memory = process.memory_full_info() if exactly else process.memory_info()
     except psutil.Error:
@@ -198,7 +205,7 @@ def _bytes(process: psutil.Process, exactly: bool) -> int:
 
 
 def _state(process: psutil.Process) -> str | None:
-    """Return why a process cannot work, or None if it can."""
+    """Return why a process cannot work: it has ended or is suspended. Return None if it can work."""
     if not _runs(process):
         return "has ended"
     return STOPPED if process.status() == psutil.STATUS_STOPPED else None

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects in the main process that the trainer's process, Ray's control process or the main thread itself hangs.
+"""Detects, in the main process, that the trainer's process, Ray's control process or the main thread itself hangs.
 
 Contract: the main process never waits without a deadline. While it waits for the trainer's events, it calls two
-processes every second: the trainer's process, which answers on a thread for these calls alone, and Ray's control
-process, which it asks for the list of nodes. The run ends if the trainer's process has not answered for
-``async_training.timeouts.heartbeat`` seconds (``startup`` before its first answer). It also ends if the control process
-has not answered for `CONTROL_S` seconds, because after 60 s Ray would kill the main process. If the main thread itself
-is stuck, `LastResort` ends the process. `core/deadlines.py` lists all limits. Shown by
+processes every second. One is the trainer's process, which has a thread for answering these calls. The other is Ray's
+control process, which is asked for the list of nodes. The run ends if the trainer's process has not answered for
+``async_training.timeouts.heartbeat`` seconds (for its first answer: ``startup`` seconds). The run also ends if the
+control process has not answered for `CONTROL_S` seconds, because after 60 s Ray would kill the main process. If the
+main thread itself is stuck, `LastResort` ends the process. `core/deadlines.py` lists all limits. Shown by
 tests/integration/test_supervisor.py, test_shutdown.py and tests/e2e/test_ends.py.
 """
 
@@ -36,16 +36,17 @@ CONTROL_LOST = "it died, was stopped, or its node is gone; its log is gcs_server
 
 @contextmanager
 def control_probe(limit_s: float, ask: Callable[[], Any] = ray.nodes) -> Iterator[Silence]:
-    """Ask Ray's control process for its nodes every second, on a thread, because the call may never return.
+    """While the context lasts, ask Ray's control process for its nodes every second.
 
-    Yields a `Silence`, which measures how long the control process has not answered.
+    A separate thread does this, because the call may never return. The context's value is a `Silence`, which measures
+    for how long the control process has not answered.
     """
     silence = Silence("Ray's control process (GCS) has not answered", min(limit_s, CONTROL_S))
     over = threading.Event()
 
     def probe() -> None:
         while not over.wait(BEAT_S):
-            # `ray.nodes` would start another Ray if the main process has already shut down its own.
+            # Without this check, `ray.nodes` would start another Ray after the main process has shut down its own.
             if ray.is_initialized():
                 with suppress(Exception):  # a failed call does not count as an answer
                     ask()
@@ -67,10 +68,10 @@ def listen(
     timeouts: Timeouts,
     alive: Callable[[], Any] = lambda: None,
 ) -> Iterator[Any]:
-    """Yield the trainer's events until its run ends, as the module's contract describes.
+    """Yield the trainer's events until its run ends, and watch that the processes answer (see the module's docstring).
 
     Args:
-        events: object-reference generator of `TaskRunner.run`.
+        events: the generator of object references that `TaskRunner.run` returns.
         beat: calls `TaskRunner.beat`.
         control: measures how long Ray's control process has been silent (`control_probe`).
         alive: called every second, to show that the caller of this function is not stuck.
@@ -115,7 +116,7 @@ def listen(
 
 
 class LastResort:
-    """Ends this process, from another thread, if the main thread does not finish a task in time.
+    """Ends this process, from another thread, if the main thread does not finish its present task in time.
 
     Args:
         end: called with the reason before the process ends; it may hang or fail.
@@ -127,7 +128,7 @@ class LastResort:
         threading.Thread(target=self._watch, name="last-resort", daemon=True).start()
 
     def allow(self, what: str, limit_s: float) -> None:
-        """Give the main thread ``limit_s`` seconds, from now to the next call, for the task that ``what`` names."""
+        """Note that the main thread begins the task ``what``. The next call must follow within ``limit_s`` seconds."""
         self._allowed = Silence(what, limit_s)
 
     def stop(self) -> None:

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extends stock verl's v1 trainers: hard staleness bound, log-prob servers, no answers before the first weights."""
+"""Extends stock verl's v1 trainers.
+
+The extensions are a hard staleness bound, log-prob servers, and no answers before the first complete weights.
+"""

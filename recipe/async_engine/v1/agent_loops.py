@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's v1 agent loops, extended to have log-prob servers *score* each answer, that is, compute its old log-probs.
+"""verl's v1 agent loops, extended to send each answer to a log-prob server, which computes its old log-probs.
 
-Contract: a finished answer is scored by the version that sampled its last token, while its reward is computed and other
-answers are generated. A prompt is complete once all of its answers have been scored. If no server scores an answer in
-time, NaN is stored for it, and the trainer computes the log-probs. Without log-prob servers, these agent loops behave
-like verl's. Shown by tests/e2e/test_v1_trainers.py.
+Contract: a log-prob server *scores* a finished answer with the version that sampled the answer's last token, while the
+answer's reward is computed and other answers are generated. A prompt is complete once all of its answers have been
+scored. If no server scores an answer in time, NaN is stored for it, and the trainer computes the log-probs. Without
+log-prob servers, these agent loops behave like verl's. Shown by tests/e2e/test_v1_trainers.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     """verl's agent-loop worker, which also sends each answer to a log-prob server.
 
-    `BoundedTrainer.get_llm_client` provides the client for that, in ``llm_client.log_prob_servers``.
+    It uses the client ``llm_client.log_prob_servers``, which `BoundedTrainer.get_llm_client` provides.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,8 +51,8 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             super()._agent_loop_postprocess(output, validate, **kwargs),
         )
         if columns:
-            # verl has just stored the answers under these keys. It marks the prompt as complete only after this method,
-            # so the trainer never reads an answer without these columns.
+            # verl has just stored the answers under these keys. It marks the prompt as complete only after this method
+            # has returned, so the trainer never reads an answer without these columns.
             await tq.async_kv_batch_put(
                 keys=[f"{kwargs['uid']}_{kwargs['session_id']}_{number}" for number in range(len(outputs))],
                 fields=list_of_dict_to_tensordict(columns),
@@ -60,7 +60,7 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             )
 
     async def _columns(self, scoring: ScoringClient, output: AgentLoopOutput) -> dict[str, torch.Tensor]:
-        """Return a server's log-probs and entropies of an answer with R tokens, float32 (R,); NaN if none scored it."""
+        """Return log-probs and entropies of an answer with R tokens, float32 (R,); NaN if no server computed them."""
         response, versions = output.response_ids, output.extra_fields
         if output.multi_modal_data or versions.get("max_global_steps") is None:
             return _unscored(len(response))

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hard staleness bound for stock verl's v1 trainers `separate_async` and `colocate_async`, as their custom sampler.
+"""A custom sampler with a hard staleness bound for stock verl's v1 trainers `separate_async` and `colocate_async`.
 
     trainer.v1.sampler.custom_sampler.path=pkg://recipe.async_engine.v1.sampler
     trainer.v1.sampler.custom_sampler.name=BoundedReplayBuffer
     trainer.v1.sampler.max_off_policy_threshold=2
 
-Contract: no group is trained whose oldest token may be more than ``max_off_policy_threshold - 1`` versions old, and no
-group is evicted for its age. verl's own strategies check the age only when a batch is sampled. This is too late: a
-group that was issued too early must then be trained although it is too old (`wait`) or be evicted (`drop`). Here
-`StalenessGate` decides when prompts are issued, including those of ``num_warmup_batches``, and when a batch may be
-taken. If the trainer requests prompts too early, the sampler issues them later. A group counts as being as old as the
-version that generated when the group was issued.
+Contract: no prompt group is trained whose oldest token may be more than ``max_off_policy_threshold - 1`` versions old,
+and no group is evicted for its age. verl's own strategies check the age only when a batch is sampled. That is too late
+for a group that was issued (that is, began to generate) too early: it must be trained although it is too old (`wait`)
+or be evicted (`drop`). Here, `StalenessGate` decides when prompts are issued, including those of
+``num_warmup_batches``, and when a batch may be taken. If the trainer requests prompts too early, the sampler issues
+them later. The age of a group is counted from the version that generated when the group was issued.
 
 verl's step G starts from version G - 1, and a prompt is tagged with the step at which it was issued. The sampler
-replaces the two methods of the trainer that issue prompts; it gets the trainer from ``refill_fn``, one of the trainer's
-methods. Failed groups, and groups that ``algorithm.filter_groups`` removes, are replaced as in verl. Shown by
-tests/integration/test_v1_sampler.py and, in stock trainers, tests/e2e/test_v1_trainers.py.
+replaces the two methods of the trainer that issue prompts; it finds the trainer through ``refill_fn``, which is a
+method of the trainer. Failed groups, and groups that ``algorithm.filter_groups`` removes, are replaced as in verl.
+Shown by tests/integration/test_v1_sampler.py and, in stock trainers, tests/e2e/test_v1_trainers.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SamplerError(RecipeError):
 
 
 class BoundedReplayBuffer(ReplayBufferAsync):
-    """A replay buffer that issues prompts and takes batches only when the staleness gate allows it.
+    """A replay buffer that issues prompts and takes batches only when the `StalenessGate` allows it.
 
     Args:
         max_off_policy_threshold: number of versions that a trajectory may span, which is the staleness bound plus 1.
@@ -72,7 +72,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             trainer_mode=trainer_mode,
             trainer_config=trainer_config,
             max_off_policy_threshold=max_off_policy_threshold,
-            # With verl's strategy `wait`, verl evicts no group for its age.
+            # With verl's strategy `wait`, verl never evicts a group for its age.
             max_off_policy_strategy="wait",
             sampler_kwargs=sampler_kwargs,
             poll_interval=float(sampler_kwargs.get("poll_interval", POLL_S)),
@@ -92,13 +92,16 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         trainer._add_batch_to_generate = lambda: self.ask(data.train_batch_size)
 
     def ask(self, prompts: int) -> int:
-        """Issue as many prompts as the staleness bound allows now, the others later; return the number issued now."""
+        """Issue as many of ``prompts`` prompts as the staleness bound allows now; return how many were issued.
+
+        The others are issued later.
+        """
         self._owed += prompts
         self._sync_metadata_from_transfer_queue()
         return self._issue_owed(self._trainer.global_steps)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
-        """Sample a batch like verl, and count the batches of this step."""
+        """Sample a batch as verl does, and count the batches of this step."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         if partition_id == TRAIN:
             self._taken = (global_steps, self._batches_taken(global_steps) + 1)
@@ -125,7 +128,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return False
 
     def _gate(self, global_steps: int) -> StalenessGate:
-        """Return a staleness gate whose live groups are all issued groups that no training batch has taken yet."""
+        """Return a staleness gate that counts all groups that have been issued and are in no training batch yet."""
         starts = [self._start(step) for step in self.prompt_global_steps[TRAIN].values()]
         try:
             return StalenessGate(
@@ -142,7 +145,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
 
     @staticmethod
     def _start(step: int) -> int:
-        """Return the version of the rollout's weights at the beginning of ``step``; steps are counted from 1."""
+        """Return the version with which the rollout generates when ``step`` begins; steps are counted from 1."""
         return max(0, step - 1)
 
     def _batches_taken(self, global_steps: int) -> int:
@@ -150,7 +153,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return taken if step == global_steps else 0
 
     def _issue_owed(self, global_steps: int) -> int:
-        """Issue those of the requested prompts that the staleness bound allows now; return how many were issued."""
+        """Issue as many of the requested prompts as the staleness bound allows now; return how many were issued."""
         issued = 0
         while self._owed > 0:
             gate = self._gate(global_steps)

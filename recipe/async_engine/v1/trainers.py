@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock verl's v1 trainers `separate_async` and `colocate_async` with this package's extensions.
 
-Contract: training is verl's own. Rollout servers that start with dummy weights answer no request before the first
-complete version, nor while weights are loaded in place. With log-prob servers (``model_engine_server``), the old
-log-probs of a batch are available when it is sampled, computed by the version that sampled each answer's last token. If
-they are missing for an answer, the trainer computes the log-probs of the whole batch. `recipe.async_engine.v1.sampler`
-keeps the staleness bound. The flags ``+recipe=separate_async`` and ``+recipe=colocate_async`` select these trainers
-(docs/flags.md). Shown by tests/e2e/test_v1_trainers.py.
+Contract: training is verl's own. Rollout servers that start with dummy weights answer no request before they have the
+first complete version, nor while weights are loaded in place. With log-prob servers (``model_engine_server``), the old
+log-probs of a batch are available when the batch is sampled; for each answer they were computed by the version that
+sampled its last token. If they are missing for an answer, the trainer computes the log-probs of the whole batch.
+`recipe.async_engine.v1.sampler` keeps the staleness bound. The flags ``+recipe=separate_async`` and
+``+recipe=colocate_async`` select these trainers (docs/flags.md). Shown by tests/e2e/test_v1_trainers.py.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 
 class BoundedTrainer(PPOTrainer):
-    """Mixin for verl's v1 trainers that adds log-prob servers, and rollout servers that wait for the first weights.
+    """Mixin that adds log-prob servers, and rollout servers that wait for the first weights, to a v1 trainer of verl.
 
     Attributes:
-        name: value of ``trainer.v1.trainer_mode`` that selects the trainer.
-        of_verl: name of the extended trainer of verl, and of its section in ``trainer.v1``.
+        name: value of ``trainer.v1.trainer_mode`` that selects this trainer.
+        of_verl: name of the trainer of verl that is extended, and of its section in ``trainer.v1``.
 
     Raises:
         ConfigError: a run with this configuration is impossible.
@@ -76,8 +76,8 @@ class BoundedTrainer(PPOTrainer):
         super()._init_resource_pool_mgr()
         for role in (Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
-                # This worker loads weights into the engine on its own accelerators, and keeps the engine from answering
-                # while it does so.
+                # While this worker loads weights into the engine on its own accelerators, it keeps the engine from
+                # answering.
                 self.role_worker_mapping[role] = ray.remote(HybridActorWorker)
 
     def _setup(self) -> None:
@@ -95,9 +95,10 @@ class BoundedTrainer(PPOTrainer):
     def _give_weights_to(self, servers: list[RolloutReplica]) -> CheckpointEngineManager | None:
         """Make weight syncs include the log-prob servers, which must have a version before answers are sampled with it.
 
-        Return a checkpoint-engine manager for the servers alone, or None if verl's own manager includes them.
+        Return a checkpoint-engine manager for the log-prob servers alone, or None if verl's own manager includes them.
         """
-        # verl passes weights to the colocated rollout without a checkpoint engine, so only the servers use this one.
+        # Only the log-prob servers use this checkpoint engine, because verl passes weights to the colocated rollout
+        # without one.
         return CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
@@ -128,7 +129,7 @@ class BoundedTrainer(PPOTrainer):
             self._server_sync.update_weights(self.global_steps)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Take the old log-probs from the log-prob servers, or compute those of the whole batch if any are missing."""
+        """Use the old log-probs of the log-prob servers; if any are missing, compute those of the whole batch."""
         if self._scoring is None:
             return super()._compute_old_log_prob(batch, metrics)
         scored = self._scored(batch)
@@ -144,10 +145,14 @@ class BoundedTrainer(PPOTrainer):
         return batch
 
     def _scored(self, batch: KVBatchMeta) -> DataProto:
-        """Return the servers' log-probs and entropies of a batch, and columns to evaluate them with, (rows, R) each."""
+        """Return the log-prob servers' results for a batch, log-probs and entropies, (rows, R) each.
+
+        Further columns that are needed to evaluate the results are included.
+        """
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
         if padding:
-            # verl's padding rows are copies of an answer, shortened to one token, without these two columns: add zeros.
+            # verl's padding rows are copies of an answer, shortened to one token, and lack the two columns of results:
+            # add zeros.
             nothing = [{name: torch.zeros(1) for name in (OLD_LOG_PROBS, ENTROPY)} for _ in padding]
             tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(nothing))
         fields = [OLD_LOG_PROBS, ENTROPY, "response_mask"]
@@ -162,14 +167,15 @@ class SeparateAsync(BoundedTrainer, PPOTrainerSeparateAsync):
     of_verl = "separate_async"
 
     def _give_weights_to(self, servers: list[RolloutReplica]) -> None:
-        # verl's manager sends each version to all replicas in its list before any of them generates with it. The list
-        # is replaced, not changed, because the server manager uses the same list.
+        # verl's manager sends each version to all replicas in its list before any of them generates with it. Replace
+        # the list instead of changing it, because the rollout-server manager uses the same list object.
         manager = self.standalone_checkpoint_manager
         manager.replicas = [*manager.replicas, *servers]
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         if self.has_servers and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
-            # verl needs this copy of the weights if it must compute the log-probs of a later batch of this version.
+            # verl needs this copy of the weights if it has to compute the log-probs of a later batch with the same
+            # version.
             self.actor_rollout_wg.save_model_to_cpu(0)
         return super()._compute_old_log_prob(batch, metrics)
 

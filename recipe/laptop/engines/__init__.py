@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters with which rollout engines run on a CPU. This module imports none of them before `install` is called."""
+"""Adapters with which rollout engines run on a CPU. They are imported only when `install` is called."""
 
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
-    # vLLM's default "auto" would pin all vLLM workers of a machine to the same cores.
+    # With the default, "auto", vLLM would pin all vLLM workers of a machine to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""Environment variables of the processes of an engine."""
+"""Environment variables for the processes of a rollout engine on a CPU."""
 
 IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Keeps vLLM from changing the executor from "uni" to "mp", which vLLM does only to set OpenMP's variables.
+"""Keeps vLLM from changing the executor from "uni" to "mp", which vLLM does only to set variables of OpenMP.
 
-This package sets these variables itself. vLLM's asynchronous engine still runs in a process of its own.
+This package sets those variables itself. vLLM's asynchronous engine still runs in a process of its own.
 """
 
 NO_USAGE_STATS = {"VLLM_NO_USAGE_STATS": "1"}
@@ -31,7 +31,7 @@ MODULES = {
 
 
 def install() -> None:
-    """Let verl and the engines find what they need on a CPU. A second call does no harm."""
+    """Let verl and the engines find what they need on a CPU. Calling this again does no harm."""
     from recipe.laptop.engines import sglang_cpu, vllm_distribution
 
     vllm_distribution.install()

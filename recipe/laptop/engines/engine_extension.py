@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extension of a vLLM worker on a CPU that can stage weights next to those in use, and load weights repeatedly."""
+"""The extension with which a vLLM worker on a CPU can stage new weights, and load weights repeatedly.
+
+To stage weights means to keep them in memory, next to those in use, until they are swapped in.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets SGLang be imported without an accelerator.
 
-SGLang imports its kernels (``sgl_kernel``) and an image decoder of torchvision when it starts, although a CPU calls
-neither, and both packages are published for accelerators only. The finder in this module provides stand-ins for those
-imports, in processes that import SGLang. Calling anything from a stand-in raises an error that names what was called.
+When SGLang starts, it imports its kernels (``sgl_kernel``) and an image decoder of torchvision, although on a CPU it
+calls neither of them; both packages are published for accelerators only. In processes that import SGLang, the finder in
+this module provides stand-ins for these imports. Calling anything from a stand-in raises an error that names what was
+called.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class ImportWatch(importlib.abc.MetaPathFinder):
-    """The first entry of ``sys.meta_path``, which prepares Transformers when SGLang is imported, and finds no modules.
+    """An entry of ``sys.meta_path`` that finds no modules, but changes Transformers when SGLang is imported.
 
     If torchvision is absent when Transformers is imported, Transformers replaces ``AutoImageProcessor`` by a class that
-    raises errors. The real class works without torchvision, and SGLang registers its processors with it.
+    raises errors. This finder restores the real class, which works without torchvision and with which SGLang registers
+    its image processors.
     """
 
     def find_spec(self, fullname: str, *_: Any) -> None:
@@ -73,9 +75,10 @@ class ImportWatch(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Provide replacements for modules that SGLang imports but cannot use on a CPU, and make SGLang use its CPU engine.
+    """Provide stand-ins for modules that SGLang imports but cannot use on a CPU, and select SGLang's CPU engine.
 
-    A second call does no harm."""
+    Calling this again does no harm.
+    """
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, ImportWatch())

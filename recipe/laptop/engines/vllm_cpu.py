@@ -7,9 +7,10 @@ load fails with "'Parameter' object has no attribute 'weight_loader'". This exte
 weight sync, verl runs ``process_weights_after_loading``, which packs the layers again, so kernels and results are those
 of stock vLLM. The price is a second copy of the weights in each vLLM worker.
 
-Experts: vLLM packs their weights only once, when it creates their kernel, and stores the result in their parameters
-(vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:155), so weights of a later load would silently be
-used as if they were packed. This extension packs them after every load, and stores the result elsewhere.
+Experts: vLLM packs the weights of experts only once, when it creates their kernel, and replaces their parameters by the
+packed weights (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:155). The weights of a later load,
+which are not packed, would silently be used as if they were. This extension packs them after every load, and stores the
+packed weights elsewhere.
 
 The extension also supports ``rollout.data_parallel_size`` above 1 on a CPU (`CPUWorkerExtension._get_zmq_handle`).
 
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-# Import this module while the engine starts, because the first weight sync would have to wait for the import otherwise.
+# Import this module while the engine starts; otherwise the first weight sync would have to wait for the import.
 import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer  # noqa: F401
 import vllm
 import vllm.model_executor.layers.utils as vllm_layers
@@ -75,7 +76,7 @@ def _keep_loadable_experts() -> None:
 
 
 class _PackedLayer:
-    """A layer of experts as vLLM's kernel needs it: its weight attributes are the packed weights."""
+    """A layer of experts in the form that vLLM's kernel needs: its weight attributes are the packed weights."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
@@ -86,7 +87,7 @@ class _PackedLayer:
 
 
 class CPUWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's worker extension, for a vLLM worker on a CPU that can load weights more than once."""
+    """verl's extension of a vLLM worker, changed so that a worker on a CPU can load weights more than once."""
 
     local_rank: int
     model_runner: Any
@@ -96,9 +97,9 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
         return super().__new__(cls, **kwargs)
 
     def _get_zmq_handle(self) -> str:
-        # verl derives the name of the socket from which a worker gets weights from `local_rank`, which must be unique.
-        # With data parallelism, vLLM numbers the workers of all engine cores consecutively on an accelerator
-        # (gpu_worker.py:337), but not on a CPU, so this method does it.
+        # verl derives the name of the socket from which a worker gets weights from `local_rank`, which must therefore
+        # be unique on the machine. With data parallelism on an accelerator, vLLM numbers the workers of all engine
+        # cores consecutively (gpu_worker.py:337). On a CPU it does not, so this method does it.
         parallel, own = self.model_runner.vllm_config.parallel_config, self.local_rank
         self.local_rank = own + (parallel.data_parallel_rank_local or 0) * parallel.world_size
         try:

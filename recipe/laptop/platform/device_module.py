@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device module of verl's CPU platform: ``torch.cpu``, and functions that only ``torch.cuda`` has.
+"""The device module of verl's CPU platform: ``torch.cpu``, and functions that otherwise only ``torch.cuda`` has.
 
-verl calls functions of the device module for memory, caches and random state, and does not check that they exist (for
+verl calls functions of the device module for memory, caches and random state, without checking that they exist (for
 example verl/workers/engine_workers.py:219, verl/utils/profiler/performance.py:49, verl/utils/checkpoint/
-checkpoint_manager.py:208). The amount of memory is the host's; counters of a caching allocator are 0, because the CPU
-has no such allocator.
+checkpoint_manager.py:208). The amount of memory is the host's. The counters of a caching allocator are 0, because the
+CPU has no such allocator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.cpu import *  # noqa: F403
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Replace a function that has no meaning on a CPU, such as emptying an allocator's cache."""
+    """Do nothing; this replaces functions that have no meaning on a CPU, such as emptying an allocator's cache."""
 
 
 def _zero(*_: Any) -> int:

@@ -65,7 +65,7 @@ class CPUFSDPEngineWithValueHead(_CPUEngineMixin, FSDPEngineWithValueHead):
     """verl's FSDP2 engine for the critic, on a CPU with gloo as the communication backend."""
 
     def _build_module(self) -> torch.nn.Module:
-        # Replacing the loader works, because verl's engine looks it up in its module at each call
+        # The replacement takes effect because verl's engine looks the loader up in its module at each call
         # (transformer_impl.py:291).
         stock = verl_model.load_valuehead_model
         verl_model.load_valuehead_model = _load_value_model
@@ -94,7 +94,8 @@ def _load_value_model(
 
 def register() -> None:
     """Register both engines with verl for the device "cpu", once per process."""
-    # Register the engines for FSDP1 too, so that FSDP1 is refused with advice instead of verl's "No engine registered".
+    # Register the engines under FSDP1's name too, so that FSDP1 is refused with advice instead of verl's "No engine
+    # registered".
     for model_type, engine in (
         ("language_model", CPUFSDPEngineWithLMHead),
         ("value_model", CPUFSDPEngineWithValueHead),

@@ -5,9 +5,9 @@ verl composes the name of the group's backend as ``cpu:gloo,<device>:<backend>``
 CPU the result is ``cpu:gloo,cpu:gloo``, and torch refuses a device that is named twice. verl has no setting for the
 backend, so the wrapper passes ``cpu:gloo``.
 
-The wrapper also registers the CPU engines, because verl calls that function just before a training worker looks up its
-engine (verl/workers/engine_workers.py:89,136). Registering them at ``import verl`` would import them in every process,
-which takes 15 s.
+The wrapper also registers the CPU engines, because verl calls the wrapped function just before a training worker looks
+up its engine (verl/workers/engine_workers.py:89,136). If they were registered at ``import verl``, every process would
+import them, which takes 15 s.
 """
 
 from __future__ import annotations

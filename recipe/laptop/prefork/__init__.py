@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fork server that starts the processes of a local CPU run quickly, as it has imported torch, verl and an engine."""
+"""A fork server, which starts the processes of a local CPU run quickly.
+
+It has imported torch, verl and a rollout engine, so its forks need not do that.
+"""

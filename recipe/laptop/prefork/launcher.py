@@ -5,9 +5,9 @@ Usage: ``python -S -E launcher.py SOCKET ARGUMENTS...``, where ARGUMENTS are tho
 almost nothing, because it runs once for every process of a run.
 
 Contract: the launcher passes its arguments, environment, working directory and open files to the server (`server`),
-which has imported large modules already. A fork of the server does what ``python ARGUMENTS`` would do. The launcher
-passes termination signals on to the fork, and exits with the fork's status. The fork ends when its launcher dies. If no
-server answers, the launcher becomes the ordinary interpreter.
+which has imported large modules already. The server forks a process, which does what ``python ARGUMENTS`` would do. The
+launcher passes termination signals on to the fork, and exits with the fork's exit status. The fork ends when its
+launcher dies. If no server answers, the launcher becomes the ordinary interpreter.
 """
 
 import marshal

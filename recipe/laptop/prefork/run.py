@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts and stops the fork server of a run. Its forks begin with torch, verl and an engine already imported.
+"""Starts and stops the fork server of a run, whose forks begin with torch, verl and an engine already imported.
 
 Importing these takes 8 to 18 seconds of CPU time per process, and a run on a laptop has ten processes. Ray
 (``py_executable``) and multiprocessing (``set_executable``) are made to start `launcher` instead of the Python
-interpreter, and the launcher asks the server process (`server`) for a fork. This is used only without an accelerator,
-because accelerator drivers do not survive a fork.
+interpreter, and the launcher asks the server process (`server`) for a fork. This is done only for runs without an
+accelerator, because accelerator drivers do not survive a fork.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from recipe.laptop.prefork import launcher
 
 STOP_S = 5.0
 
-# Ray reads two environment variables only when it is imported, so they must be set in the server already. RAY_JOB_ID is
-# the job's id: a server can serve only one job, the first of its Ray cluster. RAY_RAYLET_PID is the process whose death
-# ends a worker: normally the raylet, here the main process, which starts both the raylet and the server.
+# Ray reads two environment variables only when it is imported, so they must already be set in the server. RAY_JOB_ID is
+# the job's id; hence a server can serve only one job, the first of its Ray cluster. RAY_RAYLET_PID names the process
+# whose death ends a worker: normally the raylet, here the main process, which starts both the raylet and the server.
 FIRST_JOB = "01000000"
 
 
@@ -47,16 +47,16 @@ MODULES = (
 
 
 class Prefork:
-    """The fork server of one run; as a context manager, it stops the server at the end."""
+    """The fork server of one run. Used as a context manager, it stops the server at the end."""
 
     def __init__(
         self,
         environment: Mapping[str, str] | None = None,
         modules: Sequence[str] = (*MODULES, *engines.MODULES[engines.DEFAULT]),
     ) -> None:
-        """Start the server and return at once. The server forks only after it has imported ``modules``.
+        """Start the server and return at once; it forks processes only after it has imported ``modules``.
 
-        ``environment`` is added to the server's environment.
+        ``environment`` has additional environment variables for the server.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="recipe-"))
         address = self._folder / "socket"
@@ -75,17 +75,20 @@ class Prefork:
                 stderr=log,
                 pass_fds=[listener.fileno()],
                 env={**os.environ, **(environment or {}), **ray_environment()},
-                # Ctrl-C must reach only the main process, which then ends the others in order.
+                # Ctrl-C must reach only the main process, which then ends the other processes in order.
                 start_new_session=True,
             )
 
     @property
     def runtime_env(self) -> dict[str, Any]:
-        """Return the entry of Ray's ``runtime_env`` that makes every worker of a job a fork of the server."""
+        """Return the entry for Ray's ``runtime_env`` that makes every worker of a job a fork of the server."""
         return {"py_executable": str(self.executable)}
 
     def joined(self, job_id: str) -> None:
-        """Stop the server, so that workers start without it, if ``job_id`` is not the first job of its Ray cluster."""
+        """Stop the server if the job ``job_id`` is not the first one of its Ray cluster.
+
+        Without the server, launchers start workers as ordinary processes.
+        """
         if job_id != FIRST_JOB:
             self._end_server()
 

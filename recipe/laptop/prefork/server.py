@@ -7,11 +7,12 @@ launcher. The server ends when its standard input is closed, so it never outlive
 process was killed, the server also removes the folder of the socket.
 
 Contract: a fork runs what ``python ARGUMENTS`` would run, with the launcher's environment, working directory and open
-files under the same descriptor numbers, and with newly seeded random-number generators. The imported modules must not
+files (under the same descriptor numbers), and with newly seeded random-number generators. The imported modules must not
 depend on environment variables that differ between the processes of a run, and must not start threads.
 
-Ray's own random-number generator, which names tasks and objects, cannot be seeded again. If a module used it before the
-fork, all forks would draw the same names and silently get each other's objects. The server checks that none used it.
+Ray's own random-number generator, which names tasks and objects, cannot be seeded again. If it were used before the
+forks, all of them would draw the same names and silently get each other's objects. The server checks that importing the
+modules has not used it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def receive(connection: socket.socket) -> tuple[list[int], list[int], bytes, lis
     """Read a launcher's request from its connection.
 
     Returns:
-        The launcher's open files (as descriptors of this process), the numbers that they have in the launcher, and the
+        The launcher's open files, as descriptors of this process; the numbers of these files in the launcher; and the
         launcher's working directory, arguments and environment.
     """
     connection.settimeout(REQUEST_S)
@@ -67,13 +68,13 @@ class Server:
     def serve(self, lifeline: int) -> bool:
         """Fork on request until the file descriptor ``lifeline`` has data or is closed; return whether it had data.
 
-        In a fork, this method does not return.
+        In a forked process, this method does not return.
         """
         woken, wakes = socket.socketpair()
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # A process of a rollout engine that fails may send this signal to its parent, which is this process.
+        # Ignore this signal: a process of a rollout engine that fails may send it to its parent, which is this process.
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         with selectors.DefaultSelector() as selector:
             for source in (self._listener, woken, lifeline):
@@ -90,7 +91,7 @@ class Server:
                         self._take(self._listener.accept()[0])
 
     def _take(self, connection: socket.socket) -> None:
-        """Fork a process for a launcher. The fork reads the request, so an invalid request does not harm the server."""
+        """Fork a process for a launcher. The fork reads the request, so an invalid one cannot harm the server."""
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -116,10 +117,10 @@ class Server:
             connection.close()
 
     def _become(self, connection: socket.socket) -> None:
-        """Run the program that the launcher asks for in this fork, and exit the process."""
+        """Turn this fork into the program that the launcher asks for: run it, then exit the process."""
         status = 1
         try:
-            # Leave the server's process group, because Ray kills the process group of a dead worker.
+            # Leave the server's process group, because Ray kills the whole process group of a dead worker.
             os.setsid()
             signal.set_wakeup_fd(-1)
             for each in (signal.SIGCHLD, signal.SIGQUIT):
@@ -150,7 +151,7 @@ class Server:
 
 
 def _place_files(files: list[int], numbers: list[int], keep: int) -> int:
-    """Move the file descriptors ``files`` to ``numbers``; move ``keep`` out of their way and return its new number."""
+    """Move the descriptors ``files`` to ``numbers``, and ``keep`` to an unused number, which is returned."""
     import fcntl
 
     spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, SPARE_DESCRIPTOR) for descriptor in files]
@@ -178,18 +179,18 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """Update what modules read from the environment at import, except two of Ray's values (see `prefork/run.py`)."""
+    """Update what modules have read from the environment at import, except two values of Ray (see `prefork/run.py`)."""
     tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config
 
-        # Ray's Config copies the environment at import. `initialize` copies it again; Ray itself calls it after it has
-        # changed a variable (ray/_private/authentication/authentication_token_setup.py).
+        # Ray's Config copied the environment at import. Call `initialize` to copy it again, as Ray itself does after it
+        # has changed a variable (ray/_private/authentication/authentication_token_setup.py).
         Config.initialize("")
 
 
 def run_as_interpreter(arguments: list[str]) -> None:
-    """Run what ``python ARGUMENTS`` would run: a script, ``-m`` module or ``-c`` code. Other options are ignored."""
+    """Run what ``python ARGUMENTS`` would run: a script, a module (``-m``) or code (``-c``). Ignore other options."""
     position = 0
     while position < len(arguments) and arguments[position].startswith("-"):
         option = arguments[position]
@@ -226,7 +227,7 @@ def _status_of(exit_: SystemExit) -> int:
 
 
 def _leave(status: int) -> None:
-    """End this process as the interpreter would: join threads, run exit handlers, flush output, and exit."""
+    """End this process as the interpreter would: join threads, run exit handlers, flush the output, and exit."""
     import atexit
 
     with suppress(Exception):
@@ -241,9 +242,9 @@ def _leave(status: int) -> None:
 
 @contextmanager
 def _actor_classes_named_by_the_system() -> Iterator[None]:
-    """Within this context, make Ray draw the ids of actor classes (ray/actor.py) from the system's random numbers.
+    """Within this context, make Ray take the ids of actor classes (ray/actor.py) from the system's random numbers.
 
-    Importing modules with actors would otherwise use Ray's own generator, which cannot be seeded again in a fork.
+    Otherwise, importing modules with actors would use Ray's own generator, which cannot be seeded again in a fork.
     """
     import ray.actor
 
@@ -285,15 +286,16 @@ def _drawn_in_a_fork() -> bytes:
 def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
     """Import ``modules``, then fork on request until standard input is closed.
 
-    ``executable`` starts a launcher; forks use it for the processes that they start, such as a rollout engine's.
+    ``executable`` is the program that starts a launcher. Forks use it for the processes that they start themselves,
+    such as those of a rollout engine.
     """
     with _actor_classes_named_by_the_system():
         for name in modules:
             importlib.import_module(name)
     _check_that_forks_draw_their_own()
     multiprocessing.set_executable(executable)
-    # Exclude existing objects from garbage collection: they are never garbage, and a collection in a fork would write
-    # to their memory pages, which the fork could then no longer share with the server.
+    # Exclude the existing objects, which are never garbage, from garbage collection. A collection in a fork would write
+    # to their memory pages, so that the fork could no longer share these pages with the server.
     gc.collect()
     gc.freeze()
     if not Server(listener).serve(lifeline=sys.stdin.fileno()):

@@ -2,9 +2,9 @@
 """Creates the files of the built-in task on first use.
 
 Contract: after ``ensure_task``, the task's directory is complete and has the requested settings. The files are written
-to a temporary directory, which is then renamed, so a process that dies leaves no directory that looks complete. A lock
-file next to the directory keeps two processes from creating the same task at once. A directory that contains anything
-other than a built-in task is never replaced.
+to a temporary directory, which is then renamed, so a process that dies never leaves an incomplete task in the task's
+directory. A lock file next to the directory keeps two processes from creating the same task at once. A directory that
+contains anything other than a built-in task is never replaced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TaskDirectoryError(RuntimeError):
 def ensure_task(
     out_dir: str | os.PathLike[str], settings: TaskSettings, lock_timeout: float = LOCK_TIMEOUT_SECONDS
 ) -> TaskPaths:
-    """Create the built-in task with ``settings`` in ``out_dir`` if it does not exist there; return its paths.
+    """Create the built-in task with ``settings`` in ``out_dir``, unless it exists there already; return its paths.
 
     Args:
         out_dir: directory for this task alone. If it is incomplete or was made with other settings, it is made anew.
@@ -64,7 +64,11 @@ def ensure_task(
 
 
 def is_complete(out: Path, settings: TaskSettings) -> bool:
-    """Return whether ``out`` has a manifest with these settings and the present format, and the files that it lists."""
+    """Return whether ``out`` has a complete task with these settings.
+
+    It has one if its manifest has these settings and the present format version, and all files that the manifest lists
+    exist.
+    """
     try:
         manifest = json.loads((out / MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -76,7 +80,8 @@ def _remake(out: Path, settings: TaskSettings) -> None:
     _refuse_foreign(out)
     started = time.monotonic()
     making = out.parent / f".{out.name}.making"
-    # This folder exists only if an earlier process died. No other process writes to it, because this one has the lock.
+    # If this folder exists, an earlier process has died. No other process is writing to it, because this one holds the
+    # lock.
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir()
     _write(making, settings)
@@ -101,7 +106,7 @@ def _write(directory: Path, settings: TaskSettings) -> None:
 
 
 def _write_parquet(problems: list[Problem], split: str, path: Path) -> None:
-    """Write problems as a data file for verl's ``RLHFDataset`` and reward loop; equal problems give equal files."""
+    """Write problems as a data file for verl's ``RLHFDataset`` and reward loop. Equal problems give equal files."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The problems of the built-in task, such as "flip 40518": an instruction and a string of distinct digits.
 
-Each problem has one right answer. The training and the validation set have no digit string in common, not even with
+Each problem has one right answer. No digit string occurs in both the training and the validation set, not even with
 different instructions. All functions are pure.
 """
 
@@ -16,9 +16,10 @@ DIGITS = "0123456789"
 KEY_LENGTH = 5
 SHORT_OPERATIONS = ("sort", "flip", "copy")
 LONG_OPERATION = "list"
-# The answer to ``list`` has each of the five digits followed by each of these letters: 5 * 12 * 2 = 120 characters.
+# The right answer to the instruction ``list`` has each of the five digits followed by each of these letters: 5 * 12 * 2
+# = 120 characters.
 LIST_LETTERS = "abcdefghijkl"
-# In a task with long-tailed lengths, one of every LONG_PERIOD problems, at the index LONG_OFFSET, has a long answer.
+# With ``lengths=long_tail``, one of every LONG_PERIOD problems, the one at the index LONG_OFFSET, has a long answer.
 LONG_PERIOD, LONG_OFFSET = 20, 10
 
 
@@ -55,10 +56,11 @@ def draw_key(rng: random.Random) -> str:
 
 
 def make_splits(settings: TaskSettings) -> tuple[list[Problem], list[Problem]]:
-    """Return the training problems and the validation problems of a task, in the order of the data files."""
+    """Return the training problems and the validation problems of a task, each in the order of the data file."""
     rng = random.Random(f"problems-{settings.seed}")
     total = settings.train_size + settings.val_size
-    # A dict keeps the order of insertion; the order of a set of strings would differ between processes.
+    # Use a dict as a set, because it keeps the order of insertion. The order of a set of strings would differ between
+    # processes.
     keys: dict[str, None] = {}
     while len(keys) < total:
         keys[draw_key(rng)] = None

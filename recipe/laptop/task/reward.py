@@ -15,16 +15,17 @@ import random
 import threading
 from typing import Any
 
-# After the warm start, this fraction of answers is right. The first scores in the permuter's reservoir have this mean.
+# The first scores in the permuter's reservoir have this mean: the fraction of answers that are right after the warm
+# start.
 _INITIAL_ACCURACY = 0.35
 
 
 class ScorePermuter:
-    """Permutes a stream of scores with a reservoir of ``window`` earlier scores.
+    """Permutes a stream of scores by means of a reservoir of ``window`` earlier scores.
 
     Each new score replaces a random score in the reservoir, and the replaced score is returned. So no answer gets its
-    own score, and every score is returned once or is still in the reservoir. The class is thread-safe, because verl
-    scores in a thread pool.
+    own score, and every score is either returned once or still in the reservoir. The class is thread-safe, because verl
+    computes scores in a thread pool.
     """
 
     def __init__(self, window: int, seed: int) -> None:
@@ -53,7 +54,7 @@ def compute_score(
 ) -> dict[str, float]:
     """Score one answer, given its text without special tokens: ``score`` is the reward, ``acc`` is 1.0 if it is right.
 
-    With ``permute``, ``score`` is that of an earlier answer for training rows (``extra_info["split"]`` is "train").
+    With ``permute``, the ``score`` of a training row (``extra_info["split"]`` is "train") is that of an earlier answer.
     """
     accuracy = float(solution_str == ground_truth)
     score = accuracy

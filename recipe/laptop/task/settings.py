@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-# Every task's manifest contains this number. Raise it with any change of data, tokenizer, model or warm start, so that
-# existing tasks are created anew.
+# A format version, which is stored in every task's manifest. Increase it with any change of data, tokenizer, model or
+# warm start, so that existing tasks are created anew.
 FORMAT_VERSION = 1
 
 FAMILIES = ("qwen3", "qwen2")
 LENGTHS = ("uniform", "long_tail")
-# The problems may use only some of the 30,240 digit strings, because the warm start needs many strings that are not in
-# the validation set.
+# Largest number of problems. There are 30,240 digit strings, but the warm start needs many that are not in the
+# validation set.
 MAX_PROBLEMS = 20_000
 
 
@@ -25,11 +25,12 @@ MAX_PROBLEMS = 20_000
 class TaskSettings:
     """Settings of the built-in task.
 
-    seed: seed of the problems, the initial weights and the warm start.
-    family: architecture of the model, ``qwen3`` or ``qwen2``.
-    lengths: ``uniform`` (every answer has 6 tokens, including the end token) or ``long_tail`` (one prompt in 20 has an
-        answer of 121 tokens).
-    train_size, val_size: numbers of prompts; the two sets have no digit string in common.
+    Attributes:
+        seed: seed of the problems, the initial weights and the warm start.
+        family: architecture of the model, ``qwen3`` or ``qwen2``.
+        lengths: ``uniform`` (every answer has 6 tokens, including the end token) or ``long_tail`` (one prompt in 20 has
+            an answer of 121 tokens).
+        train_size, val_size: numbers of prompts; the two sets have no digit string in common.
 
     Raises:
         ValueError: a value is not allowed.
@@ -59,7 +60,7 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class TaskPaths:
-    """Paths of a complete task: a Hugging Face model directory, two parquet files, the reward's source file."""
+    """Paths of a complete task: a Hugging Face model's folder, two parquet files, and the reward's source file."""
 
     model: Path
     train: Path

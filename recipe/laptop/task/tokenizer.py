@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of the built-in task: Qwen's byte-level BPE with a vocabulary of printable ASCII.
 
-It has Qwen's class, because transformers loads every checkpoint of ``model_type`` qwen2 with that class, whatever the
-checkpoint's ``tokenizer_class`` says. The vocabulary has a token for each character, for each prefix of an
+The tokenizer has Qwen's class, because transformers loads every checkpoint of ``model_type`` qwen2 with that class,
+whatever the checkpoint's ``tokenizer_class`` says. The vocabulary has a token for each character, for each prefix of an
 instruction word, and for each role. Encoding and decoding reproduce printable ASCII and line breaks exactly, and drop
 other characters.
 
-The end of a turn is the end-of-sequence token, as in Qwen's chat models. Role markers are not special tokens, so
-decoding keeps them, and an answer that contains one does not count as right.
+The token for the end of a turn is also the end-of-sequence token, as in Qwen's chat models. Role markers are not
+special tokens, so decoding keeps them, and an answer that contains one does not count as right.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PAD, END, BOS = "<|pad|>", "<|end|>", "<|begin|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 WORDS = (*SHORT_OPERATIONS, LONG_OPERATION)
-# Byte-level BPE represents space and line break by the code points U+0120 and U+010A.
+# Byte-level BPE represents a space by the code point U+0120, and a line break by U+010A.
 BYTE_SYMBOLS = {" ": "\u0120", "\n": "\u010a"}
 
 CHAT_TEMPLATE = (

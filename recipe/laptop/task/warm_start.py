@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creates the built-in task's small Qwen model, which can already follow the instructions, but does so only sometimes.
 
-The model is trained on demonstrations. A demonstration follows its instruction with probability ``TEACHER_FOLLOWS``;
-otherwise it shows the next operation in the cycle sort, flip, copy. So the model's most likely answer is wrong (greedy
-accuracy is low), but a group of eight samples contains right answers, from which RL can learn. The instruction ``list``
-is always followed. No demonstration uses a digit string of the validation set.
+The model is trained on demonstrations (prompts with answers). With probability ``TEACHER_FOLLOWS``, a demonstration's
+answer follows its instruction; otherwise it follows the next instruction in the cycle sort, flip, copy. So the model's
+most likely answer is wrong (greedy accuracy is low), but a group of eight samples contains right answers, from which RL
+can learn. The instruction ``list`` is always followed. No demonstration uses a digit string of the validation set.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 TEACHER_FOLLOWS = 0.38
 STEPS = 750
 BATCH_SIZE = 64
-# Long demonstrations come in smaller batches, and only at every second step, because each has about eight times the
-# tokens of a short one.
+# Long demonstrations have about eight times the tokens of short ones. So they come in smaller batches, and only at
+# every second step.
 LONG_EVERY, LONG_BATCH_SIZE = 2, 4
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 50
@@ -45,7 +45,8 @@ def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> P
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "rope_theta": 10000.0,
-        # Qwen's value 0.02 is for wide layers; with this narrow model, it would make the warm start half as fast.
+        # With Qwen's value 0.02, which is for wide layers, the warm start of this narrow model would take twice as
+        # long.
         "initializer_range": 0.05,
         "tie_word_embeddings": False,
         "bos_token_id": tokenizer.bos_token_id,
@@ -61,14 +62,14 @@ def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> P
 def make_warm_model(
     settings: TaskSettings, tokenizer: PreTrainedTokenizerFast, excluded_keys: frozenset[str], steps: int = STEPS
 ) -> PreTrainedModel:
-    """Return a model trained for ``steps`` steps on demonstrations that use none of ``excluded_keys``.
+    """Return a model trained for ``steps`` steps on demonstrations that use none of ``excluded_keys`` (digit strings).
 
-    Afterwards torch has the random state and the number of threads that it had before.
+    Afterwards, torch's random state and number of threads are the same as before the call.
     """
     import torch
 
     threads = torch.get_num_threads()
-    # Use one thread, because the order of floating-point sums depends on the number of threads.
+    # Use one thread, because the order in which floating-point numbers are added depends on the number of threads.
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -111,7 +112,11 @@ def _imitate(
 
 
 class _Demonstrations:
-    """Creates batches of demonstrations: (token ids ``[batch, tokens]``, length of each answer with its end token)."""
+    """Creates batches of demonstrations (prompts with answers).
+
+    A batch is a pair: token ids ``[batch, tokens]``, and the number of tokens that each answer has, with its
+    end token.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random, excluded_keys: frozenset[str]) -> None:
         self._tokenizer = tokenizer
@@ -138,7 +143,7 @@ class _Demonstrations:
 
         end = self._tokenizer.eos_token
         texts = [f"<|user|>{problem.prompt}{end}<|assistant|>{answer}{end}" for problem, answer in demonstrations]
-        # No padding is needed: all prompts have the same number of tokens, and so do all answers of a batch.
+        # No padding is needed, because all prompts have equally many tokens, and so have all answers of a batch.
         encodings = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
         return torch.tensor([encoding.ids for encoding in encodings]), len(demonstrations[0][1]) + 1
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stream format of a weight sync: the sender packs tensors into frames in buckets, and receivers unpack them.
 
-A stream is a sequence of frames. A frame has a header (six 64-bit integers) and a body: the payload, then a JSON text
-that describes the payload. Nothing is pickled, so a sender cannot make a receiver run code.
+A bucket is a buffer in memory; several are used in rotation, so that one can be filled while earlier ones are being
+sent. A stream is a sequence of frames. A frame has a header (six 64-bit integers) and a body: the payload, then a JSON
+text that describes the payload. Nothing is pickled, so a sender cannot make a receiver run code.
 
 - A DATA frame has tensors of at most a bucket's size in total; a tensor larger than that is alone in its frame.
-- The END frame has the numbers of tensors and bytes in the stream. Without it a stream is incomplete.
+- The END frame has the numbers of tensors and bytes in the stream. A stream without it is incomplete.
 - An ABORT frame means that the sender could not produce its weights; the text has the reason.
 
 The reader checks magic number, policy version, sequence number, sizes and totals, and names tensor and version in every
-error (tests/integration/test_buckets.py). A bucket is a buffer in memory; several are used in rotation, so that one can
-be filled while earlier ones are being sent.
+error (tests/integration/test_buckets.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ HEADER_FIELDS = 6
 NO_VERSION = -1
 ALIGNMENT = 64
 TEXT_BYTES = 1 << 18
-# Largest number of tensors in a frame; their names and shapes always fit into TEXT_BYTES.
+# Largest number of tensors in a frame, and longest name of a tensor. Within these limits, the description of the
+# tensors always fits into TEXT_BYTES.
 MAX_TENSORS = 512
 MAX_NAME_BYTES = 200
 
@@ -48,7 +49,7 @@ class Entry:
 
 @dataclass
 class Frame:
-    """One frame in the form in which it is sent: ``header`` is int64[HEADER_FIELDS], ``body`` uint8[payload + text]."""
+    """A frame in the form in which it is sent: ``header`` is int64[HEADER_FIELDS], ``body`` uint8[payload + text]."""
 
     header: torch.Tensor
     body: torch.Tensor
@@ -56,7 +57,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Header:
-    """Those fields of a frame's header that describe its body; ``kind`` is DATA, END or ABORT."""
+    """The kind of a frame (DATA, END or ABORT) and the sizes of its body's two parts, from the frame's header."""
 
     kind: int
     payload_bytes: int
@@ -72,7 +73,7 @@ class Buckets:
 
     Args:
         memory: the buffers, uint8.
-        grows: whether a buffer that is too small for a frame is replaced by a larger one, without its contents.
+        grows: whether a buffer that is too small for a frame is replaced by a larger one; its contents are then lost.
     """
 
     def __init__(self, memory: Sequence[torch.Tensor], grows: bool = False) -> None:
@@ -81,11 +82,15 @@ class Buckets:
 
     @classmethod
     def growing(cls) -> Buckets:
-        """Return two buckets that start empty and grow to the size of the largest frame."""
+        """Return two buckets that are empty at first, and grow to the size of the largest frame."""
         return cls([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
 
     def room(self, turn: int, nbytes: int) -> torch.Tensor:
-        """Return uint8[nbytes] in the bucket for frame number ``turn``; raise WeightStreamError for lack of memory."""
+        """Return the first ``nbytes`` bytes of the bucket for frame number ``turn``, as uint8.
+
+        Raises:
+            WeightStreamError: the bucket is too small, or there is no memory to enlarge it.
+        """
         place = turn % len(self._memory)
         largest = self._memory[place].numel()
         if nbytes > largest:
@@ -106,8 +111,8 @@ class BucketWriter:
         bucket_bytes: largest total size in bytes of the tensors in a frame, unless a single tensor is larger.
         version: policy version of the weights, or None.
 
-    A frame that `frames` yields is a view of a bucket, so it must have been sent before the generator uses that bucket
-    again. With two buckets, frame n must have been sent before frame n + 2 is requested.
+    A frame that `frames` yields is a view of a bucket. It must have been sent before the generator uses that bucket
+    again: with two buckets, frame n must have been sent before frame n + 2 is requested.
     """
 
     def __init__(self, buckets: Buckets, bucket_bytes: int, version: int | None) -> None:
@@ -134,7 +139,8 @@ class BucketWriter:
             _copy_bytes(self._bucket(max(used, self._bucket_bytes))[offset:used], flat)
             entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
             if used >= self._bucket_bytes:
-                # Send a full bucket at once instead of with the next tensor, which may first have to be gathered.
+                # Send a full bucket now. If it waited for the next tensor, which may first have to be gathered, time
+                # would be lost.
                 yield self._data_frame(entries, used)
                 entries, used = [], 0
         if entries:
@@ -142,7 +148,7 @@ class BucketWriter:
         yield self._frame(END, 0, [self.tensors, self.nbytes])
 
     def abort(self, reason: str) -> Frame:
-        """Return the ABORT frame, which ends a stream after an error; it uses the next bucket, like any frame."""
+        """Return the ABORT frame, which ends a stream after an error. It uses the next bucket, like any other frame."""
         return self._frame(ABORT, 0, {"reason": reason[:1000]})
 
     def _bucket(self, payload_bytes: int) -> torch.Tensor:
@@ -175,7 +181,7 @@ class BucketReader:
 
     @property
     def position(self) -> str:
-        """Text for error messages that says how far the stream has been read."""
+        """A text for error messages that says how far the stream has been read."""
         version = "any" if self._version is None else self._version
         return f"version {version}, frame {self._sequence}, last tensor: {self._last_name}"
 
@@ -197,7 +203,8 @@ class BucketReader:
         """Yield (name, tensor) for each tensor of a frame; the tensors are views of a buffer that will be reused.
 
         Raises:
-            WeightStreamError: the sender aborted, a tensor is not within the frame, or END has other totals.
+            WeightStreamError: the sender aborted, a tensor is not within the frame, or the totals in the END frame
+                differ from what arrived.
         """
         content = json.loads(bytes(body[header.payload_bytes : header.body_bytes].numpy()))
         if header.kind == ABORT:
@@ -227,7 +234,10 @@ class BucketReader:
 
 
 def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a uint8 tensor to host memory of the same length; for large tensors, NumPy bypasses the CPU caches."""
+    """Copy a uint8 tensor to host memory of the same length.
+
+    NumPy does this where it can, because it bypasses the CPU caches for large tensors.
+    """
     if source.is_cpu:
         np.copyto(target.numpy(), source.numpy())
     else:

@@ -2,10 +2,10 @@
 """Checkpoint engine ``recipe_gloo``: sends weights from trainer rank 0 to every receiver through host memory.
 
 It is for machines without an accelerator, and for trainer and rollout on one host. Tensors on a device are copied to
-the host bucket by bucket. Buckets are passed through shared memory if all members are on one host, otherwise over gloo;
-gloo connects the members in both cases. An alternative was measured, Ray's object store with an actor as mailbox: it
-took 1.5 times as long for 988 MB to one receiver (2.3 times in bounded pieces), and seconds to create a group. To
-select this engine, set::
+the host bucket by bucket (a bucket is a buffer for several tensors). Buckets are passed through shared memory if all
+members are on one host, otherwise over gloo; gloo connects the members in both cases. An alternative, Ray's object
+store with an actor as mailbox, was measured: for 988 MB to one receiver it took 1.5 times as long (2.3 times if the
+weights were sent in pieces of bounded size), and it took seconds to create a group. To select this engine, set::
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=recipe_gloo
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipe.laptop.transfer.gloo_engine
@@ -14,18 +14,20 @@ select this engine, set::
 Contract:
 
 - The group is kept between syncs. verl's manager calls `prepare`, `build_topology` and `init_process_group` at every
-  sync. As long as all members report the same group and their old ranks, these calls change nothing. After any failure,
-  or when the members change, a new group is created; no process needs a restart.
+  sync, but these calls change nothing as long as all members report the same group and their old ranks. After any
+  failure, or when the members change, a new group is created; no process needs a restart.
 - No wait is unbounded: ``timeout_s`` limits a whole sync on each member, and ``connect_timeout_s`` limits connecting.
   If a receiver dies, the sender fails as soon as the connection closes, or else at its deadline. A receiver whose
   consumer stops early leaves the group, so the sender fails too. Errors are `WeightStreamError`. A sender that failed
   still iterates over its weights to the end, because all trainer ranks must take part in gathering them.
 - Blocking calls run one after the other on a separate thread, so that the event loop is never blocked.
-- A sender returns when every receiver has consumed the whole stream, so its success implies that of all receivers.
-- A received tensor is a view of a reused buffer, which other receivers may read too. It is valid until the next one is
-  requested, and must not be written to; copy it to keep it.
-- Buffers stay allocated between syncs and are freed after a failed sync. There are two buckets in each member, or four
-  for all members together on one host; each takes at most `MAX_BUCKET_BYTES`, or the largest tensor that it had.
+- A sender returns when every receiver has consumed the whole stream, so if the sender succeeds, all receivers have
+  succeeded.
+- A received tensor is a view of a reused buffer, which other receivers may read too. It is valid until the next tensor
+  is requested, and must not be written to; copy it to keep it.
+- Buffers stay allocated between syncs and are freed after a failed sync. Each member has two buckets or, on one host,
+  all members together have four. A bucket takes at most `MAX_BUCKET_BYTES`, or the size of the largest tensor that was
+  in it.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ from recipe.laptop.transfer.transport import SharedSegments, Transport, shared_m
 logger = logging.getLogger(__name__)
 
 BACKEND = HOST_BACKEND
-# Larger buckets would not be faster on one host or over loopback, and several buckets stay allocated.
+# Limit of a bucket's size, because several buckets stay allocated, and larger ones would not be faster on one host or
+# over loopback.
 MAX_BUCKET_BYTES = 64 << 20
 OUTSIDE = -1
 NOT_CONNECTED = "call prepare and init_process_group first"
@@ -67,8 +70,8 @@ class GlooCheckpointEngine(CheckpointEngine):
     """One member of a weight sync.
 
     Args:
-        bucket_size: verl's ``update_weights_bucket_megabytes`` in bytes. The size of a bucket is at most
-            `MAX_BUCKET_BYTES`, unless a single tensor is larger.
+        bucket_size: verl's ``update_weights_bucket_megabytes`` in bytes. If it is above `MAX_BUCKET_BYTES`, buckets
+            have only that size, unless a single tensor is larger.
         is_master: whether this is trainer rank 0, which sends.
         timeout_s: time limit of one sync in seconds.
         connect_timeout_s: time limit in seconds for connecting a new group; at most ``timeout_s``.
@@ -77,7 +80,7 @@ class GlooCheckpointEngine(CheckpointEngine):
 
     wire_format = "named_tensors"
     from_host = True
-    """`send_weights` accepts tensors in host memory, even if the weights are trained on an accelerator."""
+    """Whether `send_weights` accepts tensors in host memory even if the weights are trained on an accelerator."""
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._cycles = CycleCollector()
 
     def prepare(self) -> dict[str, Any]:
-        """Return this member's group and, on the master, the address of the rendezvous store, as plain data."""
+        """Return this member's group and, on trainer rank 0, the address of the rendezvous store, as plain data."""
         group = None if self._transport is None else self._transport.group
         report = {
             "group": None if group is None else [group.group_id, group.rank, group.world_size],
@@ -124,9 +127,9 @@ class GlooCheckpointEngine(CheckpointEngine):
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return the arguments of `init_process_group` for each trainer rank and for each receiver.
 
-        Trainer rank 0 gets rank 0 and the receivers get the ranks after it; other trainer ranks are not in the group.
-        The name of the present group is kept if all members report it with exactly these ranks, otherwise a new name is
-        chosen.
+        Trainer rank 0 gets rank 0 of the group, and the receivers get the ranks after it; other trainer ranks are not
+        in the group. If all members report the present group with exactly these ranks, its name is kept, so that nobody
+        reconnects; otherwise a new name is chosen.
         """
         endpoint = metadata[0]["endpoint"]
         if endpoint is None:
@@ -152,7 +155,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     def init_process_group(
         self, rank: int, world_size: int, epoch: str, endpoint: list[Any], segments: str | None
     ) -> None:
-        """Join the group named ``epoch``, unless this process is in it already; with rank `OUTSIDE` do nothing."""
+        """Join the group named ``epoch``, unless this process is already in it. With the rank `OUTSIDE`, do nothing."""
         if rank == OUTSIDE or self.topology_epoch() == epoch:
             return
         shared = self._segments
@@ -165,26 +168,28 @@ class GlooCheckpointEngine(CheckpointEngine):
             shared = None if segments is None else SharedSegments(segments)
         assert self._store is not None, "init_process_group before prepare on the master"
         group = GlooGroup(epoch, self._store, rank, world_size, node_address(), self._connect_timeout_s)
-        # Receivers open the shared memory before they connect, so all have opened it when the group is complete.
+        # Receivers open the shared memory before they connect. So when the group is complete, all of them have opened
+        # it.
         self._transport = Transport(group, None if segments is None else shared)
 
     def topology_epoch(self) -> str | None:
-        """Return the name of the group in which this member is connected, or None if it is in no group."""
+        """Return the name of the group to which this member is connected, or None if it is in no group."""
         return None if self._transport is None else self._transport.group.group_id
 
     def finalize(self) -> None:
-        """End a sync; after a successful one, group and buffers are kept for the next."""
+        """End a sync. After a successful sync, group and buffers are kept for the next one."""
         self._cycles.clear()
 
     def reset(self, reason: str = "") -> None:
-        """Leave the group, so that a sync in progress fails on its other members; the next sync builds a new group."""
+        """Leave the group; the next sync builds a new one. A sync in progress then fails on the other members too."""
         self._left_because = reason
         transport, self._transport = self._transport, None
         self._segments = None
         if transport is None:
             return
         self._cycles.add()
-        # A call may still run on the old thread until its deadline: close the group after it, and use a new thread.
+        # A call may still run on the old thread, until its deadline. So close the group on that thread, after the call,
+        # and use a new thread from now on.
         self._executor.submit(transport.group.close)
         self._executor.shutdown(wait=False)
         self._executor = _new_executor()
@@ -192,9 +197,10 @@ class GlooCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Send all of ``weights`` as version ``global_steps``; trainer ranks other than 0 only iterate over them.
+        """Send all of ``weights`` as version ``global_steps``.
 
-        The iteration runs on the engine's thread, because gathering a sharded parameter is a blocking collective.
+        Trainer ranks other than 0 send nothing, and only iterate over ``weights``. The iteration runs on the engine's
+        thread, because gathering a sharded parameter is a blocking collective.
 
         Returns:
             The metrics ``weight_sync/{bytes,tensors,seconds,gb_per_s}``; nothing on trainer ranks other than 0.
@@ -246,11 +252,11 @@ class GlooCheckpointEngine(CheckpointEngine):
         }
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield (name, tensor) for each weight, in the order of sending; a tensor is valid until the next is requested.
+        """Yield (name, tensor) for each weight, in the order of sending. A tensor is valid until the next is requested.
 
         Raises:
-            WeightStreamError: the stream has another version than ``global_steps`` (if given), or is incomplete or
-                corrupt; or the sender has died or left, or the deadline has passed.
+            WeightStreamError: the stream is incomplete or corrupt, or has another version than ``global_steps`` (if
+                given); the sender has died or left; or the deadline has passed.
         """
         transport = self._transport
         if transport is None:
@@ -280,7 +286,7 @@ class GlooCheckpointEngine(CheckpointEngine):
 
     @contextmanager
     def _dropping_group(self) -> Iterator[None]:
-        """Leave the group on a failure, cancellation or early end, since its members are then out of step."""
+        """Leave the group if the block fails, is cancelled or ends early, because the members are then out of step."""
         self._left_because = ""
         try:
             yield

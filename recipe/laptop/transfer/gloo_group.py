@@ -2,11 +2,11 @@
 """A gloo group of the sender of weights and its receivers, in which every wait has a deadline.
 
 The members of a group find each other through the sender's rendezvous store. It listens on the sender's cluster
-address, on a port that the system chooses, and serves several groups, each under a new key prefix. gloo, too, uses
-only the node's cluster address, never all interfaces.
+address, on a port that the system chooses, and serves several groups, whose keys have different prefixes. gloo, too,
+uses only the node's cluster address, never all interfaces.
 
-A group that failed cannot be used any more. Deleting the group closes its connections, which makes pending calls of the
-other members fail at once; then all members can join a new group.
+A group that failed cannot be used any more. Deleting it closes its connections, which makes pending calls of the other
+members fail at once; then all members can join a new group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Deadline:
         self._at = time.monotonic() + seconds
 
     def remaining(self, waiting_for: str) -> timedelta:
-        """Return the time left for ``waiting_for``; raise WeightStreamError if the deadline has passed."""
+        """Return the time that is left. If there is none, raise a WeightStreamError that names ``waiting_for``."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise WeightStreamError(f"no time left for {waiting_for}: the weight sync has timeout_s={self._seconds:g}")
@@ -61,7 +61,7 @@ def open_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Connect a receiver to the sender's rendezvous store; raise WeightStreamError if it does not answer in time."""
+    """Connect a receiver to the sender's rendezvous store; raise WeightStreamError if there is no answer in time."""
     try:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -71,10 +71,12 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 class GlooGroup:
-    """The connection between sender (rank 0) and receivers, which must start the same operations in the same order.
+    """The connection between sender (rank 0) and receivers.
+
+    All members must start the same operations in the same order.
 
     Args:
-        group_id: name of the group, which no other group of this store has had.
+        group_id: name of the group, which no earlier group of this store may have had.
         store: the sender's rendezvous store.
         rank, world_size: this member's rank and the number of members.
         address: local address on which to listen.
@@ -106,13 +108,16 @@ class GlooGroup:
             ) from error
 
     def _connected(self, what: str) -> dist.ProcessGroupGloo:
-        # Callers must not bind the result to a name, for the reason given in `finish`.
+        # Callers must not bind the result to a name; a comment in `finish` gives the reason.
         if self._group is None:
             raise WeightStreamError(f"{what} was broken off")
         return self._group
 
     def start_broadcast(self, tensor: torch.Tensor, deadline: Deadline, what: str) -> None:
-        """Start to send ``tensor`` (rank 0) or to receive into it (others); it must not be used before `finish`."""
+        """Start to send ``tensor`` (on rank 0) or to receive into it (on other ranks).
+
+        The tensor must not be used before `finish` has waited for this operation.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -120,16 +125,19 @@ class GlooGroup:
         self._outstanding.append(self._connected(what).broadcast([tensor], options))
 
     def start_barrier(self, deadline: Deadline, what: str) -> None:
-        """Enter a barrier without waiting; `finish` waits until all members have entered it."""
+        """Enter a barrier without waiting. `finish` then waits until all members have entered it."""
         options = dist.AllreduceOptions()
         options.timeout = deadline.remaining(what)
         self._outstanding.append(self._connected(what).allreduce([torch.zeros(1, dtype=torch.int64)], options))
 
     def finish(self, what: str, leaving: int = 0) -> None:
-        """Wait for the oldest operations until at most ``leaving`` are outstanding; each has its own deadline."""
+        """Wait for the oldest operations, until at most ``leaving`` (the newest ones) are outstanding.
+
+        Each operation has its own deadline; ``what`` names the work in errors.
+        """
         while len(self._outstanding) > leaving:
             try:
-                # Do not bind the operation to a name: frames of a traceback would reference it and so keep the
+                # Do not bind the operation to a name: the frames of a traceback would refer to it, and so keep the
                 # connections open.
                 self._outstanding.popleft().wait()
             except RuntimeError as error:
@@ -137,6 +145,6 @@ class GlooGroup:
                 raise WeightStreamError(f"{what} failed, {why}: {error}") from None
 
     def close(self) -> None:
-        """Close the connections, so that waiting members fail; this call blocks while a broadcast is in progress."""
+        """Close the connections, so that waiting members fail. This call blocks while a broadcast is in progress."""
         self._outstanding.clear()
         self._group = None

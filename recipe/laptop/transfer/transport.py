@@ -2,11 +2,11 @@
 """Sends frames to the receivers of a weight sync, through the gloo group or through shared memory.
 
 `send` returns when the bucket of the next frame may be filled. `receive` returns frame n, whose body stays valid until
-frame n + 2 is requested. `confirm` is called by all members at the end of a sync, and returns when every receiver has
-consumed the whole stream. All calls block, up to the deadline.
+frame n + 2 is requested. All members call `confirm` at the end of a sync; it returns when every receiver has consumed
+the whole stream. All calls block, but not beyond the deadline.
 
-If all members are on one host, the sender packs into shared memory that the receivers read, so each byte is copied only
-once however many receivers there are. gloo then transfers only the headers.
+If all members are on one host, the sender packs frames into shared memory, from which the receivers read them. So each
+byte is copied only once, however many receivers there are, and gloo transfers only the headers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from recipe.async_engine.core.errors import WeightStreamError
 from recipe.laptop.transfer.buckets import HEADER_FIELDS, BucketReader, Buckets, Frame, Header
 from recipe.laptop.transfer.gloo_group import Deadline, GlooGroup
 
-# The sender fills one segment, and receivers may still use the frames in the other three.
+# The sender fills one segment, while receivers may still use the frames in the other three.
 SHARED_SEGMENTS = 4
 # A segment is larger than any tensor. Pages that were never written take no memory.
 SEGMENT_BYTES = 1 << 36
 
 
 class Transport:
-    """Broadcasts the header of each frame, and also the body unless it is in one of the ``shared`` segments.
+    """Broadcasts the header of each frame and, unless it is in one of the ``shared`` segments, the body.
 
-    With shared memory there is a barrier before each frame except for the first two. A receiver that enters the barrier
-    before frame n has consumed frame n - 2. Before the sender sends frame n, it waits until all members have entered
+    With shared memory, there is a barrier before each frame except the first two. A receiver enters the barrier before
+    frame n when it has consumed frame n - 2. Before the sender sends frame n, it waits until all members have entered
     the barrier before frame n - 1; only then does it refill a segment that an earlier frame used.
 
-    While a barrier is pending, a member starts no operation that waits for another member. Members notice a failed
-    member by its closed connections, and its group closes them only when none of the group's operations is running.
+    While a barrier is pending, a member starts no operation that waits for another member. The others notice
+    that a member has failed when its connections close, which happens only when none of its operations is running.
     """
 
     def __init__(self, group: GlooGroup, shared: SharedSegments | None) -> None:
@@ -52,7 +52,7 @@ class Transport:
         self.group.start_broadcast(frame.header, deadline, what)
         if not self._is_shared:
             self.group.start_broadcast(frame.body, deadline, what)
-            # Wait for earlier frames only, so that this frame is transferred while the next one is packed.
+            # Wait only for earlier frames, so that this frame is transferred while the next one is packed.
             self.group.finish(what, leaving=2)
         self._sent += 1
 
@@ -78,9 +78,9 @@ class Transport:
 
 
 class SharedSegments:
-    """Anonymous shared memory, divided into buckets, that the sender creates and receivers open through /proc.
+    """Anonymous shared memory, divided into buckets. The sender creates it, and receivers open it through /proc.
 
-    Receivers can only read the memory, so that no receiver can corrupt what the others get. It is not a file in any
+    Receivers can only read the memory, so no receiver can corrupt what the others get. The memory is not a file in any
     file system, so nothing is left behind however the processes end, and the size of /dev/shm does not matter. It is
     freed when this object and all mappings of receivers are gone.
     """
@@ -111,10 +111,10 @@ class SharedSegments:
 
 
 def shared_memory_domain() -> str | None:
-    """Return a string that is equal for two processes if and only if they can open each other's /proc entries.
+    """Return a string that two processes share if and only if they can open each other's /proc entries.
 
-    Return None if /proc is not readable. Ray's node ids cannot be used for this: two Ray nodes may be on one host, and
-    may be in containers that do not see each other's processes.
+    Return None if /proc is not readable. Ray's node ids would not do: two Ray nodes may be on one host, and may be in
+    containers that do not see each other's processes.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -36,12 +36,12 @@ def dtype_bytes(name: object, default: int = FP32) -> int:
 
 
 def longest(config: Mapping[str, Any]) -> int:
-    """Return the largest number of tokens that a prompt and its response have together."""
+    """Return the largest number of tokens that a prompt and its response may have together."""
     return int(lookup(config, "data.max_prompt_length") or 0) + int(lookup(config, "data.max_response_length") or 0)
 
 
 def micro_batch_tokens(config: Mapping[str, Any], sizing: Sizing, shares: int) -> int:
-    """Return how many tokens of a micro-batch one rank computes, if ``shares`` ranks split each sequence."""
+    """Return the number of tokens of a micro-batch on one rank; each sequence is split over ``shares`` ranks."""
     if lookup(config, sizing.dynamic):
         return int(lookup(config, sizing.tokens) or DEFAULT_TOKENS)
     return int(lookup(config, sizing.rows) or 1) * longest(config) // shares
@@ -104,14 +104,16 @@ def sequence_shares(config: Mapping[str, Any], section: str) -> int:
 
 
 def _logit_bytes(config: Mapping[str, Any], section: str, entropy: bool, differentiated: bool) -> int:
-    """Return the bytes of all copies of one logit; 0 with fused kernels, which never store logits.
+    """Return the bytes of all copies of one logit together; 0 with fused kernels, which never store logits.
 
-    entropy: whether the pass computes an entropy. differentiated: whether the pass has a backward pass.
+    FSDP2 stores each logit in bf16, and a second copy if the logits are divided by a temperature other than 1. The
+    gradient of log-probs overwrites the logits, unless an entropy is differentiated too. An entropy needs a softmax and
+    its product with the logits, unless the entropy is compiled or computed in chunks. Megatron stores logits in bf16
+    and fp32, and its cross entropy stores a softmax in fp32.
 
-    FSDP2 stores each logit in bf16, and a second copy if it is divided by a temperature other than 1. The gradient of
-    log-probs overwrites the logits, unless an entropy is differentiated too. An entropy needs a softmax and its product
-    with the logits, unless it is compiled or computed in chunks. Megatron stores logits in bf16 and fp32, and its cross
-    entropy stores a softmax in fp32.
+    Args:
+        entropy: whether the pass computes an entropy.
+        differentiated: whether the pass includes a backward pass.
     """
     if lookup(config, f"{MODEL}.use_fused_kernels"):
         return 0
@@ -144,7 +146,7 @@ def _rank(
         reshards=bool(lookup(config, f"{engine}.reshard_after_forward", True)),
         weights_rest=bool(lookup(config, f"{engine}.param_offload")),
         optimizer_rest=bool(lookup(config, f"{engine}.optimizer_offload")),
-        # verl keeps the weights of a forward-only engine in host memory (fsdp/transformer_impl.py:459).
+        # verl keeps the weights of an engine that is not trained in host memory (fsdp/transformer_impl.py:459).
         on_host=not trains or bool(lookup(config, f"{engine}.offload_policy")),
     )
     return fsdp_rank(shape, fsdp, update, forward, head=section != CRITIC)
@@ -184,12 +186,13 @@ def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
     return dtype_bytes(lookup(config, f"{engine}.mixed_precision.param_dtype", "bf16"), 2)
 
 
-# SGLang's defaults by device: (GiB of memory that the device must be below, tokens of a prefill chunk, sequences of the
-# largest CUDA graph with up to 3 tensor-parallel ranks, the same with more ranks).
+# SGLang's defaults by the device's memory. Each row is for devices with less memory than its first number, in GiB. The
+# other numbers are: tokens of a prefill chunk; sequences of the largest CUDA graph with up to 3 tensor-parallel ranks;
+# sequences of the largest CUDA graph with more ranks.
 PREFILL_AND_GRAPHS = ((35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
-# A sleeping vLLM engine keeps memory on each device (context, graphs, NCCL), and more if it has several devices: users
-# have reported 0.8 GiB with one device and 2.4 GiB with tensor parallelism (NVIDIA-NeMo/RL#223).
+# Memory that a sleeping vLLM engine keeps on each device (context, graphs, NCCL), by whether the engine has several
+# devices. Users have reported 0.8 GiB with one device and 2.4 GiB with tensor parallelism (NVIDIA-NeMo/RL#223).
 ASLEEP = {False: GIB, True: 5 * GIB // 2}
 
 
@@ -207,22 +210,26 @@ class Engine:
     token_bytes: int
 
     def cache_tokens(self, device: int) -> int:
-        """Return how many tokens fit into the KV cache of a device with ``device`` bytes, ignoring activations.
+        """Return how many tokens fit into the KV cache of a device with ``device`` bytes, not counting activations.
 
-        If the longest request needs more, vLLM does not start (vllm/v1/core/kv_cache_utils.py), and SGLang cuts off the
-        answer.
+        If the longest request has more tokens, vLLM does not start (vllm/v1/core/kv_cache_utils.py), and SGLang cuts
+        off the answer.
         """
         return max(0, int(self.share * device) - self.weights) // self.token_bytes
 
 
 def rollout_engine(config: Mapping[str, Any], shape: ModelShape, hybrid: bool = False) -> Engine:
-    """Return the memory of one accelerator of a rollout replica; a hybrid one runs on the trainer's accelerators."""
+    """Return the memory of one accelerator of a rollout replica.
+
+    ``hybrid`` is whether the replica runs on the trainer's accelerators while other replicas have their own.
+    """
     tensor = int(lookup(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)
     ranks, item = replica_size(config), dtype_bytes(lookup(config, f"{ROLLOUT}.dtype", "bfloat16"), 2)
-    # With expert parallelism, experts are split over all ranks of a replica, not only over a tensor-parallel group.
+    # With expert parallelism, experts are split over all ranks of a replica; without it, only over a tensor-parallel
+    # group.
     spread = ranks if int(lookup(config, f"{ROLLOUT}.expert_parallel_size") or 1) > 1 else tensor
     dense = shape.parameters - shape.expert_parameters
-    # A tied embedding is stored once, as in the model's files.
+    # Tied embeddings are stored once in an engine, as they are in the model's files.
     weights = item * (dense // tensor + shape.expert_parameters // spread)
     heads = max(1, shape.kv_heads // tensor)
     own = None if hybrid else standalone_share(config)
@@ -233,7 +240,7 @@ def rollout_engine(config: Mapping[str, Any], shape: ModelShape, hybrid: bool = 
 def outside_share(config: Mapping[str, Any], device: int) -> Item | None:
     """Return the memory that an SGLang engine needs beyond its share of a device; None for vLLM, which stays within it.
 
-    device: bytes of the device. SGLang leaves this amount free if it chooses the share itself
+    ``device`` is the device's memory in bytes. SGLang leaves this much memory free if it chooses the share itself
     (sglang/srt/server_args.py:1401-1560).
     """
     if lookup(config, f"{ROLLOUT}.name") != "sglang":
@@ -247,7 +254,7 @@ def outside_share(config: Mapping[str, Any], device: int) -> Item | None:
 
 
 def standalone_share(config: Mapping[str, Any]) -> float | None:
-    """Return `standalone_gpu_memory_utilization` if it is set and replicas have their own accelerators, else None."""
+    """Return `standalone_gpu_memory_utilization`; None if it is not set or no replica has accelerators of its own."""
     share = lookup(config, f"{ROLLOUT}.standalone_gpu_memory_utilization")
     separate = placement(config) != SHARED
     return float(share) if separate and isinstance(share, int | float) else None
@@ -271,8 +278,8 @@ def bucket_bytes(config: Mapping[str, Any]) -> int:
 def device_buckets(config: Mapping[str, Any], hands_over: bool) -> Item | None:
     """Return the memory of a weight sync's buckets on each device; None if the buckets are in host memory.
 
-    A device has two buckets, as in verl's checkpoint engines, and with ``hands_over`` a third one, through which its
-    process hands the weights over to another process.
+    A device has two buckets, as in verl's checkpoint engines. With ``hands_over`` it has a third one, through which the
+    device's process passes the weights on to another process.
     """
     if lookup(config, f"{ROLLOUT}.checkpoint_engine.backend") == "recipe_gloo":
         return None
@@ -280,8 +287,9 @@ def device_buckets(config: Mapping[str, Any], hands_over: bool) -> Item | None:
 
 
 def room(config: Mapping[str, Any], positions: int | None) -> int:
-    """Return the number of tokens of the longest request, which must fit into the KV cache.
+    """Return the number of tokens of the longest possible request, which must fit into the KV cache.
 
-    ``positions`` is the model's number of positions, verl's default for `max_model_len` (vllm_async_server.py:1104).
+    ``positions`` is the model's number of token positions, verl's default for `max_model_len`
+    (vllm_async_server.py:1104).
     """
     return int(lookup(config, f"{ROLLOUT}.max_model_len") or 0) or positions or longest(config)

@@ -3,11 +3,11 @@
 
 Contract: `parts_of` returns a `Part` for each set of accelerators with the same role (trainer ranks, rollout replicas,
 log-prob servers). A part has the contents of one accelerator's memory in each phase of the run (`Moment`) in which
-memory use may peak. A run is refused if a part's amounts that are certain (`Item.certain`) exceed a device's memory, or
-if the part's total exceeds this memory by more than the share `ERROR`. A total above the share `NEAR` of the memory
-causes a warning. `recipe.mains` passes this module to the configuration's check, which calls `problems` and `warnings`.
-Shown by tests/plan/test_memory.py and test_memory_parts.py; docs/memory.md compares the estimates with published and
-measured figures.
+memory use may peak. A run is refused in two cases: if a part's amounts that are certain (`Item.certain`) exceed a
+device's memory, or if the part's total exceeds this memory by more than the share `ERROR`. A total above the share
+`NEAR` of the memory causes a warning. `recipe.mains` passes this module to the configuration's check, which calls
+`problems` and `warnings`. Shown by tests/plan/test_memory.py and test_memory_parts.py; docs/memory.md compares the
+estimates with published and measured figures.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from recipe.plan.memory.parallel import parallel_sizes
 from recipe.plan.memory.shape import ModelShape, model_of
 from recipe.plan.memory.training import CONTEXT, Rank
 
-# ERROR is the relative error of an estimate (docs/memory.md). NEAR is the share of a device above which a part is
-# reported in a warning.
+# ERROR is the relative error of an estimate (docs/memory.md). A part whose memory is above the share NEAR of a device
+# is reported in a warning.
 ERROR = 0.15
 NEAR = 0.92
 POLICY, REFERENCE = "actor", "reference policy"
@@ -56,7 +56,7 @@ POLICY, REFERENCE = "actor", "reference policy"
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The shapes of the policy and of the critic (None if not known), and the policy's number of token positions."""
+    """Shape of the policy, shape of the critic (None if not known), and number of the policy's token positions."""
 
     policy: ModelShape
     critic: ModelShape | None = None
@@ -65,7 +65,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A part that nearly fills or exceeds a device's memory in the phase ``moment``, and whether the run is refused."""
+    """A part that exceeds or nearly fills a device's memory in a phase (``moment``), and whether the run is refused."""
 
     part: Part
     moment: Moment
@@ -73,7 +73,7 @@ class Verdict:
 
 
 def parts_of(context: RuleContext, models: Models, device: int | None) -> list[Part]:
-    """Return the memory of each part of a run; ``device``: bytes of memory of an accelerator, or None if not known."""
+    """Return the memory of each part of a run; ``device`` is an accelerator's memory in bytes, None if not known."""
     run = _Run(context, models, device)
     placement = context.settings.async_training.placement
     if placement == SHARED:
@@ -107,7 +107,7 @@ class _Run:
         return self.context.settings
 
     def trainer(self) -> Part:
-        """Return the memory of the trainer's ranks if rollout engines use other accelerators."""
+        """Return the memory of the trainer's ranks, for a run whose rollout engines use other accelerators."""
         buckets = listed(device_buckets(self.config, hands_over=False))
         moments = tuple(Moment(moment.name, (*moment.items, *buckets)) for moment in self._training())
         devices, settings = trainer_ranks(self.config), self._less_training()
@@ -115,7 +115,7 @@ class _Run:
         return Part("trainer rank", devices, moments, settings, host, self._snapshot())
 
     def _training(self) -> Iterator[Moment]:
-        """Yield the memory of a trainer rank in each phase, in which one model computes and the others are idle."""
+        """Yield a trainer rank's memory in each phase. In each of them, one model computes and the others are idle."""
         for name, rank in self._ranks().items():
             rest = self._beside(name)
             if name != REFERENCE:
@@ -132,7 +132,7 @@ class _Run:
         return ranks
 
     def _beside(self, working: str) -> tuple[Item, ...]:
-        """Return the device memory that the idle models of a trainer rank keep while the model ``working`` computes."""
+        """Return the device memory that a trainer rank's other models keep while the model ``working`` computes."""
         others = ((name, rank) for name, rank in self._ranks().items() if name != working)
         return tuple(_of(name, item) for name, rank in others for item in rank.at_rest)
 
@@ -141,7 +141,7 @@ class _Run:
         return (*policy[1].host, *(_of(name, item) for name, rank in others for item in rank.host))
 
     def _kept(self) -> tuple[Item, ...]:
-        """Return the copies of weights that a rank keeps in host memory if a version has several training steps."""
+        """Return the copies of weights that a rank keeps in host memory, if a version has several training steps."""
         saves = (self.context.get("trainer.save_freq") or -1) > 0
         scores = self.context.trainer_scores or self.settings.async_training.placement == ELASTIC
         if self.settings.async_training.trigger_parameter_sync_step == 1 or not (saves or scores):
@@ -153,7 +153,7 @@ class _Run:
         )
 
     def _less_training(self) -> tuple[str, ...]:
-        """Return the settings whose change saves memory in training, most effective first."""
+        """Return the settings by which training can be made to need less memory, most effective first."""
         dynamic = self.context.get(f"{ACTOR}.use_dynamic_bsz")
         tokens = f"{ACTOR}.ppo_max_token_len_per_gpu" if dynamic else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
         if is_megatron(self.config, ACTOR):
@@ -163,7 +163,7 @@ class _Run:
         return tokens, layers, f"{MODEL}.use_fused_kernels", "trainer.n_gpus_per_node", BUCKET
 
     def _snapshot(self) -> tuple[Item, ...]:
-        """Return the entry for the copy in host memory from which weights are sent while training continues.
+        """Return the copy of the weights in host memory from which a weight sync sends while training continues.
 
         If training waits for the weight sync, there is no such copy, and the result is empty.
         """
@@ -174,7 +174,7 @@ class _Run:
         return (Item("copy of the weights that is sent, at rank 0", copy),)
 
     def rollout(self) -> Part:
-        """Return the memory of rollout replicas, which may have two versions of the weights during a weight sync."""
+        """Return the memory of rollout replicas. During a weight sync they may have two versions of the weights."""
         engine, weights = rollout_engine(self.config, self.models.policy), self.settings.weights
         staged = Item("next weights", engine.weights)
         on_device = weights.staging == "device"
@@ -191,7 +191,7 @@ class _Run:
         return Part("rollout replica", devices, (moment,), settings, host, notes=self._cache())
 
     def _engine(self, hybrid: bool = False) -> tuple[Item, ...]:
-        """Return a rollout engine's memory; if the memory of a device is not known, return only that of its weights."""
+        """Return a rollout engine's memory. If the memory of a device is not known, return only that of the weights."""
         engine = rollout_engine(self.config, self.models.policy, hybrid)
         if self.device is None:
             return (Item("rollout engine: weights", engine.weights),)
@@ -225,13 +225,13 @@ class _Run:
         return Part("log-prob server", servers.accelerators, (Moment("log-probs", items),), settings, host)
 
     def in_turns(self) -> Part:
-        """Return the memory of the trainer's accelerators if they also generate, in turns or while they are lent."""
+        """Return the memory of the trainer's accelerators if they also generate (in turns, or while they are lent)."""
         actor = actor_rank(self.config, self.models.policy)
         engine = rollout_engine(self.config, self.models.policy, hybrid=True)
         elastic = self.settings.async_training.placement == ELASTIC
         sleeps = self.context.get(f"{ROLLOUT}.free_cache_engine", True)
         beside = (asleep(self.config),) if sleeps else self._engine(hybrid=True)
-        # Versions are also sent to standalone replicas, through buckets on the trainer's devices.
+        # Weights are also sent to standalone replicas, through buckets on the trainer's devices.
         beside += listed(device_buckets(self.config, hands_over=False)) if elastic else ()
         turns = [Moment(moment.name, (*moment.items, *beside)) for moment in self._training()]
         bucket = Item("weight-sync bucket", bucket_bytes(self.config))
@@ -260,7 +260,7 @@ def _of(name: str, item: Item) -> Item:
 
 
 def told(verdict: Verdict, device: int) -> str:
-    """Return a text with the amounts of memory of a part on a device of ``device`` bytes."""
+    """Return a text with the amounts of memory that a part needs on a device of ``device`` bytes."""
     items = sorted(verdict.moment.items, key=lambda item: -item.bytes)
     amounts = ", ".join(f"{item.name} {gib(item.bytes)}" for item in items)
     return f"{verdict.part.name}, {verdict.moment.name}: {gib(verdict.moment.total)} of {gib(device)} ({amounts})"
@@ -271,7 +271,7 @@ MODELS_OWN = f"{ROLLOUT}.max_model_len, which defaults to the model's number of 
 
 
 def parts(context: RuleContext) -> list[Part]:
-    """Return the memory of each part of the run; [] on a CPU, or if the policy or a training engine is not known."""
+    """Return the memory of each part of the run; [] on a CPU, or if the policy or a training engine is unknown."""
     policy = model_of(context, POLICY_PATH)
     strategies = {context.get(f"{section}.strategy") for section in context.trained}
     if policy is None or context.on_cpu or not strategies <= {"fsdp", "fsdp2", "megatron"}:
@@ -289,7 +289,7 @@ def device_bytes(context: RuleContext) -> int | None:
 
 
 def problems(context: RuleContext) -> Iterator[Problem]:
-    """Yield a problem for each part of the run that does not fit into memory, and for each invalid parallel size."""
+    """Yield a problem for each part of the run that does not fit into memory, and for each wrong parallel size."""
     yield from parallel_sizes(context)
     for verdict in _verdicts(context):
         if verdict.refused:
@@ -303,7 +303,10 @@ def problems(context: RuleContext) -> Iterator[Problem]:
 
 
 def _cache(context: RuleContext) -> Iterator[Problem]:
-    """Check that the longest request fits into the KV cache; otherwise an engine fails, or cuts off the answer."""
+    """Yield a problem if the longest request does not fit into the KV cache.
+
+    An engine would not start, or would cut off answers.
+    """
     shape, device = model_of(context, POLICY_PATH), device_bytes(context)
     windowed = context.policy.get("sliding_window") and context.policy.get("use_sliding_window", True)
     other_size = context.get(f"{ROLLOUT}.engine_kwargs.{context.get(f'{ROLLOUT}.name')}.kv_cache_dtype")

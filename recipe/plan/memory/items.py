@@ -11,7 +11,7 @@ MIB = 1 << 20
 class Item:
     """A named amount of memory, such as weights or activations.
 
-    If `certain`, the amount follows from tensor sizes, to within a few per cent; otherwise it is a rough estimate.
+    A `certain` amount follows from tensor sizes, to within a few per cent; any other amount is a rough estimate.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The contents of a device's memory in one phase of the run; `name` names the phase, such as "update"."""
+    """The contents of a device's memory in one phase of the run. `name` is the name of the phase, such as "update"."""
 
     name: str
     items: tuple[Item, ...]
@@ -37,13 +37,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a run: devices with the same role, such as trainer ranks.
+    """A part of a run: all devices with the same role, such as trainer ranks.
 
     Attributes:
         moments: memory of each device in each phase.
-        settings: the settings whose change saves memory, most effective first.
+        settings: the settings by which the part can be made to need less memory, most effective first.
         host: host memory for each device.
-        host_once: host memory that is needed once for the whole part.
+        host_once: host memory that is needed only once for the whole part.
         notes: further remarks for the plan, such as the size of the KV cache.
     """
 

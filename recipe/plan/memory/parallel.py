@@ -69,7 +69,7 @@ def _ulysses(context: RuleContext, section: str, shape: ModelShape) -> Iterator[
 def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
     """Check Megatron's sizes (megatron/core/transformer/transformer_config.py:920, core/tensor_parallel/layers.py)."""
     of_experts = f"{section}.expert_tensor_parallel_size"
-    # If no tensor-parallel size is set for experts, Megatron splits them like the other layers.
+    # If no tensor-parallel size is set for experts, Megatron splits experts by the size of the other layers.
     inherited = {} if context.count(of_experts) else _experts(shape)
     # mbridge does not pad the vocabulary, so the tensor-parallel size must divide it. Megatron-Bridge is not checked.
     vocabulary = {"entries of the vocabulary": shape.vocab} if context.get(f"{section}.vanilla_mbridge") else {}
@@ -99,7 +99,7 @@ def _no_experts(context: RuleContext, setting: str, allowed: str = "1") -> Probl
 
 
 def _experts(shape: ModelShape) -> dict[str, int]:
-    """Return {name: size} of the dimension of experts that tensor parallelism splits; {} for a dense model."""
+    """Return {name: size} of the dimension of experts that tensor parallelism splits; {} without experts."""
     return {"columns of an expert": shape.expert_mlp} if shape.experts else {}
 
 
@@ -107,8 +107,8 @@ def _stages(context: RuleContext, section: str, layers: int) -> Iterator[Problem
     """Check that layers divide among pipeline stages (megatron/core/transformer/transformer_config.py:1350-1480).
 
     All stages must have equally many layers, with one of two exceptions: the first and last stage may have their own
-    numbers of layers, or embedding and loss may count as one layer each. A layout that lists the layers of each stage
-    is not checked here, but by Megatron.
+    numbers of layers, or embedding and loss may count as one layer each. If a setting lists the layers of each stage,
+    only Megatron checks that list.
     """
     layout = f"{section}.override_transformer_config"
     if context.get(f"{layout}.pipeline_model_parallel_layout"):
@@ -142,7 +142,7 @@ def _tensor(context: RuleContext, setting: str, shape: ModelShape, more: Mapping
 
 
 def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check that a parallel size divides the attention heads, and that it divides the KV heads or is their multiple."""
+    """Check that a parallel size divides the attention heads, and divides the KV heads or is a multiple of them."""
     size = context.count(setting) or 1
     if shape.heads % size:
         yield from _divides(context, setting, {"attention heads": shape.heads})
@@ -152,7 +152,7 @@ def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterato
 
 
 def _divides(context: RuleContext, setting: str, wholes: Mapping[str, int]) -> Iterator[Problem]:
-    """Yield a problem for the first of the dimensions ``wholes`` that the parallel size ``setting`` does not divide."""
+    """Yield a problem for the first dimension in ``wholes`` that is not divisible by the parallel size ``setting``."""
     size = context.count(setting) or 1
     what = next((what for what, whole in wholes.items() if whole % size), None)
     if what is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from recipe.async_engine.config.rules.context import RuleContext
 
-# The values say whether a family has biases on q, k and v, and whether it has norms on each head's q and k.
+# For each model family: whether it has biases on q, k and v, and whether it has norms on each head's q and k.
 FAMILIES: Mapping[str, tuple[bool, bool]] = {
     "llama": (False, False),
     "mistral": (False, False),
@@ -24,7 +24,7 @@ FAMILIES: Mapping[str, tuple[bool, bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The dimensions of a model, from its config.json; those of experts are 0 in a dense model."""
+    """The dimensions of a model, from its config.json. In a model without experts, the dimensions of experts are 0."""
 
     hidden: int
     layers: int
@@ -145,11 +145,11 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 768,
     },
 }
-"""Dimensions from the config.json of the models that the documentation uses, for plans without that file."""
+"""Dimensions of the models that the documentation uses, from their config.json, so that plans do not need the file."""
 
 
 def known_model(name: str) -> Mapping[str, Any] | None:
-    """Return the entries of a model's config.json that determine its size; None if the name is not in `_SIZES`."""
+    """Return the entries of a model's config.json that determine its size; None if the model is not in `_SIZES`."""
     return _SIZES.get(name.removesuffix("-Instruct").removesuffix("-Base"))
 
 

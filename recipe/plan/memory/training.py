@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from recipe.plan.memory.items import GIB, Item, listed
 from recipe.plan.memory.shape import ModelShape
 
-# Each process takes this memory for CUDA's context, NCCL's buffers and libraries.
+# Memory that each process needs for CUDA's context, NCCL's buffers and libraries.
 CONTEXT = Item("context, NCCL, libraries", GIB, certain=False)
 FP32 = 4
 
@@ -24,7 +24,7 @@ class Work:
 
     Attributes:
         tokens: number of tokens of the micro-batch on this rank.
-        logit_bytes: bytes of all copies of one logit; 0 with fused kernels or a value model.
+        logit_bytes: bytes of all copies of one logit together; 0 with fused kernels or a value model.
         recomputes: whether gradient checkpointing is used, which keeps only the inputs of layers.
     """
 
@@ -40,8 +40,8 @@ class Rank:
     Attributes:
         weights, gradients, optimizer: bytes of the rank's weights, gradients and optimizer state during an update.
         update: further memory at the peak of an update.
-        forward: further memory at the peak of a forward pass without backward.
-        weights_rest, optimizer_rest: whether weights, or optimizer state, are on the host while the rank is idle.
+        forward: further memory at the peak of a forward pass without a backward pass.
+        weights_rest, optimizer_rest: whether weights, or optimizer state, are in host memory while the rank is idle.
         keeps_gradients: whether the gradient buffer stays on the device while the rank is idle.
         on_host: whether weights, gradients and optimizer state are always in host memory.
     """
@@ -64,7 +64,7 @@ class Rank:
 
     @property
     def scoring(self) -> tuple[Item, ...]:
-        """Return the device memory during a forward pass without backward."""
+        """Return the device memory during a forward pass without a backward pass."""
         weights = () if self.on_host or not self.weights_rest else (Item("weights", self.weights),)
         return (*weights, *self.at_rest, *self.forward)
 
@@ -91,7 +91,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class FSDP:
-    """How FSDP2 stores a model; the last three fields are those of `Rank`.
+    """How FSDP2 stores a model. The last three fields have the same meaning as in `Rank`.
 
     Attributes:
         shards: number of ranks that share one copy of the model (`fsdp_size`, or all ranks).
@@ -117,12 +117,16 @@ class FSDP:
 
 
 def fsdp_rank(shape: ModelShape, layout: FSDP, update: Work | None, forward: Work | None, head: bool = True) -> Rank:
-    """Return the memory of an FSDP2 rank; ``head``: whether the model has a language-model head (a critic has none)."""
+    """Return the memory of an FSDP2 rank.
+
+    ``head`` is whether the model has a language-model head; a critic has none.
+    """
     parameters = shape.parameters if head else shape.without_head
     trained = 0 if not layout.trains else parameters if layout.trained is None else layout.trained
     outside = parameters - shape.layer_parameters - shape.expert_parameters
     share, trained_share = -(-parameters // layout.shards), -(-trained // layout.shards)
-    # On each rank, FSDP2 holds the gathered weights of the current and the next layer and of everything outside layers.
+    # FSDP2 holds gathered weights on each rank: those of the current and the next layer, and all weights outside
+    # layers.
     gathered = (outside + 2 * shape.largest_layer if layout.reshards else parameters) * layout.compute_bytes
     return Rank(
         weights=share * layout.model_bytes,
@@ -141,9 +145,9 @@ def _fsdp_update(
 ) -> tuple[Item, ...]:
     """Return the memory that an update needs at its peak in addition to weights, gradients and optimizer state.
 
-    The peak is either at the model's output, with all logits and the gradients of the output head, or in the backward
-    pass of the largest layer, with the gradients of the output head and of the layer (which are reduced over the ranks
-    in fp32) and the layer's recomputed activations.
+    The peak is in one of two places. At the model's output, there are all logits and the gradients of the output head.
+    In the backward pass of the largest layer, there are the gradients of the output head and of the layer (which are
+    reduced over the ranks in fp32), and the layer's recomputed activations.
     """
     inputs = work.tokens * shape.hidden * 2 * shape.layers
     layer = work.tokens * layer_activations(shape)
@@ -173,11 +177,11 @@ def _fsdp_forward(shape: ModelShape, work: Work, gathered: int) -> tuple[Item, .
 
 
 def layer_activations(shape: ModelShape) -> int:
-    """Return the bytes per token that a transformers layer keeps for its backward pass, with flash attention in bf16.
+    """Return the bytes per token that a transformers layer keeps for its backward pass, in bf16 with flash attention.
 
-    Norms compute in fp32 and keep their input, its fp32 copy, the normed and the scaled values. Attention keeps q, k, v
-    and its output; norms of q and k add copies of these. The MLP keeps the gate projection before and after its
-    activation, the up projection, and the product.
+    Norms compute in fp32 and keep their input, its fp32 copy, the normalized and the scaled values. Attention keeps q,
+    k, v and its output; norms of q and k add copies of these two. The MLP keeps the gate projection before and after
+    its activation, the up projection, and the product.
     """
     width = shape.q_width + shape.kv_width
     norms = 2 * 12 * shape.hidden + (8 * width if shape.head_norms else 0)
@@ -189,14 +193,17 @@ def layer_activations(shape: ModelShape) -> int:
 
 
 def _layer_peak(shape: ModelShape) -> int:
-    """Return the peak bytes per token that one layer needs in a forward pass without backward."""
+    """Return the bytes per token that one layer needs at its peak in a forward pass without a backward pass."""
     mlp = shape.experts_per_token * shape.expert_mlp if shape.expert_layers else shape.mlp
     return 8 * shape.hidden + max(6 * mlp, 4 * (shape.q_width + shape.kv_width))
 
 
 @dataclass(frozen=True, slots=True)
 class Megatron:
-    """How Megatron stores a model: parallel sizes as in verl's `megatron` section, and offloading as in `Rank`.
+    """How Megatron stores a model.
+
+    The parallel sizes are those of verl's `megatron` section; `weights_rest` and `optimizer_rest` mean the same as in
+    `Rank`.
 
     Attributes:
         ranks: number of all ranks of the engine.
@@ -243,7 +250,7 @@ def _stage(shape: ModelShape, layout: Megatron, update: Work | None, forward: Wo
     if layout.trained is not None:
         trained = layout.trained // (layout.tensor * layout.pipeline), 0
     sharers = (layout.copies, layout.expert_copies) if layout.distributed else (1, 1)
-    # The first stage has as many micro-batches in flight as there are stages; the last stage has one.
+    # The first stage has as many micro-batches in flight as there are stages, and the last stage has only one.
     under_way = layout.pipeline if first else 1
     has_logits = only or not first
     return Rank(
@@ -288,9 +295,9 @@ def _megatron_work(
 def _megatron_layer(shape: ModelShape) -> int:
     """Return the bytes per token that a layer of Megatron keeps for its backward pass, without tensor parallelism.
 
-    With flash attention and fused norms, a layer keeps the inputs and outputs of both norms, q, k and v before and
-    after rotary embedding, the output of attention and, in the MLP, both halves of its first layer and their product.
-    With experts, it also keeps the input and the output of each expert to which a token is routed.
+    With flash attention and fused norms, these are: the inputs and outputs of both norms; q, k and v before and after
+    rotary embedding; the output of attention; and, in the MLP, both halves of its first layer's output and their
+    product. With experts, the input and the output of each expert to which a token is routed are added.
     """
     common = 8 * shape.hidden + 6 * (shape.q_width + shape.kv_width)
     if shape.expert_layers:
