@@ -61,7 +61,7 @@ def show(config: DictConfig, trainer: str) -> int:
 
 
 def _mode(config: DictConfig) -> str:
-    """Return the mode that a configuration of one of this package's main programs is for."""
+    """Return the mode that ``config`` chooses by its placement and its admission policy."""
     if placement(config) == SHARED:
         return "partial_rollout"
     return "one_step_off" if config.async_training.get("admission_policy") == "whole_batches" else "fully_async"

@@ -130,7 +130,8 @@ def _batches(found: Findings) -> Iterator[str]:
     yield _row("versions of an answer", bound, "may pass while it is generated; training waits for a slower one")
     at_once = replicas * places_per_replica(config, training)
     if bound and not training.whole_batches:
-        # While `bound` versions are trained, each sequence slot generates this many answers, one after the other.
+        # `times` is the number of answers that each sequence slot generates, one after the other, while `bound`
+        # versions are trained.
         times, longest = bound * version * answers / at_once, context.get("data.max_response_length")
         mean = f"{longest} tokens where the mean is {math.ceil(int(longest or 0) / times)}"
         yield _row("longest answer in these versions", f"{times:.1f}", f"times the mean, with all slots in use: {mean}")

@@ -131,8 +131,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     places = run.settings["engine_places"] / replicas
     if min(run.settings["engine_places"], run.settings["max_concurrent_trajectories"]) < replicas:
         raise CannotPlan(
-            f"the event record in {folder} cannot be used, because its settings have fewer sequence slots or "
-            f"trajectories than the {replicas} engines: each engine needs at least one of both"
+            f"the event record in {folder} cannot be used, because its settings give each of the {replicas} engines "
+            "less than one sequence slot or less than one trajectory"
         )
     used = _place_seconds(run.pieces, places)
     ends = [(tokens, end) for group in answers.values() for tokens, _, end in group]
@@ -183,12 +183,12 @@ def fitted(folder: Path) -> tuple[Times, Run]:
 
 
 def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float, replicas: int) -> float:
-    """Return the seconds that the agent loops take for an answer, from the time for which they left engine slots idle.
+    """Return the seconds that the agent loops take for each answer, computed from the idle time of engine slots.
 
-    If more answers run than there are sequence slots, the agent loops leave slots idle only while empty engines fill:
-    at the beginning, and after each weight swap that removed requests. Answers then arrive one after the other, so the
-    n-th slot is idle n times as long as the first. The result is at most the time in which any answers were in
-    progress, divided by the number of answers.
+    If more trajectories may run than there are sequence slots, slots are idle because of agent loops only while empty
+    engines fill: at the beginning, and after each weight swap that removed requests. The agent loops then send one
+    request after the other, so the n-th slot to be filled is idle n times as long as the first. The result is limited
+    to the time in which answers were in progress, divided by the number of answers.
     """
     most = sum(used[what] for what in _UNDER_WAY) / (places * replicas * answers)
     if run.settings["max_concurrent_trajectories"] <= places * replicas:
@@ -275,8 +275,8 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
     """Return a function that gives the seconds of a trainer phase, from a batch's answer lengths and the ranks.
 
     The function is the sum of two terms: a time per token of prompts and answers, inversely proportional to the ranks,
-    and a time per answer, which does not depend on the ranks. If the length of prompts is not known, all time that does
-    not depend on the answers' tokens counts as time of prompt tokens.
+    and a time per answer, which does not depend on the ranks. If the length of prompts is not known, the second term is
+    0: all time that does not grow with the answers' tokens is then taken for the time of prompt tokens.
 
     Args:
         what: name of the phase.
@@ -288,7 +288,7 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
     prompts = answers * prompt
     line = _line(run, what)
     if line is None:
-        # Without a fit, assume that a prompt token takes as long as an answer token; all batches have a similar size.
+        # Without a fit, assume that a prompt token takes as long as an answer token.
         per_token = sum(_phases(run, what)) / (pc.sum(groups["tokens"]).as_py() + steps * prompts)
         base = per_token * prompts
     else:
@@ -310,7 +310,7 @@ def _prompt(run: Run) -> float:
 def _line(run: Run, what: str) -> tuple[float, float] | None:
     """Return the seconds of a trainer phase per batch and per answer token, from a line fitted to the steps of the run.
 
-    Return None if the steps are too few or too similar for a fit.
+    Return None if the steps are too few or too similar, or if no line with a constant of at least 0 fits them well.
     """
     tokens: defaultdict[float, int] = defaultdict(int)
     for row in run.tokens.to_pylist():

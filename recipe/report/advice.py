@@ -38,8 +38,8 @@ CHARGED_TO_TRAINER = frozenset(
         Class.DOWN,
     }
 )
-"""Classes of the trainer's time that count as the cause if engines wait meanwhile, at the staleness gate or for a
-batch's last answers."""
+"""If the trainer is in one of these classes while engines wait at the staleness gate or for a batch's last answers, the
+engines' wait is charged to that class."""
 
 WITHOUT_WORK = (
     Class.WAIT_GATE,
@@ -129,8 +129,8 @@ def charged(facts: Facts) -> dict[Class, float]:
             if what in CHARGED_TO_TRAINER if waited != Class.WAIT_BATCH else KINDS[what] is not Kind.USEFUL:
                 seconds[waited] -= value
                 seconds[what] += value
-    # If trainer and engines wait in turn because of the staleness gate, charge the shorter of the two waits to the
-    # gate.
+    # If engines waited at the staleness gate while the trainer trained, the gate also caused the trainer's waits for
+    # batches, up to the length of the engines' wait: charge these to the gate.
     training = facts.meanwhile.get(Class.WAIT_GATE, {}).get(Class.TRAINING, 0.0)
     if training:
         held = min(seconds[Class.WAIT_GATE], seconds[Class.WAIT_BATCH])
@@ -200,7 +200,7 @@ def _wider_gate(settings: Mapping[str, Any]) -> str:
 def _more_for(side: str, other: str, other_has: int) -> str:
     """Return the advice to give ``side`` more accelerators.
 
-    If ``other`` has several (``other_has`` is their number), they are to be taken from it.
+    If ``other`` has more than one rank or replica (``other_has`` is the number), the accelerators are taken from it.
     """
     if other_has > 1:
         return f"give the {side} accelerators of the {other} ({side}.n_gpus_per_node up, {other}.n_gpus_per_node down)"

@@ -21,7 +21,7 @@ OLDER = {
     "reward_model.reward_kwargs": "reward.reward_kwargs",
 }
 """The present name of each old reward setting of verl."""
-# verl renames these settings only if `reward_loop_source` is set, and then even if their values are null.
+# verl renames these settings only if `reward_loop_source` is set; in that case it renames them even if they are null.
 OF_LOOPS = {
     "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
     "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
@@ -93,7 +93,8 @@ LENDS = "use_dynamic_resource_scheduling"
 def placement(config: Mapping[str, Any]) -> Any:
     """Return the placement of a configuration: `async_training.placement`, unless other settings change it.
 
-    `rollout.nnodes=0` changes `separate` and `elastic` to `shared`. Otherwise, `LENDS` changes `separate` to `elastic`.
+    `rollout.nnodes=0` changes `separate` and `elastic` to `shared`. Otherwise, if the setting `LENDS` is true,
+    `separate` is changed to `elastic`.
     """
     said, nodes = lookup(config, "async_training.placement"), lookup(config, "rollout.nnodes")
     if said in ("separate", "elastic") and type(nodes) is int and nodes == 0:

@@ -83,7 +83,10 @@ def _added(given: Mapping[str, Any], known: Mapping[str, Any], above: str) -> It
 
 
 def _usual(setting: str, defaults: Mapping[str, Any], context: RuleContext) -> tuple[Any, ...] | None:
-    """Return the default value of a setting as a tuple; None if verl derives it from several other settings."""
+    """Return a setting's default value in a tuple of length 1, or None if the default is not known.
+
+    It is not known if verl computes it from several other settings.
+    """
     section, _, name = setting.rpartition(".")
     if section in SECTIONS and (own := settings_of(SECTIONS[section]).get(name)) is not None:
         return (own.default,)

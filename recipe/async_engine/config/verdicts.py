@@ -53,7 +53,7 @@ UNREAD = "verl 0.9.1 does not read it either; remove it"
 QUEUE = "this package does not use TransferQueue"
 V1 = "trainer.v1"
 PLACEHOLDER = "recipe.mains.trainer.NoAgentLoops"
-"""The class that replaces the agent-loop manager if stock verl's task runner runs a mode of this package."""
+"""Name of the empty class that verl's task runner gets as agent-loop manager when it runs a mode of this package."""
 
 
 class Kind(StrEnum):

@@ -269,7 +269,7 @@ class UnchangedWeights:
         self._learning_rate = next_learning_rate
 
     def seal(self, version: int) -> None:
-        """Record that ``version`` is complete; it consists of the updates since the previous call."""
+        """Record that the updates since the previous call make up ``version``, and that it gets no further updates."""
         if self._is_due:
             self._due.add(version)
         self._is_due = False

@@ -21,8 +21,7 @@ mean absolute deviation).
 USUAL_SHARE = 0.25
 """The allowed difference, as in `SHARES`, for all other dtypes: bfloat16 and narrower ones."""
 LEAST_SPREAD = 0.2
-"""If the spread of log-probs is smaller than this, in nats, the allowed difference is computed from this value instead.
-"""
+"""Least spread of log-probs, in nats, from which the allowed difference is computed; it replaces smaller spreads."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class WorkerSettings:
 
 
 class ModelEngineServerAdapter(BaseRollout):
-    """Gives verl's training worker, which here only runs forward passes, the interface of a rollout for new weights.
+    """A verl training worker that only runs forward passes, and gets new weights like a rollout worker of verl.
 
     ``config`` is verl's rollout configuration, of which only the settings of the checkpoint engine are used.
     """

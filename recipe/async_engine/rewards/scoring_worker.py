@@ -58,8 +58,8 @@ class ScoringWorker(RewardLoopWorker):
         training, reward = self.config.async_training, self.config.reward
         manager = reward.reward_manager
         if manager.source == "register" and manager.name == "remote" and training.reward_processes > 0:
-            # verl's `remote` manager is its `naive` manager, but calls the reward function in actors that are never
-            # restarted. The pool takes the place of these actors.
+            # verl's `remote` manager does the same as its `naive` manager, but in actors that are never restarted. With
+            # the pool such actors are not needed, so use `naive`.
             with open_dict(self.config):
                 manager.name = "naive"
         try:
@@ -70,7 +70,11 @@ class ScoringWorker(RewardLoopWorker):
         self._call_reward()
 
     def _call_reward(self) -> None:
-        """Make the reward manager call the reward function in the pool, or in a wrapper that raises errors as text."""
+        """Make the reward manager call the reward function in the pool.
+
+        If the run has no pool for it, verl's managers call the function by `_checked_call`, and a user's own manager
+        is left unchanged.
+        """
         training, reward, manager = self.config.async_training, self.config.reward, self.reward_manager
         if not hasattr(manager, "is_async_reward_score"):
             return
@@ -179,7 +183,7 @@ def _as_text(error: BaseException, words: str = "") -> BaseException:
 
 
 def _is_cancelled() -> bool:
-    """Return whether the current task was cancelled. A CancelledError without that comes from users' code."""
+    """Return whether the current task was cancelled. If it was not, a CancelledError comes from users' code."""
     with suppress(RuntimeError):  # this thread may have no event loop
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0

@@ -53,8 +53,8 @@ class TrajectoryRecord:
 
     Attributes:
         answers: a pickled list of `KeptAnswer`. It has to come from a trusted source, because unpickling can run code.
-        cut_tokens: number of tokens in the interrupted ones of these answers.
-        under_way_tokens: number of those tokens that belong to requests which were open at the checkpoint.
+        cut_tokens: number of tokens in interrupted answers.
+        under_way_tokens: number of tokens, among these, whose requests were still open at the checkpoint.
     """
 
     answers: bytes
@@ -279,5 +279,5 @@ class AnswerBook:
         return replace(self._account, held=held)
 
     def export(self) -> dict[str, TrajectoryRecord | None]:
-        """Return the answers of each unfinished attempt for a checkpoint, by the attempt's key; None if it has none."""
+        """Return each unfinished attempt's answers (None if there are none) for a checkpoint, by the attempt's key."""
         return {key: recorder.export() for key, recorder in self._under_way.items()}

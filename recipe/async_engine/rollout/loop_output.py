@@ -309,7 +309,8 @@ def check_experts(output: AgentLoopOutput) -> None:
         given = f"the shape {shape}" if shape else shown(routed)
         raise UnusableAnswer(
             f"routed_experts of the agent loop's AgentLoopOutput is {given}, but needs {needed} to {tokens} rows "
-            "(layers, experts per token), one for each token of prompt and response before the last sampled one"
+            "of shape (layers, experts per token): one for each token of prompt and response, of which only those from "
+            "the last sampled token on may be missing"
         )
 
 

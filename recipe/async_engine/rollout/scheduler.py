@@ -142,7 +142,7 @@ class RolloutScheduler:
         Args:
             engine_tokens: a function that returns the sums of all engines' token counts, or None if an engine does not
                 answer.
-            timeout_s: seconds for ending all trajectories. The agent-loop workers have to answer within half of them.
+            timeout_s: seconds for ending all trajectories. The agent-loop workers have to answer in half of this time.
         """
         before = engine_tokens()
         workers = self._ask(self._end_trajectories(timeout_s / 2), timeout_s) if self._thread.is_alive else None
@@ -224,9 +224,9 @@ class RolloutScheduler:
         trajectories' requests. When there are places again, these requests continue before new trajectories begin.
 
         Returns:
-            With 0 places, a future of the sum of the workers' token counts; otherwise None. The future is done when
-                every worker that answers within ``timeout_s`` seconds holds its requests. Answers that were just
-                interrupted may still be in transit, and are counted only later.
+            With 0 places, a future of the token counts, summed over all workers; otherwise None. The future is done
+                when every worker that answers within ``timeout_s`` seconds holds its requests. The counts may lack
+                the tokens of answers that were just interrupted and have not reached their workers yet.
         """
         with self._changed:
             before = self.manager.slots
@@ -244,9 +244,9 @@ class RolloutScheduler:
         return held
 
     def look(self, standalone: int, hybrid: int, is_awake: bool) -> tuple[Places, Demand]:
-        """Return what the lending policy decides by (`recipe.async_engine.core.lending.look`).
+        """Return the input of the lending policy (`recipe.async_engine.core.lending.look`).
 
-        The caller must hold the lock, for example in ``decide`` of `wait_for`.
+        The caller must hold the lock. The function ``decide`` of `wait_for` is called under the lock.
         """
         return look(self.manager, self.places.spent, standalone, hybrid, is_awake, bool(self._prompts.left))
 

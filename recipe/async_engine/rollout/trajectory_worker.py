@@ -273,8 +273,8 @@ class TrajectoryWorker(AgentLoopWorker):
         try:
             await self._until_sampled(running, key)
             if running.sampled.done():
-                # If the reward comes soon, no call of `finish_trajectory` is needed. For a short trajectory that call
-                # would double the cost.
+                # If the reward comes soon, return it with this call. A further call (`finish_trajectory`) would double
+                # the overhead of a short trajectory.
                 await asyncio.wait({running.task}, timeout=REWARD_AT_ONCE_S)
                 if not running.task.done():
                     return None, None

@@ -138,7 +138,7 @@ class StartedProcesses:
         self._needed: dict[psutil.Process, str] = {}
 
     def look(self) -> None:
-        """Record the descendants that exist now; after the end of its parent, a descendant cannot be found any more."""
+        """Record the descendants that exist now, because a descendant cannot be found after its parent has ended."""
         if self._own:
             self._found = {process for process in self._found if _runs(process)}
             self._found.update(set(psutil.Process().children(recursive=True)) - self._others)
@@ -171,7 +171,7 @@ class StartedProcesses:
         return CannotGoOn(", ".join(said)) if said else None
 
     def end_stopped(self) -> None:
-        """Kill needed processes that are suspended, because shutting down Ray would wait for their answers."""
+        """Kill the processes of `NEEDED` that are suspended, because shutting down Ray would wait for their answers."""
         for process in self._needed:
             if _state(process) == STOPPED:
                 process.kill()

@@ -15,8 +15,8 @@ DEEPEST = 14
 def describe(trainer: Any, thread: int) -> str:
     """Return a report on the processes of an `AsyncPPOTrainer`.
 
-    This also works before the launch has finished. ``thread`` is the id of the training loop's thread. Processes that
-    do not answer come first, because they are the most likely cause of a problem.
+    ``thread`` is the id of the training loop's thread. Processes that do not answer come first, because they are the
+    most likely cause of a problem. If the run is still starting, other processes are not asked.
     """
     said = answers(_asked(trainer))
     notes = [f"{what}, {ago:.0f} s ago" for what, ago in trainer.timeline.notes()[:6]]

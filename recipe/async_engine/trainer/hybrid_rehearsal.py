@@ -3,8 +3,8 @@
 
 Contract: the contract of `recipe.async_engine.trainer.rehearsal` holds here too. The engines are interrupted and free
 their memory for the trainer, whose ranks do forward and backward passes and compute log-probs. Then the engines
-allocate their memory again and load the version that the trainer ranks on their accelerators pass to them. If this
-fails, the run ends, because there is no other way to pass weights. Shown by tests/e2e/test_rehearsal.py.
+allocate their memory again and load the weights; each engine gets them from the trainer ranks on its own accelerators.
+If this fails, the run ends, because there is no other way to pass weights. Shown by tests/e2e/test_rehearsal.py.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class LendingStage:
     def metrics(self) -> dict[str, float]:
         """Return metrics of the loans since the run began, and of the last generation turn.
 
-        A switch is one loan. ``wake_seconds`` and ``sleep_seconds`` are averages over the switches.
+        ``switches`` is the number of loans. ``wake_seconds`` and ``sleep_seconds`` are moving averages.
         """
         return {
             "fully_async/lending/switches": self._switches,

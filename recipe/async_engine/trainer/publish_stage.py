@@ -2,7 +2,7 @@
 """Publishes the trainer's weights as the next version.
 
 Contract: first a version is *sealed*: the trainer's weights become this version, and are copied. Then the replicas
-stage the copy and swap it in, the ledger announces the version (so that generation counts as its own), and the replicas
+stage the copy and swap it in, the ledger announces the version (so that new groups start with it), and the replicas
 resume generation. Meanwhile training continues or waits (``async_training.weights.publish``). Only one version is
 transferred at a time, and a version is announced while no replica generates. Shown by tests/e2e/test_fully_async.py,
 test_swaps.py and test_faults.py.

@@ -130,7 +130,7 @@ class StreamChecksum:
             yield name, tensor
 
     def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor, and add it only when the next one is requested, so the consumer gets it without delay."""
+        """Yield each tensor at once, and add it to the checksum when the next one is requested."""
         for name, tensor in weights:
             yield name, tensor
             self.add(name, tensor)
@@ -172,9 +172,9 @@ class StreamChecksum:
 def _number(tensor: Tensor, differences: list[Iterator[tuple[int, int]]], last: list[int]) -> int:
     """Return one tensor's checksum.
 
-    ``differences`` has an iterator for each `Rows`. For each run of rows (`Tensor.runs`) it yields two sums: the sum of
-    the run's rows, and the same sum with each row multiplied by 2 * (index of the row) + 1. ``last`` has the sums of
-    the incomplete last blocks of all tensors.
+    ``differences`` has an iterator for each `Rows`. For each entry of `Tensor.runs` in this `Rows`, it yields the sum
+    of the entry's rows, and their weighted sum, in which each row is multiplied by 2 * (index of the row) + 1.
+    ``last`` has the sums of the incomplete last blocks of all tensors.
     """
     total = place = 0
     for rows, begin, count in tensor.runs:

@@ -32,7 +32,7 @@ def consume(weights: Iterable[Any]) -> None:
 
 
 def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
-    """Return a version of ``call`` for another thread, which first selects this thread's current accelerator there."""
+    """Return a function for another thread: it selects the accelerator that this thread uses now, and runs ``call``."""
     if not torch.accelerator.is_available():
         return call
     device = torch.accelerator.current_device_index()

@@ -32,7 +32,7 @@ class Pair(NamedTuple):
     mine: Any
     theirs: Any
     has_parts: bool
-    """Whether ``mine`` contains other values. `pairs` visits these too if ``mine`` and ``theirs`` are alike."""
+    """Whether ``mine`` contains values, which `pairs` visits too if ``mine`` and ``theirs`` are alike."""
     put_mine: Callable[[Any], None] | None
     """Function that replaces the value at this path in the first model, or None if it cannot be replaced."""
     put_theirs: Callable[[Any], None] | None

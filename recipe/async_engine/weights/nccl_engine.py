@@ -65,7 +65,7 @@ from recipe.async_engine.weights.engine_parts import CycleCollector, consume, de
 from recipe.async_engine.weights.nccl_parts import Bucket, InlineExecutor, within
 
 LOOK_MS = 100
-"""Milliseconds between two checks whether a receiver has left its group, while it waits for a bucket's description."""
+"""While a receiver waits for a bucket's description, it checks at this interval in ms whether it has left its group."""
 
 
 @dataclass
@@ -110,8 +110,8 @@ class Group:
     def end_rendezvous(self) -> None:
         """Kill the detached Ray actor through which the members found each other, because it would outlive the run."""
         rays = collective.get_group_handle(self.name)
-        # Each communicator has such an actor, by the key of its devices. Add the key of the devices in use, because its
-        # actor exists even if the communicator could not be created.
+        # Each communicator has a rendezvous actor, named after the communicator's devices. `_dev_comm_map` lacks a
+        # communicator that could not be created, but its actor may exist, so add the devices in use.
         for key in {*rays._dev_comm_map, ",".join(map(str, rays._used_gpu_indices))}:
             with suppress(ValueError):
                 rays._destroy_store(rays._generate_group_key(key))
@@ -268,7 +268,8 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             ) from error
 
     def _join(self, group: Group, master: MasterMetadata, verls: Callable[[], None]) -> None:
-        # With relays use Ray's stream, so that broadcasts and the collectives of training keep their order.
+        # If other trainer ranks pass weights on (relays), broadcast on Ray's stream, so that broadcasts and the
+        # collectives of training keep their order.
         if self.num_senders > 1:
             verls()
             return
@@ -402,7 +403,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[Group]:
-        """Leave the group if the ``with`` block fails, ends early or is late: then the members are out of step."""
+        """Leave the group if the ``with`` block fails, ends early or takes too long: members are then out of step."""
         group = self._group
         if group is None:
             raise WeightStreamError(f"{what} is impossible without a group: call prepare and init_process_group first")

@@ -91,7 +91,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class FSDP:
-    """How FSDP2 stores a model. The last three fields have the same meaning as in `Rank`.
+    """How FSDP2 stores a model. `weights_rest`, `optimizer_rest` and `on_host` mean the same as in `Rank`.
 
     Attributes:
         shards: number of ranks that share one copy of the model (`fsdp_size`, or all ranks).
