@@ -3,9 +3,9 @@
 
 Contract: with unchanged weights, an interrupted and continued answer has exactly the tokens that the engine would have
 sampled without the interruption. The request that continues an answer has the parameters of the whole answer and, under
-the key `SAMPLED`, the tokens sampled before, which the engine treats as its own output (see
-`engines/vllm/continued_answers.py` and `engines/sglang/processes.py`). A request with parameters that do not allow this
-is refused when the answer begins. docs/partial-rollout.md says why a continued answer obeys each parameter. Shown by
+the key `SAMPLED`, the tokens sampled before, which the engine treats as its own output (the packages in
+`recipe.async_engine.engines` make it do so). A request with parameters that do not allow this is refused when the
+answer begins. docs/partial-rollout.md says why a continued answer obeys each parameter. Shown by
 tests/core/test_cuts.py, which fails if that page lacks a parameter, and with a real engine by
 tests/integration/test_cut_answers.py.
 """
