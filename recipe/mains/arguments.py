@@ -34,11 +34,11 @@ def check_main(config: DictConfig, main: str) -> None:
     ours = main.startswith("recipe.") and any(main == f"recipe.{mode}.main" for mode in MODES)
     if config.get(CHOSEN) and main != MAIN and (ours or main.split(".")[0] == "verl"):
         advice = f"{main} would ignore it: give the flag to {MAIN}{' or leave it out' if ours else ''}."
-        raise refused("+recipe", config[CHOSEN].removeprefix(PREFIX), f"a flag of {MAIN} alone", advice)
+        raise refused("+recipe", config[CHOSEN].removeprefix(PREFIX), f"a flag for {MAIN} only", advice)
 
 
 def settle(config: DictConfig) -> list[str]:
-    """Set the trainer that the flag selects in ``config``; return a message for each setting that this overrides.
+    """Write the flag's trainer into ``config``; return a message for each setting that this overrides.
 
     Raise ConfigError if the configuration already names another trainer of this package. Without a flag, do nothing.
     """
@@ -47,7 +47,7 @@ def settle(config: DictConfig) -> list[str]:
         return []
     asked = str(trainer.v1.trainer_mode)
     if asked != chosen and asked.startswith(PREFIX):
-        raise refused("trainer.v1.trainer_mode", asked, str(chosen), "+recipe has chosen it; leave one of them out.")
+        raise refused("trainer.v1.trainer_mode", asked, str(chosen), "+recipe chose that; leave this setting out.")
     without = [f"trainer.v1.trainer_mode={asked}"] * (asked != chosen) + ["trainer.use_v1=false"] * (not trainer.use_v1)
     with read_write(config), open_dict(config):
         trainer.use_v1, trainer.v1.trainer_mode = True, chosen

@@ -66,7 +66,8 @@ class BeforeRun(Callback):
 def _look(config: DictConfig, may_settle: bool) -> None:
     """Print the plan or, if there is a flag, check the configuration. End the process after a plan or an error.
 
-    ``may_settle`` is whether the trainer that the flag selects may be set in ``config``.
+    ``may_settle`` is whether the trainer that the flag selects may be written into ``config``. If not, a ``config``
+    that names another trainer is an error.
     """
     trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
     plans = bool(config.get("plan_only"))
@@ -81,7 +82,12 @@ def _look(config: DictConfig, may_settle: bool) -> None:
         check_main(config, _main())
         own = config if may_settle else copy.deepcopy(config)
         if (without := settle(own)) and not may_settle:
-            raise refused("trainer", "as configured", "what the flag chose", f"In a multirun {'; '.join(without)}.")
+            raise refused(
+                "trainer",
+                "as configured",
+                "what the flag chose",
+                "In a multirun, the flag cannot override trainer.use_v1 and trainer.v1.trainer_mode: leave them out.",
+            )
         sys.stderr.writelines(f"{said}\n" for said in without)
         own = copy.deepcopy(own)
         with read_write(own), open_dict(own):

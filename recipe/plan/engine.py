@@ -250,7 +250,7 @@ class Engine:
         return ended
 
     def _count(self, steps: int) -> None:
-        """Count ``steps`` of the planned decode steps as done for each running request, and cancel the others."""
+        """Count ``steps`` of the planned decode steps as done for each running request. Drop the rest of the plan."""
         self._steps += steps
         self._context += steps * len(self.running)
         if steps:

@@ -418,8 +418,7 @@ class Simulation:
         waits = self._scoring > 0 and not self.ledger.may_take()
         why = self.manager.why(prompts_left=True, waits_for_rewards=waits)
         if why != self._lane.what:
-            # Free slots have been idle for the old reason until now. So end the engines' spans before the reason
-            # changes.
+            # Free slots were idle for the old reason until now. So record the engines' events before it changes.
             self._ask_engines()
             self._lane.turn_to(why)
 

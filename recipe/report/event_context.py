@@ -29,7 +29,7 @@ from recipe.async_engine.record.events import (
 )
 
 WAIT, VALIDATE = "wait", "validate"
-"""Phases of the trainer during which the time of accelerators shared by trainer and engine counts as the engine's."""
+"""Phases of the trainer in which accelerators that it shares with engines are classed by what the engines do."""
 
 PHASES: Mapping[str, Class] = {
     "update": Class.TRAINING,

@@ -124,7 +124,7 @@ def _lane(file: TraceFile, parent: int, name: str, events: Iterable[Event], cate
 
 
 def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> None:
-    """Write how a device spent its time. The trainer gets a single track, another device one track for each `Class`."""
+    """Write how a device spent its time: on one track for the trainer, on one per `Class` for any other device."""
     tracks: dict[str, int] = {}
     for piece in sorted(_joined(pieces), key=lambda piece: piece.start):
         name = ACCOUNT if device == TRAINER else str(piece.what)
@@ -225,8 +225,8 @@ def _rows(table: pa.Table) -> Iterator[Event]:
 def _batches(run: Run) -> list[Batch]:
     """Return the trainer's batches.
 
-    Token counts with the same time belong to one batch. The groups of this batch are those that were trained between
-    this time and the time of the next batch's token counts.
+    Those events in the run's `tokens` that have the same time belong to one batch. Its groups are those that were
+    trained between this time and the time of the next batch's events.
     """
     counts = sorted(events_of(run.tokens), key=lambda event: event.start)
     moments = [list(rows) for _, rows in groupby(counts, key=lambda event: event.start)]

@@ -247,7 +247,7 @@ def test_of_several_runs_each_is_judged_and_a_mode_that_would_be_off_is_refused(
     assert "task True recipe_one_step_off" in finished.stdout
     assert "task False" not in finished.stdout
     assert finished.returncode == 1
-    assert "In a multirun trainer.use_v1=false has no effect" in finished.stderr
+    assert "In a multirun, the flag cannot override trainer.use_v1" in finished.stderr
 
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -169,7 +169,10 @@ def teachers(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
-    """Return the number of prompts used per epoch. `whole_batches` leaves out an incomplete last batch, like verl."""
+    """Return the number of prompts used per epoch.
+
+    With the admission policy `whole_batches`, an incomplete last batch is left out, as in verl.
+    """
     return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows
 
 

@@ -11,7 +11,7 @@ class RecipeError(Exception):
 
 
 class CannotGoOn(RecipeError):
-    """A component of the run died, does not answer or is late; the message names it, the time limit and the setting."""
+    """A component of the run died, does not answer or is late; the message names the component."""
 
 
 class SettingError(RecipeError, ValueError):

@@ -100,7 +100,7 @@ class GatedServer(HttpServer):
         raise NotImplementedError
 
     async def _drop_computed(self) -> None:
-        """Drop all cached results of the old weights, such as the KV cache, even for requests that a pause keeps."""
+        """Drop all results of the old weights, such as the KV cache, even those of requests that stay in the engine."""
         raise NotImplementedError
 
     async def _call_each_worker(self, method: str, *args: Any) -> list[Any]:
@@ -108,7 +108,7 @@ class GatedServer(HttpServer):
         raise NotImplementedError
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
-        """Merge the token counts of all workers, each by request id, into one mapping by the server's request ids."""
+        """Merge the token counts of all workers, and replace the engine's request ids in them by the server's."""
         return {name: count for of_worker in counts for name, count in of_worker.items()}
 
     async def generate(
@@ -316,7 +316,7 @@ class GatedServer(HttpServer):
         await self._drop_computed()
 
     def _swapped_under(self, sampled: dict[str, int], version: int) -> None:
-        """Record a swap to ``version``. ``sampled`` says how many tokens each request got from the engine before it."""
+        """Record a swap to ``version``. ``sampled`` has the number of tokens that each request got before the swap."""
         self._versions.swap(sampled, version)
         held = {name: count for name, count in sampled.items() if name in self._tasks and count}
         for name, count in held.items():

@@ -133,7 +133,7 @@ def _within(limit_s: float, path: str, reader: str) -> Dataset:
 
 @lru_cache(maxsize=32)
 def _read(path: str, reader: str, found: tuple[Any, ...]) -> Dataset:
-    """Return the table of the files; it stays cached until ``found`` (their names, times and sizes) changes."""
+    """Return the table of the files, cached until ``found`` (their names, modification times and sizes) changes."""
     import datasets
 
     shown = datasets.is_progress_bar_enabled()
@@ -159,7 +159,7 @@ def _cannot_join(tables: list[Dataset]) -> str | None:
 
 
 COUNTED = 2000
-"""Largest number of prompts of a file that are tokenized to find prompts that are too long; the longest are taken."""
+"""Largest number of prompts in a file, the longest in bytes, that are tokenized to find those that are too long."""
 ANSWER = "ground_truth"
 
 

@@ -46,12 +46,12 @@ class TrajectoryCancelled(RecipeError):
 
 
 DEATHS_FOR_NOTHING = 2
-"""After this number of disturbed attempts (`TrajectoryDisturbed`), a trajectory runs alone in a worker. Fewer may have
-been caused by another trajectory in the same worker.
+"""Number of disturbed attempts (`TrajectoryDisturbed`) after which a trajectory runs alone in a worker. Before that,
+another trajectory in the same worker is assumed to be the cause.
 """
 DEATHS_ALONE = 2
-"""A trajectory that runs alone in a worker fails after this number of further disturbed attempts. One is not enough,
-because an earlier trajectory may have damaged the worker.
+"""Number of disturbed attempts alone in a worker after which the trajectory fails. One is not enough, because a
+trajectory that the worker ran before may have damaged the worker.
 """
 
 
@@ -185,8 +185,8 @@ class TrajectoryRun:
         """Return the answers of this trajectory for a checkpoint, or None if it is finished or has no answers.
 
         Args:
-            told: the answers that workers reported for running attempts, by the attempt's key. If this trajectory has
-                no running attempt, or no worker reported it, `record` is returned.
+            told: the answers that workers reported for running attempts, by the attempt's key. If there are none for
+                this trajectory, `record` is returned.
         """
         if self.payload is not None:
             return None
@@ -286,8 +286,8 @@ def group_events(run: GroupRun, group: Group, version: int, reason: str | None =
 def attempt_events(run: GroupRun, n: int, began: float, sampled: float | None) -> Iterator[Event]:
     """Yield the run record's events for an attempt at trajectory ``n``. The attempt began at ``began`` and ends now.
 
-    ``sampled`` is the time of the last token, or None if the attempt failed before it. docs/run-record.md explains the
-    events.
+    ``sampled`` is the time of the attempt's last token, or None if the attempt failed before all tokens were sampled.
+    docs/run-record.md explains the events.
     """
     now, trajectory = time.monotonic(), run.trajectories[n]
     scored = trajectory.scored

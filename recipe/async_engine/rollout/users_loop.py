@@ -97,7 +97,7 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     }
     more = {name: value for name, value in v1.items() if ANY in takes or name in takes}
     if type(agent_loop).__module__.startswith("verl.") and not isinstance(columns.get(PRIORITY), int | np.integer):
-        # verl's own agent loops pass this column to the engine as the request's priority, which has to be an integer.
+        # verl's own agent loops pass this column to the engine as the request's priority, so drop any non-integer.
         columns.pop(PRIORITY, None)
     return await agent_loop.run(sampling_params, **{**more, **columns})
 

@@ -101,7 +101,7 @@ def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None 
     ``mode`` is one of `MODES`, and ``trainer_class`` the fully qualified name of a trainer other than the mode's own.
     """
     if config.get("plan_only"):
-        # Hydra's command line would have shown the plan without calling this function, so it was called by other code.
+        # On a command line, Hydra shows the plan and ends the process before this call. So other code made the call.
         sys.stderr.write("plan_only=true: nothing is started; Hydra's command line shows the plan\n")
         sys.exit(1)
     try:
@@ -316,7 +316,7 @@ class _Run:
             logger.warning("%d processes of the run did not end by themselves and were killed", len(killed))
 
     def _end_by_force(self, why: str) -> None:
-        """End all processes that this process has started, and write the summary; the main thread is stuck."""
+        """End all processes that this process has started, and write the summary, because the main thread is stuck."""
         lost = self._started.lost()
         self._started.look()
         self._started.end(grace_s=0)

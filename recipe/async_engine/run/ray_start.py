@@ -100,7 +100,7 @@ def take_environment(config: DictConfig) -> dict[str, str]:
     taken = {str(name): str(value) for name, value in variables.items() if value is not None}
     loggers = OmegaConf.select(config, "trainer.logger")
     if "rl_insight" in ([loggers] if isinstance(loggers, str) else loggers or ()):
-        # verl's main sets this variable too (verl/trainer/main_ppo.py:52); without it the tracker shows nothing.
+        # verl's main sets this variable too (verl/trainer/main_ppo.py:52); without it `rl_insight` shows nothing.
         taken.setdefault("VERL_RL_INSIGHT_ENABLE", "1")
     return taken
 
@@ -133,7 +133,7 @@ def start_ray(
     """Start Ray, or join a cluster. Ray's workers get the run's platform in ``runtime_env``.
 
     Args:
-        given: environment variables for workers that cannot inherit them.
+        given: environment variables for Ray's workers; empty if the workers inherit them from this process.
         own: whether Ray is started here, so that its processes inherit this process's environment.
     """
     if ray.is_initialized():

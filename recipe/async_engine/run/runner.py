@@ -136,7 +136,7 @@ class TaskRunner:
         from recipe.async_engine.trainer.data_sets import tokenizer_and_processor
 
         conf = OmegaConf.create(migrated(config))
-        # On a CPU the main process does not import verl, so verl's types have not been checked yet.
+        # On a CPU the main process does not import verl, so it has not checked the settings against verl's types.
         check_types(OmegaConf.to_container(conf, resolve=True))
         os.environ.setdefault("TENSORBOARD_DIR", os.path.join(conf.trainer.default_local_dir, "tensorboard"))
         return load_class_from_fqn(trainer_class, "trainer")(conf, *tokenizer_and_processor(conf))

@@ -25,9 +25,7 @@ from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.prompts import sample_of
 
 FILLED = 127
-"""Largest number of prompt tokens in each row with which `in_whole_mini_batches` fills up a batch, as in verl's v1
-trainers.
-"""
+"""Largest number of prompt tokens in a row that `in_whole_mini_batches` adds to a batch, as in verl's v1 trainers."""
 
 
 def assemble(
@@ -235,8 +233,8 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     if oldest.max() > bound:
         late = (version - oldest[oldest > bound]).tolist()
         raise StalenessViolation(
-            f"{len(late)} trajectories have tokens more than async_training.max_staleness={bound} versions old at "
-            f"version {version}: they were sampled by the versions {sorted(set(late))}"
+            f"{len(late)} trajectories cannot be trained at version {version}, because they have tokens from versions "
+            f"{sorted(set(late))}: tokens may be at most async_training.max_staleness={bound} versions old"
         )
     spans = oldest - newest
     return {

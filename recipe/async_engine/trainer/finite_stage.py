@@ -78,7 +78,8 @@ def with_scores(
         The four arguments without the dropped answers (``infos`` in a form of which verl can take means), and the
         number of answers that have no score.
     """
-    # verl takes "reward" or "acc" as its main score, so an answer has a score if both of these are numbers or None.
+    # verl's main score is "acc" or else "reward". An answer has no score if either of them is not a finite number.
+    # None does not count: it stands for a value that the answer's reward does not report.
     scored = [infos[name] for name in ("reward", "acc") if name in infos]
     none = [not all(value is None or is_number(value) for value in row) for row in zip(*scored, strict=True)]
     without = {uid for uid, is_none in zip(uids, none, strict=True) if is_none}
@@ -93,7 +94,10 @@ def with_scores(
 
 
 def _averaged(values: list[Any]) -> list[Any]:
-    """Return ``values`` as numbers or None, or, if any is a string, all as strings, which verl's means skip."""
+    """Return ``values`` in a form that verl's means accept: numbers, and None for anything else.
+
+    If any value is a string, all are returned as strings, which verl's means skip. None stays None.
+    """
     if any(isinstance(value, str) for value in values):
         return [None if value is None else str(value) for value in values]
     return [value if isinstance(value, float) or is_number(value) else None for value in values]

@@ -137,7 +137,10 @@ class Rehearsal:
     # The following methods send the weights. `HybridRehearsal` overrides `send_again`.
 
     def send_again(self, before: list[Answer]) -> None:
-        """Send the version again with the run's settings or, if that fails, with fallbacks. Compare log-probs."""
+        """Send the version again with the run's settings or, if that fails, with fallbacks.
+
+        Then compare the log-probs of the answers in ``before`` with the trainer's.
+        """
         check = self._sent()
         while check.outcome == FELL_BACK:
             check = self._sent()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes those metrics of a step that stock verl's trainers report but that verl's stages do not compute.
+"""Computes metrics that stock verl's trainers report for a step, but that verl's methods for its stages do not compute.
 
 Contract: a metric that has the name of a metric of stock verl also has the meaning of that metric. docs/metrics.md
 lists the exceptions in a table, and a test compares the table with verl's source and with the metrics of real runs.

@@ -112,7 +112,7 @@ def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -
 
 
 def derive_loss(config: Any, source: Proximal) -> None:
-    """Write the loss that the training workers use. This has to happen before the workers get their configuration."""
+    """Write the training workers' loss into ``config``. Call this before the workers get their configuration."""
     loss = config.actor_rollout_ref.actor.policy_loss
     correction = config.algorithm.rollout_correction
     correction.bypass_mode = source in (Proximal.BYPASS, Proximal.LOGLINEAR)

@@ -127,7 +127,7 @@ class WeightPublisher(CheckpointEngineManager):
         self._start_server: Start | None = None
         self._tell: Callable[[Handles], None] | None = None
         self.told: Handles = {}
-        """The log-prob servers whose actor handles the agent-loop workers got last, by name."""
+        """The handles of the log-prob servers that were last passed to the agent-loop workers, by server name."""
 
     @property
     def _beside(self) -> bool:
@@ -402,7 +402,7 @@ class WeightPublisher(CheckpointEngineManager):
         return self.known.timeout_s + PING_S
 
     async def outcomes(self, references: list[Any]) -> list[Any]:
-        """Return the value of each Ray reference, or its exception. For a late value this is a TimeoutError."""
+        """Return, for each Ray reference, its value, its exception or, after `_answer_s` seconds, a TimeoutError."""
         return await outcomes(references, self._answer_s)
 
     async def _all(self, references: list[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ DEFAULT_ATTENTION = "sdpa"
 
 
 class _CPUEngineMixin(FSDPEngine):
-    """The changes that both engines need. A class must list this base class before verl's engine."""
+    """The changes that both of verl's engines need on a CPU. A subclass must list this class before verl's engine."""
 
     engine_config: Any
 

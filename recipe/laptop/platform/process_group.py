@@ -21,7 +21,10 @@ _MARK = "_recipe_cpu_backend"
 
 
 def install() -> None:
-    """Wrap ``initialize_global_process_group_ray``, at most once, before any module imports the function by name."""
+    """Install the wrapper of ``initialize_global_process_group_ray``, unless that was done already.
+
+    Call this before any module imports that function by name.
+    """
     original = verl_distributed.initialize_global_process_group_ray
     if hasattr(original, _MARK):
         return

@@ -179,7 +179,7 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """Update what modules have read from the environment at import, except two values of Ray (see `prefork/run.py`)."""
+    """Update what modules have read from the environment at import, except two variables of Ray (`prefork/run.py`)."""
     tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config

@@ -199,8 +199,8 @@ class GlooCheckpointEngine(CheckpointEngine):
     ) -> dict[str, float]:
         """Send all of ``weights`` as version ``global_steps``.
 
-        Trainer ranks other than 0 send nothing, and only iterate over ``weights``. The iteration runs on the engine's
-        thread, because gathering a sharded parameter is a blocking collective.
+        Trainer ranks other than 0 send nothing, and only iterate over ``weights``. The iteration runs on the thread
+        for blocking calls, because gathering a sharded parameter is a blocking collective.
 
         Returns:
             The metrics ``weight_sync/{bytes,tensors,seconds,gb_per_s}``; nothing on trainer ranks other than 0.

@@ -46,7 +46,7 @@ LOGGERS: Mapping[str, str] = {
 
 
 def _is_no_described_loop(context: RuleContext) -> bool:
-    """Return whether no file of agent loops has the default agent loop, so that verl looks it up in a registry."""
+    """Return whether the default agent loop must be in verl's registry, because no file of agent loops describes it."""
     setting = f"{ROLLOUT}.agent.agent_loop_config_path"
     described = next((fact.columns for fact in context.files if fact.setting == setting), None)
     if described is None:

@@ -106,13 +106,13 @@ class Sizing:
 
 
 def scoring(section: str) -> Sizing:
-    """Return the settings that size micro-batches of log-probs."""
+    """Return the names of the settings in ``section`` that size micro-batches of log-probs."""
     names = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "micro_batch_size", "max_token_len_per_gpu")
     return Sizing(*(f"{section}.log_prob_{name}" for name in names))
 
 
 def updating(section: str) -> Sizing:
-    """Return the settings that size micro-batches of updates."""
+    """Return the names of the settings in ``section`` that size micro-batches of updates."""
     names = ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu")
     return Sizing(f"{section}.use_dynamic_bsz", *(f"{section}.{name}" for name in names))
 

@@ -14,8 +14,7 @@ from recipe.async_engine.core.scoring import Anchor
 
 SERVERS, DISTILLATION = "model_engine_server", "distillation"
 DEFAULT_TENSOR_SIZE = 2
-"""Default tensor-parallel size of verl's `RolloutConfig`. A teacher has it if the user adds a teacher without a size.
-"""
+"""Default tensor-parallel size in verl's `RolloutConfig`. It applies to an added teacher for which no size is set."""
 PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -112,7 +111,7 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
 
 
 def teachers_servers(context: RuleContext) -> Iterator[Problem]:
-    """Check that the teachers' servers take all of their accelerators (verl/workers/config/distillation.py:282)."""
+    """Check that teachers' servers take all of the teachers' accelerators (verl/workers/config/distillation.py:282)."""
     sections = teachers(context.config)
     if not sections:
         return

@@ -158,7 +158,7 @@ def patch_output_processor(processor: Any) -> None:
 
 
 def feed_tokens(detokenizer: Any, tokens: list[int]) -> None:
-    """Make a new detokenizer process ``tokens`` first, so that it returns only the text after them."""
+    """Let a new detokenizer process ``tokens`` before any others, so that it returns only the text after them."""
     stop, detokenizer.stop = detokenizer.stop, []
     detokenizer.update(tokens, False)
     detokenizer.stop = stop
