@@ -34,12 +34,13 @@ class NoAgentLoops:
 
     @classmethod
     def create(cls, **settings: Any) -> NoAgentLoops:
-        """Return an object without agent loops; raise ConfigError if the trainer that called this ignores the flag."""
+        """Return an object without agent loops; raise ConfigError if a trainer that ignores ``+recipe`` calls this."""
         if settings.get("llm_client") is not None:
             advice = (
-                "+recipe has chosen a mode, and this main runs one of verl's own trainers: set trainer.use_v1=true."
+                "+recipe has chosen a mode, but this main program runs one of verl's own trainers: set "
+                "trainer.use_v1=true."
             )
-            raise refused("trainer.v1.trainer_mode", "as configured", "what +recipe has chosen", advice)
+            raise refused("trainer.v1.trainer_mode", "as configured", "the mode that +recipe has chosen", advice)
         return cls()
 
 

@@ -97,7 +97,7 @@ class Advice:
         }
 
     def why_worse(self, best: Advice) -> str:
-        """Return, as text, the class of lost time whose share is most above that in ``best``, and the difference."""
+        """Return a text: the class of lost time whose share is furthest above that in ``best``, and by how much."""
         lost = {name: share - best.shares.get(name, 0.0) for name, share in self.shares.items()}
         waits = {name: more for name, more in lost.items() if KINDS[Class(name)] not in (Kind.USEFUL, Kind.START_UP)}
         name = max(waits, key=lambda name: waits[name], default="")
@@ -108,9 +108,10 @@ def candidates(base: Scenario, accelerators: int, lends: bool) -> list[Scenario]
     """Return the scenarios to compare.
 
     They combine each split of the accelerators between trainer and rollout (in steps of an eighth) with each staleness
-    bound in `BOUNDS`, and with both ``base.batches_per_version`` batches and 1 batch per version. If ``lends``, each
-    combination is also compared with the trainer's accelerators lent, if replicas can fill them. The number of trainer
-    ranks divides the number of trajectories in a batch, as the configuration rules require.
+    bound in `BOUNDS`, and with both ``base.batches_per_version`` batches and 1 batch per version. With ``lends``, a
+    combination has a second scenario, in which the trainer's accelerators are lent, if their number is a multiple of a
+    replica's size. The number of trainer ranks divides the number of trajectories in a batch, as the configuration
+    rules require.
     """
     size, rows = base.replica_size, base.batch_groups * base.answers
     if not 1 + size <= accelerators <= MOST:

@@ -45,7 +45,10 @@ class LendingSimulation(Simulation):
         The hybrid replicas have the lowest numbers, as in a real run.
         """
         if times.switch is None:
-            raise CannotPlan("placement=elastic cannot be simulated: no switch was measured; record a run that lends")
+            raise CannotPlan(
+                "placement=elastic cannot be simulated: the event record does not show how long replicas on the "
+                "trainer's accelerators take to wake and to go to sleep; record a run that lends (placement=elastic)"
+            )
         self.switch, self.policy = times.switch, policy or LendingPolicy()
         self.standalone = scenario.replicas
         self.hybrid = scenario.trainer_ranks // scenario.replica_size
@@ -56,7 +59,7 @@ class LendingSimulation(Simulation):
         self._queue: list[tuple[int, int, int, Request]] = []
         self._numbers = count()
         self._meter = PlaceMeter(self.clock, self.standalone * scenario.places)
-        # For each request that is at an engine, what `PlaceMeter.begin` returned when the request came there.
+        # By the name of each request that is at an engine: the value that `PlaceMeter.begin` returned for it.
         self._began: dict[str, float] = {}
         self._sampled_at: dict[int, float] = {}
         for number in self._asleep:
@@ -84,7 +87,7 @@ class LendingSimulation(Simulation):
         self._taken_at = self.clock.now
 
     def _lends(self) -> bool:
-        """Return whether to lend now; nothing is decided while a version is being published."""
+        """Return whether to lend now: never while a version is being published, else as the policy decides."""
         return self.ledger.version == self.ledger.announced and self.policy.lends(*self._view())
 
     def _lend(self) -> Process:

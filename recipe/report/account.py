@@ -215,9 +215,9 @@ def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Clas
 
 
 def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each: float) -> dict[Class, float]:
-    """Return the seconds of ``waiting`` in class ``what``, split by the classes of ``others`` at the same time.
+    """Return the seconds that ``waiting`` spends in class ``what``, by the classes of ``others`` at the same time.
 
-    A second of one device in ``others`` counts as ``each`` seconds.
+    Each second of each device in ``others`` is multiplied by ``each``.
     """
     changes: defaultdict[float, float] = defaultdict(float)
     for piece in waiting:

@@ -78,7 +78,7 @@ def brief(run: Run) -> list[str]:
     total = sum(run.account.total.values()) or 1.0
     top = sorted(run.account.total.items(), key=lambda item: -item[1])[:5]
     took = ", ".join(f"{charts.words(what)} {seconds / total:.0%}" for what, seconds in top)
-    # Whether the token counts agree is known only from the run's summary.
+    # `run.account` was computed without token counts. Only the run's summary says whether these agree.
     closed = run.account.closes and (run.summary.get("account") or {}).get("closes", True)
     closes = "" if closed else "; the account does not close"
     advised = f"{run.advice[0].reason} ({run.advice[0].share:.0%}): {run.advice[0].change}" if run.advice else "none"
@@ -232,7 +232,7 @@ def _steps(run: Run) -> int:
 
 
 def _steps_of_start(run: Run) -> int:
-    """Return the number of steps that the newest launch has trained, which is the launch that the report is about."""
+    """Return the number of steps that the newest launch has trained. The report is about this launch alone."""
     resumed = (run.summary.get("resumed") or {}).get("step")
     if resumed is not None:
         return _steps(run) - int(resumed)

@@ -55,8 +55,9 @@ def with_control(
 
 
 def sign_of_life(actor: Any) -> Any:
-    """Return a remote method that an actor answers while it works: `is_there`, or Ray's own check of the process if
-    the actor was not made by `with_control`.
+    """Return the remote method whose answer shows that an actor works.
+
+    It is `is_there`, or Ray's own check of the process if the actor's class was not made by `with_control`.
     """
     return getattr(actor, "is_there", None) or actor.__ray_ready__
 
@@ -141,7 +142,7 @@ class _Locked:
 
     @staticmethod
     def held(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the method so that it holds the actor's lock."""
+        """Wrap the method so that each call holds the actor's lock."""
 
         @_named_as(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +153,7 @@ class _Locked:
 
     @classmethod
     def as_control(cls, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Put the method into the control group, and make it hold the actor's lock."""
+        """Put the method into the control group, and make each of its calls hold the actor's lock."""
         return ray.method(concurrency_group=CONTROL)(cls.held(method))
 
 

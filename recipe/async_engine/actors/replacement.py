@@ -92,7 +92,8 @@ class Replacements:
     def begin(self, what: str, lost: Any, start: Callable[[], Any]) -> None:
         """Replace the replica ``lost`` by the one that ``start`` returns; ``what`` names the new replica in the log.
 
-        If ``start`` raises NothingFree, the next `take` starts a new attempt.
+        If ``start`` raises an error, the next `take` starts a new attempt, if the budget allows it. An attempt that
+        raised NothingFree does not count against the budget.
         """
         self._fill(_Attempt(what, start, lost))
 
@@ -138,8 +139,8 @@ class Replacements:
         threading.Thread(target=self._clear_away, args=[attempt.lost], name="clear a lost replica", daemon=True).start()
 
     def _work(self, attempt: _Attempt) -> None:
-        # If `take` has given up this attempt, `result` is cancelled. In that case ignore an error of the attempt, or
-        # end the replica that it has started.
+        # If `take` has given up this attempt, it has cancelled `result`. Then an error of the attempt is ignored, and a
+        # replica that the attempt has started is ended.
         try:
             self._clear_away(attempt.lost)
             started = attempt.start()

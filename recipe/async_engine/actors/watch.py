@@ -202,7 +202,7 @@ class RunWatch:
         if self._stall.too_long(silent_s if stage is None else 0.0):
             stalled = f"{self._stall.part} for {silent_s:.0f} s (async_training.timeouts.stall)"
             return CannotGoOn(f"{stalled}: {self._report()}")
-        # A late answer does not count, because the actor may be busy. Only a death counts, and Ray reports it at once.
+        # A late answer does not end the run, because the actor may be busy. A death does, and Ray reports it at once.
         for name, answer in self._questions.answered():
             try:
                 ray.get(answer, timeout=REPORT_ANSWER_S)
@@ -215,7 +215,7 @@ class RunWatch:
         return None
 
     def _report(self) -> str:
-        """Return the report on what each process does. If it is not there after `REPORT_S` seconds, say so instead."""
+        """Return the report on what each process does, or a text why there is none after `REPORT_S` seconds."""
         said = [f"the report was not done within {REPORT_S:g} s"]
 
         def describe() -> None:
@@ -250,7 +250,7 @@ class RunWatch:
 
 
 def _ask(actor: Any) -> Callable[[], ray.ObjectRef]:
-    """Return a function that calls an actor of any class to check whether it is alive."""
+    """Return a function that calls ``actor``, whatever its class, to check whether it is alive."""
     return lambda: actor.__ray_call__.remote(lambda actor: None)
 
 

@@ -3,8 +3,8 @@
 
 Contract: `wanted` lists what verl reserves for the trainer and for each server: groups of accelerators, each group on
 one node, with a number of CPUs per accelerator. If `unplaceable` returns a component, no arrangement fits it on the
-nodes together with the components listed before it. If `unplaceable` returns None, and each group size is a
-multiple of all smaller ones, all components fit, and reserving them in the order of `wanted`, larger groups first,
+nodes together with the components listed before it. If `unplaceable` returns None, all components fit, provided that
+each group size is a multiple of all smaller ones. Reserving them in the order of `wanted` (larger groups first) then
 never blocks. Shown by tests/config/test_placement.py.
 """
 
@@ -77,7 +77,7 @@ def _replicas(
     what: str, setting: str, kind: str, count: int, size: int, per_node: int, first: int = 0
 ) -> Iterator[Wanted]:
     on_a_node = min(per_node, size)
-    # `on_a_node`, by which `size` is divided, is 0 only in a configuration that a rule refuses.
+    # A rule refuses a configuration in which `on_a_node` is 0; here, only avoid a division by 0.
     for number in range(first, first + count if on_a_node else 0):
         pool = replica_pool(number, kind)
         yield Wanted(pool, f"{what} {number}", setting, on_a_node, size // on_a_node, REPLICA_CPUS)
@@ -87,8 +87,8 @@ def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | 
     """Return the first of ``parts`` that does not fit on the nodes together with those before it; None if all may fit.
 
     ``rooms`` are the nodes. For each group size, the nodes' capacity and the needs of ``parts`` are counted in groups
-    of this size, and compared. This is exact if each size is a multiple of all smaller ones. The trainer's process
-    needs one more CPU.
+    of this size, and compared. The result is exact if each size is a multiple of all smaller ones. The trainer's
+    process needs one more CPU.
     """
     groups = [(part.on_a_node, part.on_a_node * part.cpus) for part in parts for _ in range(part.groups)]
     groups.append((0, 1))
@@ -98,8 +98,8 @@ def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | 
         room = sum(_times(unit, (node.accelerators, node.cpus)) for node in rooms)
         taken = itertools.accumulate(_times(unit, group) for group in groups)
         first += [index for index, count in enumerate(taken) if count > room][:1]
-    # The last of `groups` is the one CPU of the trainer's process, which belongs to no part. If only this group does
-    # not fit, return the last part instead.
+    # The last of `groups`, one CPU for the trainer's process, belongs to no part. If it is the only one that does not
+    # fit, return the last part.
     return owners[min(*first, len(owners) - 1)] if first else None
 
 

@@ -199,7 +199,7 @@ class SampleLedger:
         stale = [group for group in batch if self.version - group.start > self.settings.max_staleness]
         if stale:
             raise StalenessViolation(
-                f"groups are older at version {self.version} than max_staleness={self.settings.max_staleness}: {stale}"
+                f"at version {self.version} these groups exceed max_staleness={self.settings.max_staleness}: {stale}"
             )
         self._gate.take([group.start for group in batch])
         self._leased = [group.id for group in batch]
@@ -266,7 +266,7 @@ class SampleLedger:
         self._check_books()
 
     def _check_books(self) -> None:
-        """Make those checks of `check_identity` that do not read each group, so that each step can afford them."""
+        """Make those checks of `check_identity` that are fast enough for every step: they do not read each group."""
         counts = self.counts()
         by_start = {state: self._live.starts(state) for state in GroupState}
         open_starts = Counter(by_start[GroupState.RUNNING]) + Counter(by_start[GroupState.READY])
@@ -312,8 +312,9 @@ class SampleLedger:
     def restore(cls, snapshot: Mapping[str, Any], settings: GateSettings, **rules: Any) -> Self:
         """Return a ledger with the state in ``snapshot``; call `core.snapshots.changes` first to compare the settings.
 
-        ``rules`` are the constructor's keyword arguments; the limits among them include what the run did before the
-        checkpoint. Running groups keep their start versions, because generation continues from their saved tokens.
+        ``rules`` are the constructor's keyword arguments. The limits among them (``target_groups``,
+        ``issue_limit``) also count the groups from before the checkpoint. Running groups keep their start versions,
+        because generation continues from their saved tokens.
         Raise SnapshotError if the groups in the snapshot break the staleness bound in ``settings``.
         """
         ledger = cls(settings, **rules)
@@ -345,8 +346,8 @@ class SampleLedger:
     def _choice(self) -> Batch | None:
         """Return the batch to take now, or None if no batch can be taken.
 
-        The policy chooses the batch. If the gate refuses it and batches are not fixed, the oldest ready groups are the
-        batch.
+        The policy chooses the batch. If the gate refuses it and batches are not fixed, the batch is the oldest ready
+        groups, unless the gate refuses these too.
         """
         if self._live.count(GroupState.READY) < self.settings.batch_groups:
             return None

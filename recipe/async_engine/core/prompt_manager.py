@@ -147,8 +147,8 @@ class PromptManager:
             return None
         _, group_id, index = self._waiting[0]
         states = self._states[group_id]
-        # A group that has begun takes any free slot: if it has more trajectories than there are slots, they can never
-        # all run at once.
+        # A group that has begun needs only one free slot, even if groups start whole: a group with more trajectories
+        # than there are slots can never run as a whole.
         begun = TrajectoryState.RUNNING in states
         if not self._fits(1 if begun else states.count(TrajectoryState.PENDING)):
             return None
@@ -345,7 +345,7 @@ class Slots:
     ``least`` times (1 + time at tools / time at engines), but at most ``most``. The times are those of recently ended
     trajectories. Test: tests/core/test_slots.py.
 
-    share: factor for the result, such as 2 while twice as many replicas are awake.
+    share: factor by which the number is multiplied, such as 2 while twice as many replicas as usual are awake.
     """
 
     def __init__(self, least: int, most: int) -> None:

@@ -137,13 +137,16 @@ class ScoringQueue:
 
     @property
     def may_join(self) -> bool:
-        """Return whether a weight sync may communicate now; False only during scoring with ``holds_for_weights``."""
+        """Return whether a weight sync may communicate now: with ``holds_for_weights``, not while a batch is scored."""
         return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:
         """Record that the weights being loaded are complete on every rank."""
         if self._loading is None or not self.may_stage:
-            raise ValueError("no weights are being loaded, or other weights are still staged")
+            raise ValueError(
+                "no weights can become staged now: none are being loaded, others are still staged, or a batch is being "
+                "scored (with holds_for_weights)"
+            )
         self._staged, self._loading, self._staged_at = self._loading, None, now
 
     def load_failed(self) -> list[ScoringRequest]:
@@ -154,8 +157,10 @@ class ScoringQueue:
     def refused(self) -> list[ScoringRequest]:
         """Record that the weights that arrived last, staged or live, differ from those that were sent.
 
-        Return the requests that waited for these weights, which another server must score. If these weights are staged,
-        `next` still returns a `Promotion`, which frees the staging memory; after that, no weights are live.
+        From now on no weights are live. If the differing weights are staged, `next` still returns a `Promotion`, so
+        that the staging memory becomes free, but they do not become live.
+
+        Return the requests that waited for the differing weights. Another server must score these requests.
         """
         self.live = None
         self._is_refused = self._staged is not None
@@ -180,7 +185,7 @@ class ScoringQueue:
         return version in (staged, self._loading) or (self.live is not None and version <= self.live)
 
     def next(self, now: float) -> ScoringBatch | Promotion | None:
-        """Return what the server must do now, or None to wait until `wake_at` or until another method was called."""
+        """Return what the server must do now. None means: wait until `wake_at`, or until the state changes."""
         if self._busy:
             return None
         if self._staged is not None and self._moves_on(now):

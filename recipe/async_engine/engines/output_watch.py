@@ -53,7 +53,7 @@ class OutputWatch:
         raise NotImplementedError
 
     def experts(self, request_id: str, known: int, sampled: int) -> np.ndarray | None:
-        """Return the rows of chosen experts for the tokens of an answer with the index ``known`` to ``sampled - 1``.
+        """Return the rows of chosen experts for the tokens from index ``known`` to index ``sampled - 1`` of an answer.
 
         `joined_experts` says which rows belong to a token. The result is None if the engine returns no experts.
         """

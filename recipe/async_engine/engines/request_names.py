@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's client of rollout servers, which in addition passes the engine's id of each request to a method."""
+"""verl's client of rollout servers, extended by a method that is called with the engine's id of each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class NamingClient(LLMServerClient):
         """Do nothing. A subclass may store the id of the request that is about to be sent."""
 
     def _vllm_request_id(self, request_id: str) -> str:
-        # Despite its name, verl calls this method for requests to any engine.
+        # verl calls this method for requests to any engine, in spite of the method's name.
         engine_request_id: str = super()._vllm_request_id(request_id)
         self.name_request(engine_request_id)
         return engine_request_id

@@ -281,7 +281,7 @@ class ScoringService:
             if len(scores) != len(sequences):
                 raise ValueError(f"the engine gave {len(scores)} scores for {len(sequences)} sequences")
             if batch.version == self._refused:
-                raise ValueError(f"the weights of version {batch.version} were refused while they scored the batch")
+                raise ValueError(f"the weights of version {batch.version} were refused while the batch was scored")
         except EngineLost:
             raise
         except Exception as error:

@@ -83,7 +83,7 @@ EMPTY = "empty"
 
 
 class Away(StrEnum):
-    """What a trajectory may do while it has no request at an engine; recorded on the lane of an agent-loop worker."""
+    """What a trajectory does while it has no request at an engine, as recorded on the lane of its agent-loop worker."""
 
     TOOLS = "tools"
     REWARD = "reward"
@@ -140,7 +140,7 @@ class Lane:
         return self._what
 
     def turn_to(self, what: str) -> None:
-        """Record that the component does ``what`` from now on."""
+        """Record that the component's activity is ``what`` from now on."""
         if what != self._what:
             with self._lock:
                 self._cut()
@@ -226,8 +226,8 @@ class Devices:
     Attributes:
         accelerators: number of accelerators of one device, by the first word of the device's lane, such as "rollout".
         shared: whether all replicas are on the trainer's accelerators.
-        hybrid: number of replicas on the trainer's accelerators if other replicas have their own. These hybrid replicas
-            have the lowest numbers.
+        hybrid: number of replicas on the trainer's accelerators if other replicas have their own, otherwise 0. These
+            hybrid replicas have the lowest numbers.
 
     Accelerators that the trainer shares with a replica are counted as the replica's device, not as the trainer's.
     """
@@ -247,7 +247,7 @@ class Devices:
         return kind == ROLLOUT and (self.shared or (number.isdecimal() and int(number) < self.hybrid))
 
     def size(self, lane: str) -> int:
-        """Return the number of accelerators of the device with this lane, which all do the same at any time."""
+        """Return the number of accelerators of the device with this lane. They all do the same at any time."""
         return int(self.accelerators.get(lane.partition(" ")[0], 1))
 
 

@@ -19,11 +19,11 @@ class ChosenExperts:
         self._known: list[tuple[np.ndarray, np.ndarray]] = []
 
     def first_chosen(self, token_ids: list[int], experts: np.ndarray | None) -> np.ndarray | None:
-        """Return ``experts`` with the rows of an earlier turn for the tokens that both turns begin with.
+        """Return the ``experts`` of a new turn, with an earlier turn's rows for the tokens that begin both turns.
 
-        ``token_ids`` has the tokens of a request and its answer, and ``experts`` has a row for each of them that the
-        engine has read. A row belongs to a token and all tokens before it, so only rows of a common beginning can be
-        taken from an earlier turn.
+        ``token_ids`` has the tokens of the new turn's request and answer, and ``experts`` has a row for each of them
+        that the engine has read. A row depends on its token and on all tokens before it, so only rows of a common
+        beginning can be taken from an earlier turn.
         """
         if experts is None:
             return None
@@ -33,8 +33,8 @@ class ChosenExperts:
         if most is not None:
             rows = self._known[most][1][: shared[most]]
             experts = np.concatenate([rows, experts[len(rows) :]])
-        # Drop earlier turns whose tokens this turn begins with. Keep the others, because an agent loop may have several
-        # conversations.
+        # Drop earlier turns that this turn continues, because its rows include theirs. Keep the others, because an
+        # agent loop may have several conversations.
         self._known = [known for known, same in zip(self._known, shared, strict=True) if same < len(known[0])]
         self._known.append((tokens, experts))
         return experts

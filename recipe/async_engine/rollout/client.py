@@ -216,8 +216,8 @@ class ResumingClient(NamingClient):
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         """Tell the load balancer that a request has ended.
 
-        A load balancer that accepts such reports with a request gets this one with the next request. Any other load
-        balancer gets a separate call, as in verl.
+        This package's load balancer gets the report together with the next request, or after `SAY_ENDED_S` seconds.
+        A user's own load balancer gets a separate call for the report, as in verl.
         """
         if ENDED not in (self._lb_require_acquire_fields or ()):
             super()._release_server(server_id, request_id)
@@ -328,7 +328,7 @@ class ResumingClient(NamingClient):
         ``cut_by`` says what interrupted the answer; None stands for a weight sync.
 
         Raises:
-            GenerationError: the answer may not be resumed.
+            GenerationError: a weight sync interrupted the answer, although answers must not be resumed.
         """
         tokens = len(merged.token_ids)
         if not self._resume and cut_by is None:
@@ -367,7 +367,7 @@ class ResumingClient(NamingClient):
     async def _request(
         self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
     ) -> TokenOutput | None:
-        """Return the answer to a request from the checkpoint, or else from a server; None if a server sent no token."""
+        """Return the answer to a request: the checkpoint's, or else a server's; None if the server sent no token."""
         asked = digest(kwargs["prompt_ids"], [kwargs.get(data) for data in MODALITIES])
         if recorder.over.is_set():
             raise GenerationError("the trajectory has ended, so its agent loop can send no further requests")
@@ -522,7 +522,7 @@ class ResumingClient(NamingClient):
             news = sampled.get(flight.engine_request_id)
             if news is not None:
                 flight.told = True
-                # With router replay, tokens are used only together with the experts that were chosen for them.
+                # With router replay, use tokens only if the server also returned the experts chosen for them.
                 if not self._replays_experts or news.routed_experts is not None:
                     flight.add(news, after=known[str(flight.engine_request_id)])
 

@@ -182,7 +182,8 @@ class WorkerPool(WorkerSet):
                     scored = await _said(said, payload)
                 run.scored, run.payload = scored, payload
         except RayTaskError as error:
-            # This clause has to come first, because Ray's error is also an instance of its cause's class.
+            # Keep this clause first: Ray's error is also an instance of its cause's class, so that a clause below could
+            # catch it.
             raise _failure(run, error.cause) from error
         except WorkerDied as error:
             often = ALONE if run.is_suspect else ""
@@ -211,7 +212,7 @@ class WorkerPool(WorkerSet):
 
         A trajectory that may have disturbed others gets the worker for itself: no new attempts are assigned to the
         worker, and the trajectory waits until the worker's other attempts have ended. Then the worker is tested, so
-        that the trajectory is not blamed for damage by earlier ones. If there is only one worker, it is shared.
+        that the trajectory is not blamed for damage by earlier trajectories. If there is only one worker, it is shared.
         """
         assert run.worker_id is not None
         if not run.is_suspect:
@@ -330,8 +331,8 @@ class WorkerPool(WorkerSet):
             return
         before = self._accounts.get(worker_id, TokenAccount())
         if account.cut < before.cut:
-            # A process's counts never decrease, so these come from a restarted process. The death of the earlier
-            # process was not noticed, because that process ran no attempt. Add its last counts here.
+            # The count has decreased, so the worker's process was replaced by a new one. The death of the old process
+            # was not noticed, because it ran no attempt. Add the last counts of the old process here.
             self._lost_with_workers += before.held_as_lost()
         self._accounts[worker_id] = account
 

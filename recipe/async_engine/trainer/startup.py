@@ -114,7 +114,7 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
     began = time.monotonic()
     futures = {name: pool.submit(part) for name, part in parts.items()}
     done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
-    # If a function failed or is late, the run ends, and all of its processes. So do not wait for the other threads.
+    # If a function failed or took too long, the run and all of its processes end, so do not wait for other threads.
     pool.shutdown(wait=False, cancel_futures=True)
     results = {name: _result(name, future) for name, future in futures.items() if future in done}
     if pending:
@@ -231,7 +231,7 @@ class Startup:
         self.reservations = Reservations()
         parts = wanted(OmegaConf.to_container(self.config, resolve=True), self.plan.settings)
         # The limit is a little shorter than that of the whole launch, because the error of a failed reservation says
-        # more than the error of a late launch.
+        # more than that of a launch that took too long.
         self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
 
     def _start_training_side(self, hybrid: ReplicaManager | None) -> None:
@@ -298,7 +298,7 @@ class Startup:
         return dtypes
 
     def _use_servers(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
-        """Have the publisher send weights to the log-prob servers, and the agent-loop workers use these servers."""
+        """Make the publisher send weights to the log-prob servers, and make the agent-loop workers use the servers."""
         numbers = itertools.count(len(replicas) + servers.reference_replicas)
         score_parts = servers.anchor == Anchor.GENERATION
 

@@ -265,7 +265,7 @@ def _file_of(project: str, experiment: str) -> Path:
 
 
 def _rows_kept(file: Path, step: int) -> bytes:
-    """Return the rows up to ``step`` that earlier launches wrote to ``file``, because verl would overwrite them."""
+    """Return the rows up to ``step`` that earlier launches wrote to ``file``, which verl is about to overwrite."""
     if step == 0 or not file.is_file():
         return b""
     return b"".join(line + b"\n" for line in file.read_bytes().splitlines() if _is_row(line, step))

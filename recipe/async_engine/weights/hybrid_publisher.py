@@ -53,7 +53,7 @@ class HybridPublisher(WeightPublisher):
     def restart_lost(self, restart: Callable[[RolloutReplica], RolloutReplica], restarts: Restarts) -> None:
         """From now on, restart lost replicas with the function ``restart``, within the budget ``restarts``.
 
-        ``restart`` gets a lost replica, and returns its replacement when that is up.
+        ``restart`` gets a lost replica, starts its replacement, and returns the replacement when it is up.
         """
         self._restart, self.restarts = restart, restarts
 

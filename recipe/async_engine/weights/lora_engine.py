@@ -88,7 +88,7 @@ def _merged(base: torch.Tensor, layer: LoraLayer, device: Any) -> torch.Tensor:
 
 
 class LoraSending(FSDPEngine):
-    """Makes verl's FSDP engines send merged weights or only adapters (a mixin). With FSDP1, verl's own code merges."""
+    """Mixin that makes verl's FSDP engines send merged weights or only adapters. With FSDP1, verl's code merges."""
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any

@@ -20,7 +20,7 @@ PACKAGES = ("sgl_kernel", "torchvision")
 
 
 class Absent(type):
-    """Metaclass of a stand-in's attributes: classes that have every attribute and raise an error when called."""
+    """Metaclass of a stand-in's attributes. They are classes that have every attribute; calling one fails."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -146,7 +146,7 @@ def _rank(
         reshards=bool(lookup(config, f"{engine}.reshard_after_forward", True)),
         weights_rest=bool(lookup(config, f"{engine}.param_offload")),
         optimizer_rest=bool(lookup(config, f"{engine}.optimizer_offload")),
-        # verl keeps the weights of an engine that is not trained in host memory (fsdp/transformer_impl.py:459).
+        # If an engine is not trained, verl keeps its weights in host memory (fsdp/transformer_impl.py:459).
         on_host=not trains or bool(lookup(config, f"{engine}.offload_policy")),
     )
     return fsdp_rank(shape, fsdp, update, forward, head=section != CRITIC)

@@ -141,7 +141,7 @@ class _Run:
         return (*policy[1].host, *(_of(name, item) for name, rank in others for item in rank.host))
 
     def _kept(self) -> tuple[Item, ...]:
-        """Return the copies of weights that a rank keeps in host memory, if a version has several training steps."""
+        """Return a rank's copies of weights in host memory; it needs them only if a version has several steps."""
         saves = (self.context.get("trainer.save_freq") or -1) > 0
         scores = self.context.trainer_scores or self.settings.async_training.placement == ELASTIC
         if self.settings.async_training.trigger_parameter_sync_step == 1 or not (saves or scores):
@@ -153,7 +153,7 @@ class _Run:
         )
 
     def _less_training(self) -> tuple[str, ...]:
-        """Return the settings by which training can be made to need less memory, most effective first."""
+        """Return the settings that can lower the memory need of training, most effective first."""
         dynamic = self.context.get(f"{ACTOR}.use_dynamic_bsz")
         tokens = f"{ACTOR}.ppo_max_token_len_per_gpu" if dynamic else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
         if is_megatron(self.config, ACTOR):

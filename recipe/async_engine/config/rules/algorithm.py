@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for advantages, losses and corrections.
 
-Each of verl's functions that the rules accept works on a batch of this package, and each function that they refuse
-fails on it: tests/integration/test_algorithms.py calls all of them with the columns of such a batch.
+verl's functions that the rules accept work on batches of this package, and those that the rules refuse fail:
+tests/integration/test_algorithms.py calls all of them with the columns of such a batch.
 """
 
 from collections.abc import Iterator

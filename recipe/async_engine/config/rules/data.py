@@ -81,7 +81,7 @@ def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
 
 
 def lengths(context: RuleContext) -> Iterator[Problem]:
-    """Check that the rollout's prompt and response lengths equal those of the section `data`, which other rules use."""
+    """Check that the rollout's prompt and response lengths equal those in `data`. Other rules read only the latter."""
     for engines, datas in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         length = context.get(f"data.{datas}")
         if context.get(f"{ROLLOUT}.{engines}") not in (None, length):

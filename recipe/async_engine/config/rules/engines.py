@@ -105,7 +105,7 @@ def _connectors(context: RuleContext, at_swap: str | None) -> Iterator[Problem]:
 
 
 def _relays(context: RuleContext) -> Iterator[Problem]:
-    """Check that no trainer rank has to pass weights on to replicas during training."""
+    """Refuse `multi_sender`, with which trainer ranks would have to pass weights on to replicas while they train."""
     setting = f"{ROLLOUT}.checkpoint_engine.engine_kwargs.nccl.multi_sender"
     if context.get(f"{ROLLOUT}.checkpoint_engine.backend") == "nccl" and context.get(setting):
         advice = (

@@ -43,7 +43,7 @@ class GatedVLLMHttpServer(GatedServer, vLLMHttpServer):
         self._coming: AdapterName | None = None
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """Launch the server like verl. If vLLM refuses its arguments, raise an error instead of exiting."""
+        """Launch the server as verl does. If vLLM refuses its arguments, raise an error instead of exiting."""
         try:
             await super().launch_server(*args, **kwargs)
         except SystemExit as ended:
@@ -105,7 +105,7 @@ class GatedVLLMHttpServer(GatedServer, vLLMHttpServer):
         self._adapter = self._coming
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
-        # The ids in ``counts`` are the engine's, which have a suffix.
+        # The engine has added a suffix to each request's id. Translate the ids in ``counts`` back to the server's.
         states = self.engine.output_processor.request_states
         known = {name: count for of_worker in counts for name, count in of_worker.items() if name in states}
         return {states[name].external_req_id: count for name, count in known.items()}
@@ -118,7 +118,8 @@ class GatedVLLMHttpServer(GatedServer, vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         engine_kwargs["scheduler_cls"] = SCHEDULER
         chosen = engine_kwargs.get("worker_extension_cls")
-        # This is checked only without staging, because with staging an unsuitable extension fails at the first call.
+        # Check the extension only if weights are loaded in place. If they are staged, an unsuitable extension fails at
+        # the first call.
         if self._loads_in_place and chosen and not issubclass(resolve_obj_by_qualname(chosen), StagingExtension):
             raise RolloutServerError(
                 f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={chosen}: an engine's workers "
@@ -133,7 +134,7 @@ class GatedVLLMHttpServer(GatedServer, vLLMHttpServer):
 
 
 async def no_adapters() -> set[int]:
-    """Replace the engine's ``list_loras`` by returning no adapters, so that verl adds none to requests.
+    """Return no adapters. This function replaces the engine's ``list_loras``, so that verl adds none to requests.
 
     `GatedVLLMHttpServer._salted` adds the adapter instead.
     """
