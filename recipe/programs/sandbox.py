@@ -53,11 +53,12 @@ ADVICE = (
     "Fusion service run them: reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion"
 )
 
-# System calls that the program may not make, because it could evade its limits with them. They create processes, each
-# of which would get limits of its own, or user namespaces; allocate memory that does not count for a process (System V
-# IPC, network sockets, memory files, io_uring); use the machine's shared asynchronous I/O (io_setup); or access the
-# sandbox's first process, which has no limits (ptrace, process_vm_writev). `clone` is allowed only for creating
-# threads.
+# System calls that the program may not make, because it could evade its limits with them. They
+# - create user namespaces, or processes, each of which would get limits of its own;
+# - allocate memory that does not count for a process (System V IPC, network sockets, memory files, io_uring), or use
+#   the machine's shared asynchronous I/O (io_setup);
+# - access the sandbox's first process, which has no limits (ptrace, process_vm_writev).
+# `clone` is allowed only for creating threads.
 REFUSED = (
     *("fork", "vfork", "unshare"),
     *("shmget", "semget", "msgget", "socket", "memfd_create", "io_uring_setup", "io_setup"),
@@ -67,7 +68,7 @@ CLONE_THREAD = 0x10000
 
 
 class SandboxUnavailable(RecipeError):
-    """This machine cannot run a program in a sandbox, for the reason in the message."""
+    """A program cannot be run in a sandbox, for the reason in the message."""
 
 
 class Ending(StrEnum):
@@ -260,7 +261,7 @@ def _first_process(info: FileIO) -> int | None:
 
 
 def _map_users(first: int) -> None:
-    """Map two users into the sandbox: root, who reads the files that a program sees, and one who runs the program."""
+    """Map two users into the sandbox: root, who starts Python in it, and `NOBODY`, who runs the program."""
     try:
         for kind in ("uid", "gid"):
             Path(f"/proc/{first}/{kind}_map").write_text(f"0 0 1\n{sandboxed.NOBODY} {sandboxed.NOBODY} 1\n")
@@ -299,7 +300,7 @@ def _seen() -> list[str]:
     for path in (os.path.realpath(sys.executable), *libraries, *DEVICES):
         for folder in reversed(Path(path).parents[:-1]):
             if folder not in made:
-                # All users of the sandbox must be able to enter the folder.
+                # All users in the sandbox (see `_map_users`) must be able to enter the folder.
                 options += ["--perms", "0755", "--dir", str(folder)]
             made.add(folder)
         if os.path.islink(path):

@@ -379,14 +379,14 @@ class ItselfInItself(Good):
 
 
 class EndsInInit(Good):
-    ends = "It raises RuntimeError: no licence"
+    ends = "Making it raises RuntimeError: no licence"
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         raise RuntimeError("no licence")
 
 
 class ExitsInInit(Good):
-    ends = "It raises SystemExit: 1"
+    ends = "Making it raises SystemExit: 1"
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         sys.exit(1)
@@ -410,7 +410,7 @@ class Streams(IterableDataset):
 
 
 class WithoutLength(Dataset):
-    ends = "len() of it raises TypeError"
+    ends = "Its len() raises TypeError"
 
     def __init__(
         self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
@@ -421,21 +421,21 @@ class WithoutLength(Dataset):
 
 
 class LengthRaises(Good):
-    ends = "len() of it raises OSError: gone"
+    ends = "Its len() raises OSError: gone"
 
     def __len__(self) -> int:
         raise OSError("gone")
 
 
 class LengthBelowZero(Good):
-    ends = "len() of it raises ValueError"
+    ends = "Its len() raises ValueError"
 
     def __len__(self) -> int:
         return -1
 
 
 class LengthOfText(Good):
-    ends = "len() of it raises TypeError"
+    ends = "Its len() raises TypeError"
 
     def __len__(self) -> Any:
         return "many"

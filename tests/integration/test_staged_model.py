@@ -149,7 +149,7 @@ def test_buffers_that_do_not_come_keep_what_the_engine_has_made_of_them() -> Non
 def test_only_the_staged_version_can_be_swapped_in_and_only_once() -> None:
     live, model = staged()
     stage(model, 3)
-    with pytest.raises(StagingRefused, match="version 4 is not staged; 3 is"):
+    with pytest.raises(StagingRefused, match="version 4 is not staged; the staged version is 3"):
         model.swap(4)
     model.swap(3)
     with pytest.raises(StagingRefused, match="version 3 is not staged"):

@@ -9,7 +9,7 @@ is the run's main process, which starts all others.
 | trainer's process | `run/supervisor.py` pings it every second | ``startup``, then ``heartbeat`` | the run ends |
 | Ray's control process | `run/supervisor.py` pings it every second | min(`CONTROL_S`, ``heartbeat``) | the run ends |
 | main thread of the main | a second thread checks that its loop runs | twice ``heartbeat`` | the main is killed |
-| Ray's local processes | the main checks after an error that they run | none | the run ends |
+| Ray's local processes | after an error, the main checks that they run | none | the run ends |
 | the whole run | `actors/watch.py` checks that operations begin or end | ``stall`` | the run ends |
 | start-up, checkpoints | `actors/watch.py` waits for their end | ``startup``, ``checkpoint`` | the run ends |
 | training workers | `actors/watch.py` pings each; a busy one may answer late | none | if one dies, the run ends |
@@ -35,7 +35,7 @@ from collections.abc import Callable
 # Deadlines in the main process.
 
 BEAT_S = 1.0
-"""Seconds from an answer of a pinged process (the trainer's, or Ray's control process) until it is pinged again."""
+"""Seconds between an answer to a ping (from the trainer's process or Ray's control process) and the next ping."""
 CONTROL_S = 40.0
 """Time for Ray's control process to answer a ping. This is less than the 60 s after which Ray itself would kill the
 main process, without a message.
@@ -43,18 +43,16 @@ main process, without a message.
 CLOSE_S = 60.0
 """Time for the trainer to write its last files after it has reported the end of the run."""
 LEAVE_S = 20.0
-"""Time for the trainer's process to exit after its watch thread has ended the run; an exit takes up to 15 s. Without
-this limit, the main process would wait for ``heartbeat`` seconds if a suspended fork of that process kept its sockets
-open.
+"""Time for the trainer's process to exit after its watch thread has ended the run; an exit takes up to 15 s. Ray
+does not notice the exit while a suspended child process keeps the process's sockets open; without this limit, the main
+process would then wait for ``heartbeat`` seconds.
 """
 END_S = 40.0
 """Time for ending a run's processes and writing its summary; then the main process is ended by force."""
 ACCOUNT_S = 120.0
 """Time, in addition to `END_S`, for computing the time account of a long event record for the summary."""
 FORCE_S = 20.0
-"""Time for a main process that is stuck to kill the processes that it started, and to write the summary, before it
-exits.
-"""
+"""Time for killing the started processes and writing the summary if the main process is stuck; then it exits."""
 PROCESS_END_S = 5.0
 """Time for a run's processes to end by themselves after Ray was shut down; then they are killed."""
 RAY_PORT_S = 120
@@ -63,8 +61,7 @@ RAY_PORT_S = 120
 # Deadlines of the watch in the trainer's process, a thread that ends a run which cannot continue.
 
 REPORT_S = 15.0
-"""Time for writing the report of a stalled run, which lists what each component waits for; a late report is left out.
-"""
+"""Time for writing the report of a stalled run (what each component waits for); then the run ends without it."""
 REPORT_ANSWER_S = 3.0
 """Time for one component to say, for the report of a stalled run, what it waits for; then the report says that the
 component does not answer.
@@ -75,7 +72,7 @@ GRACE_S = 5.0
 LEAVING_S = 5.0
 """Time for reporting a run's failure to the trackers (such as TensorBoard) before the trainer's process is killed."""
 HELD_AGAIN_S = 15.0
-"""Seconds from a training worker's answer until it is pinged again. Ray reports a worker's death even between pings."""
+"""Seconds between a training worker's answer to a ping and the next ping. Ray reports deaths even between pings."""
 BLAME_S = 5.0
 """Time after a failed call to training workers for finding out whether one of them has died and caused the failure."""
 
@@ -110,7 +107,7 @@ FETCH_S = 10.0
 # Deadlines for replicas and log-prob servers.
 
 PING_S = 10.0
-"""Time to answer a ping, for a log-prob server at a weight sync and for each replica after a failed transfer."""
+"""Time for a log-prob server to answer a ping at a weight sync, or for a replica to do so after a failed transfer."""
 SERVERS_END_S = 30.0
 """Time to wait, after the servers of a lost replica have ended, until their actor names are free."""
 CLEARED_S = 60.0

@@ -106,7 +106,7 @@ class StalenessGate:
 
     @property
     def batches_left(self) -> int:
-        """Return how many batches are still to be taken before the next version (k - j)."""
+        """Return how many batches are still to be taken before the next version (k - j in the module's docstring)."""
         return self.settings.batches_per_version - self.batches_taken
 
     @property
@@ -127,9 +127,8 @@ class StalenessGate:
     def admits(self) -> bool:
         """Return whether one more group may start now, with the announced version's weights.
 
-        If one more group starts, the invariant still holds: the new group counts only among the groups that started
-        with the announced version or before, which are all live groups, and `admission_limit` is at most
-        slots(announced).
+        The module's invariant then still holds: the new group counts only for versions s >= `announced`, and for these
+        all live groups together are at most `admission_limit` <= slots(announced) <= slots(s).
         """
         return self.live + 1 <= self.admission_limit
 
@@ -229,8 +228,8 @@ class StalenessGate:
     def _places(self, start: int, batches_left: int) -> int:
         """Return what slots(start) is when ``batches_left`` batches are still to be taken before the next version.
 
-        The result is never negative. Otherwise, `can_take` would refuse even a batch that takes the last group as old
-        as ``start``.
+        The result is never negative. If a batch leaves no live group with a start version <= ``start``, `can_take`
+        compares 0 with the result, and must not refuse the batch.
         """
         bound = self.settings
         versions_left = start + bound.max_staleness - self.version

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from recipe.async_engine.core.prompt_manager import PromptManager
 
 SWITCH_SHARE = 0.05
-"""Largest share of a step's time that a switch (one loan of accelerators) may cost for each batch that it collects. A
-loan lasts until enough batches are ready to stay below this share.
+"""A loan normally lasts until so many batches are ready that the time lost by waking and going to sleep, divided by the
+number of these batches, is at most this share of a step's time.
 """
 
 EMPTY_SHARE = 0.5
@@ -90,10 +90,12 @@ class Demand:
 def look(
     manager: PromptManager, spent: float, standalone: int, hybrid: int, is_awake: bool, prompts_left: bool = True
 ) -> tuple[Places, Demand]:
-    """Return what the policy decides by, given the places of all live replicas and the place-seconds ``spent``.
+    """Return the `Places` and the `Demand` by which a `LendingPolicy` decides.
 
-    is_awake: whether the hybrid replicas generate, so that the manager's slots include theirs. prompts_left: whether
-    the data has a further prompt. Trajectories are assumed to be spread evenly over the places.
+    spent: place-seconds of groups that are still being generated (`PlaceMeter.spent`). standalone, hybrid: number of
+    places of all live replicas of each kind. is_awake: whether the hybrid replicas generate, so that the manager's
+    slots include theirs. prompts_left: whether the data has a further prompt. Trajectories are assumed to be spread
+    evenly over the places.
     """
     ledger, running = manager.ledger, manager.running
     counts = ledger.counts()
@@ -126,7 +128,7 @@ class PlaceMeter:
         self._sampled: set[int] = set()
 
     def use(self, places: int) -> None:
-        """Set the number of places of all engines that are awake from now on."""
+        """From now on, ``places`` is the number of places of all engines that are awake."""
         self._advance()
         self._places = places
 
@@ -177,7 +179,7 @@ class PlaceMeter:
 
 
 class LendingPolicy:
-    """Decides when to lend the trainer's accelerators and when to end a loan, from measured averages in seconds."""
+    """Decides when to lend the trainer's accelerators and when to end a loan, from averages over the run so far."""
 
     def __init__(self) -> None:
         self._wakes = 0
@@ -211,7 +213,7 @@ class LendingPolicy:
         return demand.ready >= self.batches(places, demand) * demand.batch_groups
 
     def batches(self, places: Places, demand: Demand) -> int:
-        """Return how many batches to collect in one loan: at least 1, and not more than the staleness gate allows."""
+        """Return how many batches should be ready before a loan ends: at least 1, and not more than the gate allows."""
         switch = (self.wake_s.value or 0.0) + (self.sleep_s.value or 0.0)
         # Leave one batch of live groups for generation: if all live groups were ready, no engine would have work.
         most = max(1, demand.most_live // demand.batch_groups - 1)

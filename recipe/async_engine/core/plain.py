@@ -20,7 +20,7 @@ from recipe.async_engine.core.errors import RecipeError
 MOST = 4 << 20
 """Largest total number of values and characters in one converted value."""
 DEEPEST = 64
-"""Largest allowed number of nested lists and dicts."""
+"""Largest allowed nesting depth of lists and dicts."""
 LONGEST_MESSAGE, LONGEST_TRACE = 2000, 8000
 """Largest numbers of characters of an exception's message (the beginning is kept) and traceback (the end is kept)."""
 LARGEST_BITS = 1024
@@ -141,7 +141,7 @@ def origin(error: BaseException) -> str:
 
 
 def postponed(trace: str) -> str:
-    """Return advice if the traceback ``trace`` shows that a dataclass failed on postponed annotations, else ""."""
+    """Return advice if ``trace`` shows that a dataclass failed because its annotations are postponed; else ""."""
     if "dataclasses.py" not in trace or "'NoneType' object has no attribute '__dict__'" not in trace:
         return ""
     return (

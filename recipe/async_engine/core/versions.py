@@ -24,7 +24,7 @@ Runs = list[tuple[int, int]]
 """Run-length code of the versions of consecutive tokens: (version, number of tokens), ..."""
 
 Context = tuple[int, tuple[int, ...]]
-"""What `context_of` keeps of the tokens before a piece. A piece is what one request to a server generated."""
+"""The number of tokens before a piece, and the last `CONTEXT` of them. A piece is what one request generated."""
 CONTEXT = 16
 
 ALIGNMENT_WORK = 32
@@ -163,7 +163,7 @@ def align_in(
     """Return what `align` returns for one of several outputs of an agent loop, each with its own ``prompt``.
 
     If an agent loop rewrites its context, each of its outputs has only some of the pieces. So this function first uses
-    only those pieces whose context (their item in ``contexts``) is how this output, with its prompt, begins. If these
+    only those pieces whose context (their item in ``contexts``) this output, prompt included, begins with. If these
     pieces do not give exact labels, it uses all pieces.
     """
     sequence = [*prompt, *response_ids]

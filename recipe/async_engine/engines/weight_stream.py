@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream of weights from a weight worker to the processes of an engine on the same node, with deadlines.
+"""The stream of weights from a weight worker or a trainer rank to the processes of an engine on the same node.
 
-The sender and the receiver are verl's; they use a socket, and shared memory or CUDA IPC. Contract: neither of them
-waits for the other longer than its deadline. After an error the receiver reads the stream to its end, so that the
-sender does not block, and `Staging.outcome` reports the error.
+A weight worker is the actor that receives the weights for one of a replica's accelerators. If the replica is on the
+trainer's accelerators, the trainer ranks send the stream. The sender and the receiver are verl's; they use a socket,
+and shared memory or CUDA IPC. Contract: neither of them waits for the other longer than its deadline. After an error
+the receiver reads the stream to its end, so that the sender does not block, and `Staging.outcome` reports the error.
 """
 
 import contextlib
@@ -167,8 +168,8 @@ def part_id(node_rank: int) -> str:
     """Return an id for the name of the socket between weight workers and engines.
 
     On one host the id is different for each run and each node rank. verl uses Ray's job id (vllm_rollout.py:141), which
-    is the same in all runs that start Ray themselves, and on all node ranks of a replica. Two of these on one host
-    would load each other's weights.
+    is the same in all runs that start Ray themselves, and on all node ranks of a replica. Two such runs or node ranks
+    on one host would load each other's weights.
     """
     context = ray.get_runtime_context()
     return f"{context.get_job_id()}-{zlib.crc32(context.gcs_address.encode()):08x}-{node_rank}"

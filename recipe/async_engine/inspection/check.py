@@ -223,7 +223,7 @@ def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _start(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield a fact about the checkpoint `async_training.start_from`, if the run starts its own Ray on this machine."""
+    """Yield a fact about the checkpoint `async_training.start_from`, unless ``ray_init.address`` is set."""
     path = lookup(config, "async_training.start_from")
     sizes = [lookup(config, f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node")]
     if isinstance(path, str) and all(map(is_count, sizes)) and not lookup(config, "ray_kwargs.ray_init.address"):
@@ -301,7 +301,7 @@ def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _written(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield a fact for each output folder of a run that starts its own Ray here, with the reason if it is unusable."""
+    """Yield a fact for each output folder, with the reason if it is unusable; none if ``ray_init.address`` is set."""
     for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         path = lookup(config, f"trainer.{name}")
         if not isinstance(path, str) or not path or lookup(config, "ray_kwargs.ray_init.address"):

@@ -126,7 +126,7 @@ def _types(config: DictConfig, context: RuleContext) -> dict[str, Callable[[], A
 
 
 def _reference(config: DictConfig) -> DictConfig:
-    """Return the reference policy's section with some settings renamed to an actor's names, as verl's worker does."""
+    """Return the reference policy's section in the form that verl's worker gives it (see `RENAMED`)."""
     section = OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref.ref))
     with open_dict(section):
         section.ppo_mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size

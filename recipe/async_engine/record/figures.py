@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects and formats the metrics of a run's progress, for the terminal, ``--follow``, trackers and Prometheus.
+"""Selects and formats the metrics of a run's progress.
 
-Contract: all of these show the same metrics, named as in docs/metrics.md. The terminal and ``--follow`` also say what
-the trainer and the rollout do now. Shown by tests/core/test_figures.py.
+Contract: the run's terminal, ``python -m recipe.report --follow``, trackers and Prometheus show the same metrics, named
+as in docs/metrics.md. The first two also say what the trainer and the rollout do now. Shown by
+tests/core/test_figures.py.
 """
 
 from __future__ import annotations

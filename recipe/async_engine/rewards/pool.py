@@ -378,7 +378,7 @@ def end_with(pipe: int) -> None:
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
-    # If the pipe closed before the signal was set up, no signal comes.
+    # If the pipe closed before the signal was set up, no signal comes, so end the process here.
     if select.select([own], [], [], 0)[0]:
         _exit(1)
 

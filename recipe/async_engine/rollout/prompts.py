@@ -121,7 +121,7 @@ def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict
 
 
 class UsableBatches:
-    """A loader of validation batches that skips batches in which every row has failed."""
+    """A loader of validation batches that skips batches without a usable row."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

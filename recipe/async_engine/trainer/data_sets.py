@@ -32,7 +32,7 @@ from recipe.async_engine.rollout.prompts import IndexedDataset
 logger = logging.getLogger(__name__)
 
 FIRST = 8
-"""How many rows, the first ones, are checked in each data set."""
+"""Number of rows that are checked at the beginning of each data set."""
 
 
 def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
@@ -102,7 +102,7 @@ class _Maker:
         try:
             size = len(rows)
         except Exception as error:  # a user's class may raise anything
-            raise self._refused("a data set with a length", f"len() of it raises {told(error)}.") from error
+            raise self._refused("a data set with a length", f"Its len() raises {told(error)}.") from error
         if size < needed:
             raise self._too_few(size, needed)
         first = [rows[index] for index in range(min(FIRST, size))]
@@ -122,7 +122,9 @@ class _Maker:
                 files, data, self._tokenizer, self._processor, is_train=self._is_train, max_samples=limit
             )
         except (Exception, SystemExit) as error:  # a user's class may raise anything
-            raise self._refused("data from which verl's data set can be made", f"It raises {told(error)}.") from error
+            raise self._refused(
+                "data from which verl's data set can be made", f"Making it raises {told(error)}."
+            ) from error
         if isinstance(dataset, IterableDataset):
             allowed, advice = "a data set with __getitem__ and __len__", "An IterableDataset has no rows to go back to."
             raise self._refused(allowed, advice, "data.custom_cls.name")

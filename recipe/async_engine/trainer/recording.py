@@ -4,12 +4,11 @@
 Contract: the modules of the trainer's process report events with :meth:`Recording.tell`, on any thread. Rollout
 servers, log-prob servers and agent-loop workers store their activity. A thread of this module asks these processes for
 their activity, every second at first and less often in a long run. The same calls measure the offset of their clocks
-from this process's clock (`recipe.async_engine.record.events`). A device is a server whose accelerator time is
-recorded. If a device dies, the time since its last answer is recorded as `lost_with_replica`, and the time until it is
-replaced, or the run ends, as `down`. From the 10,000th group on, events of trajectories and groups are kept for one
-group in two, later for one in four, and so on. An error of the recording never ends a run. Events that could not be
-read or written are missing in the record and in the time report, which says so. Shown by
-tests/integration/test_recording.py and tests/accounts.py.
+from this process's clock (`recipe.async_engine.record.events`). If a server dies, the time since its last answer is
+recorded as `lost_with_replica`, and the time until it is replaced, or the run ends, as `down`. From the 10,000th group
+on, events of trajectories and groups are kept for one group in two, later for one in four, and so on. An error of the
+recording never ends a run. Events that could not be read or written are missing in the record and in the time report,
+which says so. Shown by tests/integration/test_recording.py and tests/accounts.py.
 """
 
 from __future__ import annotations
@@ -97,14 +96,14 @@ class Recording:
     """Writes the event record of a run.
 
     Args:
-        devices: the number of accelerators of each kind of process.
+        devices: the devices of the run's time account, with their numbers of accelerators.
         header: further facts about the run for the record's header.
         parts: a function that returns the actors whose activity is recorded, by the names that their events have in the
             record's column ``lane``.
         clock: the clock of this process, in seconds.
 
     Attributes:
-        deaths: number of devices that died.
+        deaths: number of times that a rollout or log-prob server died.
         cpu_s: CPU seconds of the recording's own thread.
         recorded: a description of the closed record, or None before :meth:`close`.
     """
@@ -264,7 +263,7 @@ class Recording:
                 self._take(asked[reference], reference)
 
     def _again(self, name: str, handle: Any) -> _Device | None:
-        """If a device of this name was lost, give it the handle of the new process and return it; else return None."""
+        """If a process of this name was lost, return its `_Device` with the new process's handle; else return None."""
         for device in self._gone:
             if device.name == name:
                 self._gone.remove(device)
@@ -311,7 +310,7 @@ class Recording:
         if not device.is_counted:
             device.known_until = max(device.known_until, start)
         elif device.life:
-            # The device was restarted under the same name. Record the time until the restart as `down`.
+            # The server was restarted under the same name. Record the time until the restart as `down`.
             if not device.down:
                 self._dies(device)
             self._fill(device, Class.DOWN, start)

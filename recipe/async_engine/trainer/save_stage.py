@@ -95,7 +95,7 @@ class SaveStage:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is a checkpoint whose writing has ended or is late, so that `finish` does not block."""
+        """Whether a checkpoint's writing has ended or has exceeded ``limit_s``, so that `finish` does not block."""
         return self._writing.is_over
 
     def save(self, step: int, snapshot: dict[str, Any], save_training_side: Callable[[], None]) -> None:

@@ -61,7 +61,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         refill_fn: Callable[[int], Any],
     ) -> None:
         if max_off_policy_threshold is None:
-            raise SamplerError(f"{SETTING} is null: set the versions that a trajectory may span, 1 or more")
+            raise SamplerError(f"{SETTING} is null: set the number of versions that a trajectory may span, 1 or more")
         trainer = getattr(refill_fn, "__self__", None)
         if trainer is None or trainer_mode == "sync":
             raise SamplerError(

@@ -67,7 +67,7 @@ class StagedWeights(ABC):
             StagingRefused: the staged weights are incomplete, or are of another version.
         """
         if self.version != version:
-            raise StagingRefused(f"version {version} is not staged; {self.version} is")
+            raise StagingRefused(f"version {version} is not staged; the staged version is {self.version}")
         self.version = None
         self._swap()
 
@@ -84,7 +84,7 @@ class StagedWeights(ABC):
     def _agreed(self, problem: str | None) -> str | None:
         """Return the first problem among all ranks that share the model, or None if no rank has a problem.
 
-        Without such ranks this is ``problem``.
+        If no other rank shares the model, return ``problem``.
         """
         return problem
 

@@ -76,8 +76,8 @@ class TransferGroup:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def tell(self, method: str, **arguments: Any) -> None:
-        """Call ``method`` on every member's checkpoint engine. Log failures, except those of dead members: a later call
-        finds these.
+        """Call ``method`` on every member's checkpoint engine. Log failures, except those of dead members, which a
+        later call notices.
         """
         calls = []
         for group in (self._trainer, self._receivers):

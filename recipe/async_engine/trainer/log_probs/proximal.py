@@ -87,7 +87,7 @@ class ProximalLogProbs:
             computed, mfu = self._compute(batch)
         metrics["perf/mfu/actor_infer"] = mfu
         log_probs, entropy = computed.batch.pop("old_log_probs"), computed.batch.pop("entropys")
-        # The pass may also return the experts that it chose. verl replays them in the update (router replay, mode R2).
+        # The rest, if any, are the experts that the routers chose; verl replays them in the update (router replay R2).
         batch.batch.update(computed.batch)
         return log_probs, entropy
 
@@ -236,7 +236,7 @@ def _will_do(
 
 
 def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | None]:
-    """Return each row's scores from the items of a `scores_column`, with None for scores that are lost or late."""
+    """Return each row's scores, given the items of a `scores_column`; None if they are lost or not there in time."""
     deadline = time.monotonic() + timeout_s
     fetched: dict[ObjectRef, Sequence[ResponseScores | None] | None] = {}
 
@@ -258,8 +258,11 @@ def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | 
 def scores_column(scores: Sequence[Any]) -> np.ndarray:
     """Return the scores of rows as a column of a batch.
 
-    Each item is None, or the row's scores, or a pair. The first element of a pair is an object reference to the scores
-    of all outputs of the row's trajectory, or None if there are none. The second is the row's index among these
-    outputs.
+    Each item is one of:
+
+    - None, if the row has no scores;
+    - the row's scores;
+    - a pair of an object reference to the scores of all outputs of the row's trajectory (None if there are none), and
+      the row's index among these outputs.
     """
     return np.fromiter(scores, dtype=object, count=len(scores))
