@@ -47,7 +47,7 @@ _UNDER_WAY = (
 
 @dataclass(frozen=True)
 class Switch:
-    """Seconds that hybrid replicas need to wake (`wake_s`), and to sleep and free the trainer's memory (`sleep_s`)."""
+    """Seconds that hybrid replicas take to wake (`wake_s`), and to sleep, which frees their memory (`sleep_s`)."""
 
     wake_s: float
     sleep_s: float

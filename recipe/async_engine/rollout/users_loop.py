@@ -61,7 +61,7 @@ class _BegunTask(asyncio.Task[Any]):
     has_begun = False
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel the task, but not before its first step."""
+        """Cancel the task. If it has not begun yet, the cancellation takes effect after its first step."""
         if self.has_begun or self.done():
             return super().cancel(msg)
         self.get_loop().call_soon(super().cancel, msg)

@@ -55,7 +55,7 @@ class Forks(Protocol):
 
     @property
     def runtime_env(self) -> dict[str, Any]:
-        """Return the part of Ray's ``runtime_env`` that makes Ray fork every worker of a job."""
+        """Return the entry for Ray's ``runtime_env`` that makes workers forks of the preloaded process."""
 
     def joined(self, job_id: str) -> None:
         """Record that Ray has accepted the run as job ``job_id``."""

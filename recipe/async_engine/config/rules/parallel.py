@@ -174,7 +174,7 @@ def division(context: RuleContext) -> Iterator[Problem]:
 
 
 def _divisors(context: RuleContext, mini: int, batch: int) -> Iterator[Problem]:
-    """Check that micro-batches sized by sequences divide a rank's trajectories.
+    """Check that a micro-batch size given in sequences, not tokens, divides a rank's number of trajectories.
 
     ``mini`` and ``batch`` are the numbers of trajectories of a rank in one update and in one step.
     """

@@ -230,7 +230,8 @@ def _will_do(
     """
     if servers.anchor == Anchor.LATEST:
         return bool((scored_by == newest).all())
-    # A later version may score a token, but only if the server has reported that the request was late.
+    # A version later than the one that sampled a token may score it only if the log-prob server has reported that the
+    # scoring request arrived after the server had moved on to that version.
     expected = (scored_by == sampled_by) | ((scored_by > sampled_by) & bool(late_tokens))
     return bool(expected.all())
 
