@@ -93,7 +93,7 @@ def _take_resources(config: DictConfig) -> None:
 
 
 def _count_in_mini_batches(config: DictConfig) -> None:
-    """Set `async_training.require_batches`, which the mode reads, to the number of mini-batches in a training batch.
+    """Set `async_training.require_batches`, which the composed mode reads, to the number of mini-batches in a batch.
 
     That is `data.train_batch_size` divided by `ppo_mini_batch_size`.
     """

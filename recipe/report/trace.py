@@ -31,7 +31,7 @@ GROUP, VERSION, DEVICE = "group", "version", "device"
 WORK = (Kind.USEFUL, Kind.REPEATED)
 ROWS_AT_ONCE = 20_000
 BATCHES = 1 << 62
-"""Smallest id of a batch's flow. The ids of all answers' flows are smaller."""
+"""Ids of trace flows from here on belong to batches. The flows of answers have smaller ids."""
 ANSWERS_AT_MOST = 1 << 24
 SAME_MOMENT_S = 1e-5
 

@@ -57,7 +57,7 @@ FLAG = Expected("true or false", lambda value: isinstance(value, bool) or value 
 
 
 def number(advice: str = "", *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf) -> Expected:
-    """Return the `Expected` of a finite number v with v >= ``least``, v > ``above`` and v <= ``most``."""
+    """Return an `Expected` that accepts only finite numbers v with v >= ``least``, v > ``above`` and v <= ``most``."""
     limits = ((">=", least), (">", above), ("and at most", most))
     words = " ".join(f"{sign} {limit:g}" for sign, limit in limits if math.isfinite(limit))
 

@@ -269,5 +269,5 @@ def marker_in(folder: Path, name: str) -> Marker:
 
 
 def unsaid(settings: Mapping[str, Any], but: Iterable[str] = ()) -> list[str]:
-    """Return the names of all settings of an event record that ``settings`` lacks, except those in ``but``."""
+    """Return the names in `Settings` that ``settings``, read from an event record, lacks, except those in ``but``."""
     return [name for name in Settings.__annotations__ if name not in settings and name not in but]

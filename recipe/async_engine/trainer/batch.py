@@ -265,7 +265,7 @@ def _of_agents(batch: DataProto) -> dict[str, float]:
 
 
 def _of_all(name: str, values: np.ndarray) -> dict[str, float]:
-    """Return mean, maximum and minimum of ``values``, one for each row, with the metric names of verl's v1 trainers."""
+    """Return the mean, maximum and minimum over ``values`` (one per row), named as in verl's v1 trainers."""
     prefix = f"training/off_policy/{name}"
     return {
         f"{prefix}/mean": float(values.mean()),

@@ -2,13 +2,13 @@
 """Writes and reads the rollout state in a checkpoint: the ledger, the position in the data and the live groups.
 
 Contract: one file has a consistent state of all three. The file is in the checkpoint's folder, is complete whenever it
-exists, and is written before the checkpoint is marked as complete (``checkpoints``). Payloads are packed trajectories;
-a scheduler's snapshot has only object references to them. They are fetched while the file is written, on any thread,
-and written from the object store's memory without a copy. In a resumed run, ready groups are trained as they are, and
-running groups continue from their saved answers (``kept``). The file is read with ``torch.load``, which unpickles it,
-so checkpoints must be as trustworthy as the code, like verl's own ``data.pt``. `Snapshot` describes the content, and
-`checked` refuses any other content as damaged. Shown by tests/integration/test_rollout_state.py, test_damaged_files.py
-and tests/e2e/test_faults.py.
+exists, and is written before the checkpoint is marked as complete (``checkpoints``). A payload is a group's packed
+trajectories; a scheduler's snapshot has only object references to payloads. Payloads are fetched while the file is
+written, on any thread, and written from the object store's memory without a copy. In a resumed run, ready groups are
+trained as they are, and running groups continue from their saved answers (``kept``). The file is read with
+``torch.load``, which unpickles it, so checkpoints must be as trustworthy as the code, like verl's own ``data.pt``.
+`Snapshot` describes the content, and `checked` refuses any other content as damaged. Shown by
+tests/integration/test_rollout_state.py, test_damaged_files.py and tests/e2e/test_faults.py.
 """
 
 import logging

@@ -16,8 +16,8 @@ FORMAT_VERSION = 1
 
 FAMILIES = ("qwen3", "qwen2")
 LENGTHS = ("uniform", "long_tail")
-# Largest number of problems. There are 30,240 digit strings, but the warm start needs many that are not in the
-# validation set.
+# Largest number of problems in a data set. Only 30,240 digit strings exist, and the warm start needs many that are not
+# in the validation set.
 MAX_PROBLEMS = 20_000
 
 
