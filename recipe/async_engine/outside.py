@@ -42,4 +42,4 @@ CPU_WORKER_EXTENSION = "recipe.laptop.engines.engine_extension.CPUStagingExtensi
 """Class with which the workers of a rollout engine on a CPU are extended, so that they can receive weights."""
 
 FORK_SERVER = "recipe.laptop.prefork.server "
-"""Part of the command line by which the fork server, whose forks are the workers of a local run, is recognized."""
+"""Part of the fork server's command line, by which its process is found. It forks the workers of a local run."""

@@ -136,7 +136,7 @@ class DeviceTimes:
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         """Return the seconds of a decode step of ``batch`` sequences that together have ``context_tokens`` tokens.
 
-        With a `token_scale` of N, the step stands for N steps with a context N times as long.
+        With a `token_scale` of N, the result is the time of N such steps, with N times as many tokens in context.
         """
         if not batch:
             return 0.0

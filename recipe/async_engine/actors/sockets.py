@@ -89,7 +89,7 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
 
 
 def sockets_folder() -> str:
-    """Return Ray's folder of sockets if its path is short enough, or else a short path to the temporary folder."""
+    """Return a folder for sockets: Ray's if its path is short enough, or else the temporary folder or a link to it."""
     node = ray._private.worker._global_node
     folder = None if node is None else str(node.get_sockets_dir_path())
     fits = folder is not None and len(folder.encode()) + 1 + LONGEST_NAME <= LONGEST_PATH

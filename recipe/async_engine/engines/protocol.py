@@ -103,7 +103,7 @@ class RolloutServer(Protocol):
         """Raise `EngineDied` if the engine has died."""
 
     async def activity(self) -> Activity:
-        """Return what the engine did since the last call, and for how long, and the engine's token counts."""
+        """Return the engine's activities since the last call, with times, and its token counts since it started."""
 
     async def describe(self) -> list[str]:
         """Return lines of text for a report on a stalled run: the server's state, and what the server waits for."""

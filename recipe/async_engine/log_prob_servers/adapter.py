@@ -83,8 +83,8 @@ class StagedShards(StagedWeights):
         for name, tensor in weights:
             for live, new in self._shards.accept(name, tensor):
                 if live.numel() == 0:
-                    # Skip empty shards, which ranks may have of small parameters. All of them have the address 0, which
-                    # cannot be a key.
+                    # A rank's shard of a small parameter may be empty. Skip it: all empty shards have the address 0, so
+                    # the address cannot be the key.
                     continue
                 if live.data_ptr() not in self._buffers:
                     device = torch.device("cpu") if self._in_host else live.device

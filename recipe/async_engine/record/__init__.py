@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes, reads and locks the files in a run's folder: events, metrics, summary and checkpoints' contents."""
+"""Writes, reads and locks the files in a run's folder (events, metrics, summary); checks checkpoints' contents."""

@@ -99,8 +99,7 @@ REWARD_METRIC = "reward"
 the reward function's result.
 """
 MOST_DEATHS = 2
-"""A reward is computed again without counting an attempt if its reward worker dies, but at most this number of times.
-"""
+"""How many times, for one reward, the death of the reward worker does not count as a failed attempt."""
 
 
 class TrajectoryWorker(AgentLoopWorker):
@@ -328,7 +327,7 @@ class TrajectoryWorker(AgentLoopWorker):
         """
 
         def now() -> float:
-            """Return a time that, for training trajectories, stands still while their requests are held."""
+            """Return the time in seconds. For a training trajectory, it does not advance while requests are held."""
             return time.monotonic() - (0.0 if running.validates else self.llm_client.gate.held_s)
 
         deadline = now() + self._trajectory_timeout_s
@@ -356,7 +355,7 @@ class TrajectoryWorker(AgentLoopWorker):
         raise error if isinstance(error, OURS) else explained(AgentLoopError, "", error)
 
     async def activity(self) -> Activity:
-        """Return when, since the last call, this worker's trajectories were in tools or rewards and not in engines."""
+        """Return when, since the last call, trajectories of this worker waited for tools, rewards or log-probs."""
         return Activity(time.monotonic(), self._life, self._away.lane.take())
 
     async def describe(self) -> list[str]:
@@ -371,7 +370,7 @@ class TrajectoryWorker(AgentLoopWorker):
                 self._running[key].told.set_result(None)
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:
-        """Return the answers of each unfinished trajectory, by key, and the worker's token counts.
+        """Return the answers of each unfinished trajectory, by key, and the worker's token counts (`TokenAccount`).
 
         For an open request, the tokens that the server has sampled so far are included. At most ``timeout_s`` seconds
         are spent on fetching them.
@@ -380,9 +379,9 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.export(), self._answers.account()
 
     async def close_books(self) -> TokenAccount:
-        """Cancel all trajectories, because the run is over, and return the token counts.
+        """Cancel all trajectories, because the run is over, and return this worker's token counts.
 
-        The tokens of these trajectories count as unfinished.
+        In these counts, the tokens of the cancelled trajectories are ``unfinished`` (`TokenAccount`).
         """
         self._answers.close()
         under_way = [asyncio.create_task(running.over.wait()) for running in self._running.values()]
@@ -392,7 +391,7 @@ class TrajectoryWorker(AgentLoopWorker):
         return self._answers.account()
 
     async def hold(self) -> TokenAccount:
-        """Hold the requests of training trajectories from now on, while the trainer trains; return the token counts."""
+        """Hold the requests of training trajectories until `go_on`; return the worker's `TokenAccount`."""
         if not self.llm_client.gate.is_held:
             self.llm_client.gate.hold()
             self._answers.interrupted_in_tools(

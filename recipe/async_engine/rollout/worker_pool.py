@@ -79,8 +79,8 @@ def _failure(run: TrajectoryRun, cause: BaseException) -> RecipeError:
 class TracedGroups:
     """Chooses the prompt groups that verl's rollout trace shows (``actor_rollout_ref.rollout.trace``).
 
-    If the setting ``max_samples_per_step_per_worker`` is not null, the trace has only the first ``each_version`` groups
-    of each version: the setting's value times the number of agent-loop workers. Shown by
+    The trace has only the first ``each_version`` groups of each version, or all groups if this is None. The
+    number is the setting ``max_samples_per_step_per_worker`` times the number of agent-loop workers. Shown by
     tests/integration/test_rollout_trace.py.
     """
 
@@ -142,7 +142,9 @@ class WorkerPool(WorkerSet):
         return len(self.actors)
 
     def assign(self, run: TrajectoryRun) -> None:
-        """Choose the worker with the fewest open calls for the next attempt; for a retry, a different one if possible.
+        """Choose the worker that will run the next attempt: the one with the fewest open calls.
+
+        A retry gets a different worker than the failed attempt had, if possible.
 
         Raises:
             RolloutFailed: all workers are dead, and none is being restarted.
@@ -182,8 +184,8 @@ class WorkerPool(WorkerSet):
                     scored = await _said(said, payload)
                 run.scored, run.payload = scored, payload
         except RayTaskError as error:
-            # Keep this clause first: Ray's error is also an instance of its cause's class, so that a clause below could
-            # catch it.
+            # Keep `except RayTaskError` first: a RayTaskError is also an instance of the class of its cause, so another
+            # clause could catch it.
             raise _failure(run, error.cause) from error
         except WorkerDied as error:
             often = ALONE if run.is_suspect else ""
@@ -256,7 +258,7 @@ class WorkerPool(WorkerSet):
             actor.go_on.remote()
 
     async def hold(self, timeout_s: float) -> TokenAccount:
-        """Make all workers hold their requests until `go_on`, and return the sum of the workers' token counts.
+        """Make all workers hold their requests until `go_on`, and return their token counts in total (`TokenAccount`).
 
         A worker that does not answer within ``timeout_s`` seconds is skipped. Its trajectories end at their deadlines.
         """
@@ -326,13 +328,13 @@ class WorkerPool(WorkerSet):
         }
 
     def _note(self, worker_id: str, account: TokenAccount) -> None:
-        # If the worker has died since its answer, its last known counts are already in ``_lost_with_workers``.
+        # If the worker has died since it sent ``account``, its last counts are already in ``_lost_with_workers``.
         if worker_id not in self.actors:
             return
         before = self._accounts.get(worker_id, TokenAccount())
         if account.cut < before.cut:
-            # The count has decreased, so the worker's process was replaced by a new one. The death of the old process
-            # was not noticed, because it ran no attempt. Add the last counts of the old process here.
+            # `cut` never decreases within a process, so this is a new process of the worker. The death of the old one
+            # was not noticed, because it ran no attempt. Keep its last counts here.
             self._lost_with_workers += before.held_as_lost()
         self._accounts[worker_id] = account
 

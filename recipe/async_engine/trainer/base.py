@@ -234,7 +234,7 @@ class AsyncPPOTrainer(SavedRun):
             self.trackers.finish(self.account(), error, limit_s or self.timeouts.trackers)
 
     def judge_the_end(self) -> None:
-        """At the end of training, raise an error if nothing was trained or if an alarm ends the run."""
+        """At the end of training, raise an error if nothing was trained or if an alarm exceeded its limit."""
         if self.global_steps == 0 < self.plan.total_steps and self.stopped_by is None:
             raise nothing_trained(self.plan, self.running.counts())
         self.alarms.finish()
@@ -340,13 +340,13 @@ class AsyncPPOTrainer(SavedRun):
             self._validated_at = self.global_steps
             self.publishing.finish(self.metrics)
             if self.is_within_version:
-                # The run ends in the middle of a version. Publish the weights of the steps since the last version, so
-                # that these weights can be validated, and use the number of the last version once more.
+                # The run ends after too few steps for a new version. Publish the final weights anyway, so that they
+                # can be validated, under the number of the last version.
                 self.metrics.update(self.publisher.publish(version))
             self.metrics.update(self._validate_now())
 
     def _publish(self) -> None:
-        """Copy the weights as the next version, and send the copy. Training waits for this with ``publish=inline``."""
+        """Copy the weights as the next version and send them; with ``publish=inline``, wait until they have arrived."""
         self.publishing.seal(self.metrics, self.timing_raw)
         self.publishing.send(self.metrics, self.timing_raw)
 
@@ -384,7 +384,7 @@ class AsyncPPOTrainer(SavedRun):
         return metrics
 
     def live(self) -> dict[str, Any]:
-        """Return current figures, and what trainer and rollout are doing. Any thread may call this method."""
+        """Return the current metrics, and what trainer and rollout are doing. Any thread may call this method."""
         return {TRAINER_DOES: Class.START_UP} if self.figures is None else self.figures.live(self.global_steps)
 
     def account(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs the values that two models of the same structure have in the same places: in modules, kernels, closures, etc.
 
-Staging uses the pairs to copy the tensors of a spare model to the live model. Contract: :func:`pairs` visits every
-object that can be reached from the first model through attributes, items and closures, each once, together with the
-object that the second model has at the same path. It does not visit the contents of objects that both models share, of
-pairs of different types, of objects with a `__del__` method, or of extension types. Therefore it terminates, and does
-not enter configurations, process groups or registries of the process.
+Staging uses the pairs to copy the tensors of a spare model to the live model. Contract: :func:`pairs` yields every
+value that can be reached from the first model through attributes, items and closures, together with the value that the
+second model has at the same path. It visits the contents of each object once. It does not visit them if both models
+share the object, if the two values differ in type, or if the object has a `__del__` method or an extension type.
+Therefore it terminates, and does not enter configurations, process groups or registries of the process.
 """
 
 from __future__ import annotations

@@ -48,8 +48,9 @@ def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
         tied = [other for other, parameter in parameters.items() if parameter is parameters[name] and other != name]
         if tied:
             raise WeightsError(
-                f"{name} has an adapter and shares its weight with {tied[0]}, so the merged weights cannot serve both: "
-                "leave its layer out with actor_rollout_ref.model.exclude_modules"
+                f"{name} has a LoRA adapter and is the same parameter as {tied[0]}, which lacks this adapter, so no "
+                f"merged weight fits both. Exclude the layer of {name} from LoRA "
+                "(actor_rollout_ref.model.exclude_modules)"
             )
     tensors = {name: (tensor, adapted.get(name)) for name, tensor in module.state_dict().items()}
     for name, (tensor, layer) in convert_weight_keys(normalize_peft_param_name(tensors), module).items():
@@ -62,8 +63,9 @@ def _check_plain(name: str, layer: LoraLayer) -> None:
     if not isinstance(layer, Linear | Embedding) or layer.lora_variant or biased:
         kind = ", ".join(type(variant).__name__ for variant in layer.lora_variant.values()) or type(layer).__name__
         raise WeightsError(
-            f"the adapter of {name} cannot be merged into a copy: {kind}{' with a bias' if biased else ''}. Use plain "
-            "LoRA adapters of linear and embedding layers (actor_rollout_ref.model.target_modules, lora_adapter_path)"
+            f"the adapter of {name} cannot be merged into a copy of the weight, because its kind is not supported "
+            f"({kind}{' with a bias' if biased else ''}). Use plain LoRA adapters of linear and embedding layers "
+            "(actor_rollout_ref.model.target_modules, lora_adapter_path)"
         )
 
 

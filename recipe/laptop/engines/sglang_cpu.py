@@ -20,7 +20,7 @@ PACKAGES = ("sgl_kernel", "torchvision")
 
 
 class Absent(type):
-    """Metaclass of a stand-in's attributes. They are classes that have every attribute; calling one fails."""
+    """Metaclass of the classes that are a stand-in's attributes. Such a class has every attribute; calling it fails."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -210,7 +210,7 @@ class Engine:
     token_bytes: int
 
     def cache_tokens(self, device: int) -> int:
-        """Return how many tokens fit into the KV cache of a device with ``device`` bytes, not counting activations.
+        """Return how many tokens fit into the KV cache of a device with ``device`` bytes if activations take no memory.
 
         If the longest request has more tokens, vLLM does not start (vllm/v1/core/kv_cache_utils.py), and SGLang cuts
         off the answer.
@@ -221,7 +221,7 @@ class Engine:
 def rollout_engine(config: Mapping[str, Any], shape: ModelShape, hybrid: bool = False) -> Engine:
     """Return the memory of one accelerator of a rollout replica.
 
-    ``hybrid`` is whether the replica runs on the trainer's accelerators while other replicas have their own.
+    ``hybrid`` is whether the replica runs on the trainer's accelerators, so that `standalone_share` does not apply.
     """
     tensor = int(lookup(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)
     ranks, item = replica_size(config), dtype_bytes(lookup(config, f"{ROLLOUT}.dtype", "bfloat16"), 2)
