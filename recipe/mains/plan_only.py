@@ -61,7 +61,7 @@ def show(config: DictConfig, trainer: str) -> int:
 
 
 def _mode(config: DictConfig) -> str:
-    """Return the mode that ``config`` chooses by its placement and its admission policy."""
+    """Return the name of the RL mode that the settings for placement and admission policy amount to."""
     if placement(config) == SHARED:
         return "partial_rollout"
     return "one_step_off" if config.async_training.get("admission_policy") == "whole_batches" else "fully_async"

@@ -4,8 +4,9 @@
     reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion
     +reward.custom_reward_function.reward_kwargs.url=http://HOST:PORT/run_code
 
-Use this reward on machines where bubblewrap cannot run. The service isolates programs and limits their time and memory;
-it is not told the other `Limits`. If the service fails, the reward is computed again. Shown by
+Use this reward on machines where bubblewrap cannot run. The service isolates programs, and limits their time to
+`Limits.wall_s` and their memory to `Limits.memory_bytes`; `cpu_s`, `file_bytes` and `threads` have no effect. If the
+service fails, the reward function raises an error, and its call is repeated as after any error. Shown by
 tests/integration/test_sandbox_fusion.py, with an HTTP server that implements the service's protocol.
 """
 

@@ -37,7 +37,10 @@ def judge_v1(
     files: Sequence[FileFact] = (),
     judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """Return all problems of a v1 trainer's configuration, also those that ``judges`` find, and the rules' context."""
+    """Check a v1 trainer's configuration. Return all problems, including those that ``judges`` find.
+
+    Also return the context of the rules: the configuration, and the settings that were read from it.
+    """
     config, problems = well_formed(config, misses=False)
     settings, own = read_settings(config)
     problems += own
@@ -52,7 +55,10 @@ def judge_v1(
 
 
 def as_placed(context: RuleContext, trainer: str) -> RuleContext:
-    """Return a copy of ``context`` whose `placement`, `weights` and `rollout` describe the v1 trainer ``trainer``."""
+    """Return a copy of ``context`` with the placement, weight transfer and rollout resources of a v1 trainer.
+
+    ``trainer`` is the trainer's name.
+    """
     training = context.settings.async_training
     rollout = {
         name: context.count(f"{ROLLOUT}.{name}") or default for name, default in (("nnodes", 1), ("n_gpus_per_node", 8))

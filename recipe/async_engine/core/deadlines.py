@@ -50,7 +50,9 @@ process would then wait for ``heartbeat`` seconds.
 END_S = 40.0
 """Time for ending a run's processes and writing its summary; then the main process is ended by force."""
 ACCOUNT_S = 120.0
-"""Time, in addition to `END_S`, for computing the time account of a long event record for the summary."""
+"""Time for computing the summary's time account (seconds of every accelerator by class), which takes long if the run
+has recorded many events. `END_S` is added to this time.
+"""
 FORCE_S = 20.0
 """Time for killing the started processes and writing the summary if the main process is stuck; then it exits."""
 PROCESS_END_S = 5.0
@@ -79,15 +81,17 @@ BLAME_S = 5.0
 # Deadlines for agent-loop and reward workers.
 
 TEACHER_S = 30.0
-"""Time for a teacher's server to answer a ping after a call timed out. Each caller lengthens this time at random, as
-for `REWARD_WORKER_S`.
+"""Time for a teacher's server to answer a ping after a call timed out. Each caller lengthens this time by a random
+share, at most by half.
 """
 REWARD_WORKER_S = 30.0
 """Time for a reward worker to answer a ping after a call timed out. Each caller lengthens this time by a random share,
 at most by half, so that usually only one of several callers kills the worker.
 """
 REWARD_PROCESS_S = 1.0
-"""If either a scoring process or its socket has ended, the time that a reward worker waits for the other to end too."""
+"""Time that a reward worker waits for a scoring process to end after the process's socket has closed, and for the
+socket to close after the process has ended.
+"""
 REHEARSED_S = 10.0
 """Time for the made-up trajectory with which an agent-loop worker is tested."""
 CANCELLED_S = 10.0
@@ -126,24 +130,28 @@ RECORD_WRITE_S = 5.0
 BOOKS_S = 20.0
 """Time for agent-loop workers to end their trajectories and report their token counts at the end of a run."""
 BOOKS_OF_A_FAILED_RUN_S = 4.0
-"""Replaces `BOOKS_S` at the end of a failed run; it is shorter, because a worker may have caused the failure."""
+"""Time for agent-loop workers to end their trajectories and report their token counts at the end of a failed run. It is
+shorter than `BOOKS_S`, because one of these workers may have caused the failure and may not answer.
+"""
 TRACKERS_S = 120.0
-"""Time for all trackers together to finish at the end of a run; at most a third of ``async_training.timeouts.stop``."""
+"""Time for all trackers together to finish at the end of a run. If a third of ``async_training.timeouts.stop`` is
+shorter, they have only that third.
+"""
 REFUSED_S = 60.0
 """Time for reporting the run's failure to the other trackers when one tracker cannot be set up."""
 
 # Deadlines of checks before a run starts.
 
 EARLIER_RUN_S = 60.0
-"""Time to wait for the checkpoint folder while the trainer of an earlier, killed run still holds its lock."""
+"""Time to wait while the trainer of an earlier, killed run still holds the lock on the checkpoint folder."""
 HUB_S = 10.0
 """Time for the Hugging Face hub to answer whether it has a model."""
 DRIVER_S = 15.0
 """Time for the accelerators' driver to report the memory of the accelerators."""
 
 MOST_S = 5.0
-"""Of the time between two checks of a component, at most this many seconds count as its silence. A longer gap means
-that the checking process itself was suspended.
+"""If more seconds than this pass between two checks of a component, only this number counts as the component's silence.
+The reason is that the checking process itself must have been suspended.
 """
 
 

@@ -117,7 +117,7 @@ class SampleLedger:
 
     @property
     def all_issued(self) -> bool:
-        """Return whether the run needs no further group, provided that no live group is filtered or fails."""
+        """Return whether no further group has to be issued, provided that every live group will be trained."""
         if self.issue_limit is not None and self._issued >= self.issue_limit:
             return True
         return self.target_groups is not None and self._trained + len(self._live) >= self.target_groups
@@ -132,7 +132,7 @@ class SampleLedger:
             prompts_left = min(prompts_left, self.issue_limit - self._issued)
         if self.target_groups is not None:
             prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
-        # With fixed batches, count only the groups of the next batch: no other live group can fill its free places.
+        # With fixed batches, count only the next batch's groups: live groups of later batches cannot move into it.
         in_batch = self._live.places_taken(self._first_untaken()) if self.policy.fixed_batches else 0
         candidates = in_batch if self.policy.fixed_batches else len(self._live) - len(self._leased)
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
@@ -181,7 +181,7 @@ class SampleLedger:
         return self._give_up(group_id, "fail", GroupState.FAILED, self._failed, reason)
 
     def may_take(self) -> bool:
-        """Return whether a batch can be taken now. This call takes as long for many live groups as for few."""
+        """Return whether a batch can be taken now. The call's duration does not grow with the number of live groups."""
         return self._choice() is not None
 
     def next_batch(self) -> list[Group] | None:
@@ -258,7 +258,9 @@ class SampleLedger:
         )
 
     def check_identity(self) -> None:
-        """Raise `LedgerIdentityError` if the ledger's counts contradict each other, the live groups or the gate."""
+        """Raise `LedgerIdentityError` if the ledger's counts do not fit together, or do not fit the live groups or the
+        gate's counts.
+        """
         recount = Counter((group.state, group.start) for group in self._live.all())
         counted = {(state, start): n for state in GroupState for start, n in self._live.starts(state).items()}
         if counted != recount:
@@ -285,7 +287,10 @@ class SampleLedger:
         }
         broken = [identity for identity, holds in agree.items() if not holds]
         if broken:
-            raise LedgerIdentityError(f"the ledger violates {broken}: it has {counts}, the gate {self._gate.starts()}")
+            raise LedgerIdentityError(
+                f"the ledger violates {broken}: its counts are {counts}; the gate's counts of running and ready groups "
+                f"by start version are {self._gate.starts()}"
+            )
 
     def snapshot(self) -> dict[str, Any]:
         """Return the ledger's state as JSON-compatible values, for a checkpoint of the present weights.

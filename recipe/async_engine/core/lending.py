@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from recipe.async_engine.core.prompt_manager import PromptManager
 
 SWITCH_SHARE = 0.05
-"""A loan normally lasts until so many batches are ready that the time lost by waking and going to sleep, divided by the
-number of these batches, is at most this share of a step's time.
+"""A loan normally lasts until `n` batches are ready, where `n` is the smallest number for which the time lost by waking
+and going to sleep, divided by `n`, is at most this share of a step's time.
 """
 
 EMPTY_SHARE = 0.5
@@ -121,8 +121,9 @@ class PlaceMeter:
     def __init__(self, clock: Callable[[], float], places: int) -> None:
         self._clock, self._places, self._running = clock, places, 0
         self._since = clock()
-        # `_of_each` is how many place-seconds a trajectory would have if it had run since the meter was created.
-        # `_begun` is the sum of the values that `_of_each` had when each running trajectory began.
+        # `_of_each`: the place-seconds of an imaginary trajectory that has run since the meter was created.
+        # `_begun`: for each running trajectory the value of `_of_each` when it began, summed over these trajectories.
+        # `_of_groups`: the sum of the values of `_of_group`, without the groups in `_sampled`.
         self._of_each = self._begun = self._of_groups = 0.0
         self._of_group: dict[int, float] = {}
         self._sampled: set[int] = set()
@@ -167,7 +168,10 @@ class PlaceMeter:
 
     @property
     def spent(self) -> float:
-        """Place-seconds so far of all running trajectories, and of groups that are not yet sampled completely."""
+        """Place-seconds that the groups which are not yet sampled completely have used so far.
+
+        Both their running trajectories and those that no longer run count.
+        """
         self._advance()
         return max(0.0, self._of_groups + self._running * self._of_each - self._begun)
 
@@ -193,7 +197,8 @@ class LendingPolicy:
         if demand.may_take or hybrid == 0:
             return False
         if places.standalone == 0 or self.group_place_s.value is None or self._wakes < MEASURED:
-            # Lend in any case: no other replica generates, or this switch is needed to measure the averages.
+            # Lend without predicting the gain: no other replica generates, or the averages that the prediction needs
+            # are still to be measured.
             return True
         return self._gain_s(self._in_groups(places.standalone), self._in_groups(hybrid), self._missing(demand)) > 0
 
@@ -239,7 +244,7 @@ class LendingPolicy:
         """Return how many groups are still to be generated for the next batch. Groups that have begun count in part."""
         missing = max(0.0, demand.batch_groups - demand.ready - demand.sampled)
         begun = self._in_groups(demand.spent)
-        # Some running groups belong to later batches, so at most half of the missing groups count as generated.
+        # `begun` includes work on groups of later batches. So it makes up for at most half of the missing groups.
         return missing - min(begun, missing / 2)
 
     def _gain_s(self, alone: float, lent: float, missing: float) -> float:
@@ -248,7 +253,7 @@ class LendingPolicy:
         alone, lent: groups per second of standalone and of hybrid replicas. missing: groups still to be generated.
         """
         wake, sleep = self.wake_s.value or 0.0, self.sleep_s.value or 0.0
-        # If all groups are generated already, their rewards are half done on average.
+        # If all groups of the batch are generated, half of the time for their rewards has passed on average.
         rewards = (self.reward_s.value or 0.0) / (1 if missing else 2)
         without = missing / alone + rewards
         awake = max(0.0, missing - alone * wake) / (alone + lent) + max(0.0, rewards - (0.0 if missing else wake))

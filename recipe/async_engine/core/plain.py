@@ -128,8 +128,8 @@ def told(error: BaseException) -> str:
 def origin(error: BaseException) -> str:
     """Describe the root cause of an error in loading a user's file, with the file and line of the cause.
 
-    Return "" if the error has no cause. verl does not enter the loaded file in ``sys.modules``, where some dataclasses
-    look for their module. If that made the loading fail, the text includes advice.
+    Return "" if the error has no cause. If the file failed to load because it has a dataclass with postponed
+    annotations, the text includes the advice of `postponed`.
     """
     first = _first(error)
     if first is error:
@@ -141,7 +141,10 @@ def origin(error: BaseException) -> str:
 
 
 def postponed(trace: str) -> str:
-    """Return advice if ``trace`` shows that a dataclass failed because its annotations are postponed; else ""."""
+    """Return advice if a file of a user failed to load because it has a dataclass with postponed annotations; else "".
+
+    ``trace`` is the traceback of the failure.
+    """
     if "dataclasses.py" not in trace or "'NoneType' object has no attribute '__dict__'" not in trace:
         return ""
     return (

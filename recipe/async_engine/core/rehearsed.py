@@ -15,11 +15,11 @@ from typing import Any
 PASSED, FELL_BACK, FAILED, LEFT_OUT = "passed", "fell back", "failed", "left out"
 
 SHARES = {"float32": 0.02, "float16": 0.1}
-"""By the engine's dtype, the allowed difference between two computations of log-probs, as a share of their spread (the
-mean absolute deviation).
+"""The allowed difference between two computations of log-probs, for each dtype of the engine. It is a share of the
+log-probs' spread (their mean absolute deviation).
 """
 USUAL_SHARE = 0.25
-"""The allowed difference, as in `SHARES`, for all other dtypes: bfloat16 and narrower ones."""
+"""The share (see `SHARES`) for all dtypes that are not keys of `SHARES`: bfloat16 and narrower ones."""
 LEAST_SPREAD = 0.2
 """Least spread of log-probs, in nats, from which the allowed difference is computed; it replaces smaller spreads."""
 

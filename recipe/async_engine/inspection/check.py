@@ -165,7 +165,10 @@ def look(
 
 
 def _available(config: Mapping[str, Any], given: Resources | None) -> Resources | None:
-    """Return ``given`` or, if it is None, the resources of the Ray that the run would start on this machine."""
+    """Return ``given`` if it is not None; otherwise the resources of the Ray cluster that the run starts itself.
+
+    Return None if these are not known, or if the run joins a Ray cluster.
+    """
     if given is not None or lookup(config, "ray_kwargs.ray_init.address"):
         return given
     # Do not query this machine's accelerators if the run uses none or uses those of a cluster.
@@ -301,7 +304,10 @@ def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _written(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """Yield a fact for each output folder, with the reason if it is unusable; none if ``ray_init.address`` is set."""
+    """Yield a fact about each output folder, with the reason if the folder is unusable.
+
+    Yield nothing if ``ray_init.address`` is set, because the folders may then be on other machines.
+    """
     for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         path = lookup(config, f"trainer.{name}")
         if not isinstance(path, str) or not path or lookup(config, "ray_kwargs.ray_init.address"):

@@ -93,7 +93,9 @@ def _load_value_model(
 
 
 def register() -> None:
-    """Register both engines with verl for the device "cpu", once per process."""
+    """Register the engines for the language model and for the value model with verl for the device "cpu", once per
+    process.
+    """
     # Register the engines under FSDP1's name too, so that FSDP1 is refused with advice instead of verl's "No engine
     # registered".
     for model_type, engine in (

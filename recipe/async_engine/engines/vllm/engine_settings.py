@@ -22,8 +22,8 @@ def choose_runner(environ: MutableMapping[str, str]) -> None:
     """
     if environ.get(RUNNER_CHOICE, "0").strip().lower() in ("1", "true"):
         raise RolloutServerError(
-            f"{RUNNER_CHOICE}={environ[RUNNER_CHOICE]}: the versions of tokens are known only with vLLM's V1 "
-            "model runner (0); unset the variable"
+            f"{RUNNER_CHOICE}={environ[RUNNER_CHOICE]}: the policy version of each token is known only with vLLM's V1 "
+            "model runner; unset the variable"
         )
     environ[RUNNER_CHOICE] = "0"
 
