@@ -43,9 +43,9 @@ class BeforeRun(Callback):
             _look(config, may_settle=False)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """After a completed run with a trainer of this package (``recipe_...``), exit with the status for its alarms.
+        """After a complete run of a trainer of this package (``recipe_...``), exit with `exit_status` if it is not 0.
 
-        `exit_status` returns the status, which is 0 if no alarm was raised or alarms do not affect the status.
+        The status is not 0 if an alarm rang and ``async_training.alarms.exit_status`` is set.
         """
         trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
         if not trainer.startswith("recipe_") or kwargs["job_return"].status is not JobStatus.COMPLETED:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class _Attempt:
     """One attempt to replace a replica.
 
-    ``lost`` is the lost replica whose processes this attempt ends first; None if an earlier attempt has taken it over.
+    ``lost`` is the lost replica, which this attempt ends first; None if it has been ended, or is being ended, already.
     """
 
     what: str

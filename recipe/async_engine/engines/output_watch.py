@@ -86,7 +86,8 @@ class OutputWatch:
     def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
         """Return the tokens of an answer after the first ``known`` ones, or None if the answer is complete.
 
-        The result is an empty `Sampled` if the engine has no output for the request yet.
+        The result is an empty `Sampled` if the engine has no output for the request yet, or if the version that sampled
+        one of its tokens is unknown.
 
         A complete answer is already in transit to the client. If this method returned its tokens too, the client might
         treat the answer as incomplete, and request tokens beyond its end.
