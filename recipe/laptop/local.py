@@ -32,7 +32,10 @@ TASK_TIMEOUT_S = 300.0
 
 
 def fill_builtin_task(config: DictConfig) -> None:
-    """Create the built-in task if ``config`` asks for it, and set those of its paths in ``config`` that are null."""
+    """Create the built-in task if ``config`` asks for it, and fill in its paths where ``config`` has null.
+
+    These are the paths of the model, the data files and the reward function.
+    """
     task = config.get("builtin_task")
     if task is None or (config.data.train_files and config.actor_rollout_ref.model.path):
         return

@@ -43,7 +43,10 @@ class BeforeRun(Callback):
             _look(config, may_settle=False)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """If an alarm was raised in a run with a flag, end the process with the exit status for alarms."""
+        """After a complete run of a trainer of this package (``recipe_...``), exit with `exit_status` if it is not 0.
+
+        The status is not 0 if an alarm rang and ``async_training.alarms.exit_status`` is set.
+        """
         trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
         if not trainer.startswith("recipe_") or kwargs["job_return"].status is not JobStatus.COMPLETED:
             return
@@ -64,10 +67,12 @@ class BeforeRun(Callback):
 
 
 def _look(config: DictConfig, may_settle: bool) -> None:
-    """Print the plan or, if there is a flag, check the configuration. End the process after a plan or an error.
+    """Print the plan (``plan_only=true``) or check the configuration of a run with a flag (``+recipe=...``).
 
-    ``may_settle`` is whether the trainer that the flag selects may be written into ``config``. If not, a ``config``
-    that names another trainer is an error.
+    After a plan or an error, end the process. Do nothing in runs with neither.
+
+    ``may_settle`` says whether this function may write the trainer that the flag selects into ``config``. If it may
+    not, a ``config`` that names another trainer is an error.
     """
     trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
     plans = bool(config.get("plan_only"))
@@ -85,8 +90,8 @@ def _look(config: DictConfig, may_settle: bool) -> None:
             raise refused(
                 "trainer",
                 "as configured",
-                "what the flag chose",
-                "In a multirun, the flag cannot override trainer.use_v1 and trainer.v1.trainer_mode: leave them out.",
+                "the trainer that +recipe has chosen",
+                "In a multirun, +recipe cannot override trainer.use_v1 and trainer.v1.trainer_mode: leave them out.",
             )
         sys.stderr.writelines(f"{said}\n" for said in without)
         own = copy.deepcopy(own)
@@ -105,7 +110,10 @@ def _look(config: DictConfig, may_settle: bool) -> None:
 
 
 def _main() -> str:
-    """Return the name of this process's main module, also if it is a file of verl that was started by its path."""
+    """Return the name of this process's main module, or an empty text if it has none.
+
+    A script of verl that was started by its path (not with ``python -m``) has its name within the package too.
+    """
     module = sys.modules["__main__"]
     if (spec := getattr(module, "__spec__", None)) is not None:
         return str(spec.name)

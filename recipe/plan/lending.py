@@ -59,7 +59,7 @@ class LendingSimulation(Simulation):
         self._queue: list[tuple[int, int, int, Request]] = []
         self._numbers = count()
         self._meter = PlaceMeter(self.clock, self.standalone * scenario.places)
-        # By the name of each request that is at an engine: the value that `PlaceMeter.begin` returned for it.
+        # For each request that is at an engine, by name: the value that `PlaceMeter.begin` returned for the request.
         self._began: dict[str, float] = {}
         self._sampled_at: dict[int, float] = {}
         for number in self._asleep:

@@ -54,7 +54,7 @@ class Switch:
 
 
 ASSUMED_SWITCH = Switch(wake_s=2.0, sleep_s=1.0)
-"""The switch of `estimated`: an assumption, not measured on a device."""
+"""The times to wake and to sleep that `estimated` uses: an assumption, not measured on a device."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     run = load(folder)
     if absent := unsaid(run.settings, but=OLDER):
         also = "".join(f"; {note}" for note in run.notes)
-        raise CannotPlan(f"the event record in {folder} lacks settings of its run: {', '.join(absent)}{also}")
+        raise CannotPlan(f"the event record in {folder} lacks these settings of the run: {', '.join(absent)}{also}")
     answers = _answers(run)
     lengths = [tokens for group in answers.values() for tokens, *_ in group]
     updates, synced = _phases(run, "update"), [event for event in run.events if event.lane == WEIGHTS]
@@ -143,8 +143,9 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
     first = used[Class.PREFILL] / len(lengths)
     overhead = [end - start - first - step * (tokens - 1) for group in answers.values() for tokens, start, end in group]
-    # The answer with the smallest overhead gives the latency. Others also waited in agent loops, in a queue or for a
-    # sync.
+    # An answer's overhead is the part of its time in which its tokens were not being computed. The smallest overhead of
+    # an answer is taken for the latency of a request, because the other answers also waited in agent loops, in a queue
+    # or for a weight sync.
     latency = max(0.0, min(overhead))
     agents = _agents_s(run, used, len(lengths), places, replicas)
     if not pc.sum(about(run.groups, "trained")["tokens"]).as_py():
@@ -185,10 +186,10 @@ def fitted(folder: Path) -> tuple[Times, Run]:
 def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float, replicas: int) -> float:
     """Return the seconds that the agent loops take for each answer, computed from the idle time of engine slots.
 
-    If more trajectories may run than there are sequence slots, slots are idle because of agent loops only while empty
-    engines fill: at the beginning, and after each weight swap that removed requests. The agent loops then send one
-    request after the other, so the n-th slot to be filled is idle n times as long as the first. The result is limited
-    to the time in which answers were in progress, divided by the number of answers.
+    If more trajectories may run than there are sequence slots, agent loops leave slots idle only while empty engines
+    fill: at the beginning, and after each weight swap, unless requests stay in the engines (``at_swap=keep``). While
+    engines fill, the agent loops send one request after the other, so an engine's n-th slot is idle n times as long as
+    its first. The result is at most the mean time for which an engine had answers in progress, divided by ``answers``.
     """
     most = sum(used[what] for what in _UNDER_WAY) / (places * replicas * answers)
     if run.settings["max_concurrent_trajectories"] <= places * replicas:
@@ -238,7 +239,7 @@ def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -
 
 
 def group_size(run: Run) -> int:
-    """Return the number of answers of the recorded group that has most of them."""
+    """Return the number of answers of the largest recorded group."""
     rows = run.trajectories.group_by("group").aggregate([("trajectory", "count_distinct")])
     return int(pc.max(rows["trajectory_count_distinct"]).as_py())
 
@@ -276,7 +277,7 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
 
     The function is the sum of two terms: a time per token of prompts and answers, inversely proportional to the ranks,
     and a time per answer, which does not depend on the ranks. If the length of prompts is not known, the second term is
-    0: all time that does not grow with the answers' tokens is then taken for the time of prompt tokens.
+    0, and the first term includes the time that does not depend on the answers' lengths.
 
     Args:
         what: name of the phase.
@@ -310,7 +311,7 @@ def _prompt(run: Run) -> float:
 def _line(run: Run, what: str) -> tuple[float, float] | None:
     """Return the seconds of a trainer phase per batch and per answer token, from a line fitted to the steps of the run.
 
-    Return None if the steps are too few or too similar, or if no line with a constant of at least 0 fits them well.
+    Return None if the steps are too few or too similar, if the fit is poor, or if the time per batch would be negative.
     """
     tokens: defaultdict[float, int] = defaultdict(int)
     for row in run.tokens.to_pylist():
@@ -343,9 +344,9 @@ def _phases(run: Run, what: str) -> list[float]:
 
 
 def _place_seconds(pieces: Iterable[Piece], places: float) -> dict[Class, float]:
-    """Return the engines' slot-seconds by class of time.
+    """Return the slot-seconds that the engines spent in each class of the time account (`Class`).
 
-    Slot-seconds are the number of sequence slots, of which each engine has ``places``, multiplied by time.
+    Slot-seconds are a number of sequence slots multiplied by seconds. Each engine has ``places`` slots.
     """
     used: defaultdict[Class, float] = defaultdict(float)
     for piece in pieces:

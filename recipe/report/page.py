@@ -78,7 +78,7 @@ def brief(run: Run) -> list[str]:
     total = sum(run.account.total.values()) or 1.0
     top = sorted(run.account.total.items(), key=lambda item: -item[1])[:5]
     took = ", ".join(f"{charts.words(what)} {seconds / total:.0%}" for what, seconds in top)
-    # `run.account` was computed without token counts. Only the run's summary says whether these agree.
+    # `run.account` was computed without token counts. Only the run's summary says whether the token counts add up.
     closed = run.account.closes and (run.summary.get("account") or {}).get("closes", True)
     closes = "" if closed else "; the account does not close"
     advised = f"{run.advice[0].reason} ({run.advice[0].share:.0%}): {run.advice[0].change}" if run.advice else "none"
@@ -278,7 +278,10 @@ def _settings(runs: Mapping[str, Run]) -> str:
 
 
 def _account_a_step(runs: Mapping[str, Run]) -> str:
-    """Return a table of accelerator-seconds per step by class of time, for comparing runs of different lengths."""
+    """Return a table of the accelerator-seconds per step that each run spent in each class of the time account.
+
+    Seconds per step can be compared between runs of different lengths.
+    """
     first, second = (
         {what: seconds / max(1, _steps_of_start(run)) for what, seconds in run.account.total.items()}
         for run in runs.values()

@@ -34,7 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Attempt:
-    """One attempt to replace a replica; ``lost`` is the lost replica, or None if an earlier attempt has ended it."""
+    """One attempt to replace a replica.
+
+    ``lost`` is the lost replica, which this attempt ends first; None if it has been ended, or is being ended, already.
+    """
 
     what: str
     start: Callable[[], Any]
@@ -52,7 +55,7 @@ class Restarts:
     """The run's budget of attempts to replace lost replicas and servers.
 
     Attributes:
-        most: largest number of attempts in the run.
+        most: number of attempts that are allowed in the run.
         begun: number of attempts so far, without those that found no free accelerators.
     """
 
@@ -139,8 +142,8 @@ class Replacements:
         threading.Thread(target=self._clear_away, args=[attempt.lost], name="clear a lost replica", daemon=True).start()
 
     def _work(self, attempt: _Attempt) -> None:
-        # If `take` has given up this attempt, it has cancelled `result`. Then an error of the attempt is ignored, and a
-        # replica that the attempt has started is ended.
+        # `take` gives up an attempt by cancelling `attempt.result`. After that, an error of this attempt is ignored,
+        # and a replica that this attempt has started is ended.
         try:
             self._clear_away(attempt.lost)
             started = attempt.start()
@@ -194,7 +197,11 @@ def cleared_on_failure(replicas: Sequence[Any]) -> Iterator[None]:
 
 
 def end_servers(replica: Any, timeout_s: float) -> None:
-    """End a replica's server actors and wait until their names are free; raise TimeoutError if they stay taken."""
+    """End a replica's server actors and wait until Ray no longer knows their names.
+
+    Raises:
+        TimeoutError: Ray still knows some of the names after ``timeout_s`` seconds.
+    """
     prefix = replica._get_server_name_prefix()
     names = [f"{prefix}server_{replica.replica_rank}_{node}" for node in range(replica.nnodes)]
     _kill(replica.servers)
@@ -208,7 +215,10 @@ def _kill(actors: Sequence[Any]) -> None:
 
 
 def _wait_until_none(left: Callable[[], Sequence[str]], what: str, timeout_s: float) -> None:
-    """Wait until ``left`` returns no names; after ``timeout_s`` seconds raise a TimeoutError with the names left."""
+    """Wait until ``left`` returns no names; after ``timeout_s`` seconds raise a TimeoutError with the names left.
+
+    The error's message is ``what``, in which ``{}`` stands for these names, followed by "within <timeout_s> s".
+    """
     deadline = time.monotonic() + timeout_s
     while names := left():
         if time.monotonic() > deadline:

@@ -3,8 +3,8 @@
 
 Contract: an argument is refused if verl or this package passes it itself, or if it would break a promise of
 `recipe.async_engine.engines.protocol`. All other arguments reach the engine unchanged.
-tests/integration/test_engine_arguments.py checks that each engine has all arguments in the list for it, and that the
-default values of these arguments are not refused.
+tests/integration/test_engine_arguments.py checks that every argument in an engine's list exists in that engine, and
+that the engine's default values are not refused, except for arguments that verl passes itself.
 """
 
 from typing import Any, NamedTuple
@@ -47,9 +47,9 @@ VLLM_SETTINGS = {
         )
     },
 }
-"""For each argument that verl passes itself, the setting from which verl takes it; rules and estimates use the setting.
+"""For each argument that verl itself passes to the engine, the setting from which verl takes the value.
 
-A value in ``engine_kwargs`` would silently replace the value of the setting.
+A value in ``engine_kwargs`` would silently replace the setting's value, but rules and estimates use the setting.
 """
 
 

@@ -45,7 +45,7 @@ class OutputWatch:
         self._before: dict[str, int] = {}
 
     def read(self, output: Any) -> Answer | None:
-        """Return the content of an engine's output, or None if the output has no answer."""
+        """Convert an engine's output to an `Answer`; return None if the output contains no generated sequence."""
         raise NotImplementedError
 
     def log_prob(self, of_token: Any, token: int) -> float:
@@ -84,9 +84,10 @@ class OutputWatch:
         return 0 if answer is None else answer.prompt_tokens + self._before[request_id]
 
     def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
-        """Return the tokens of an answer after the first ``known`` ones, even if there are none yet.
+        """Return the tokens of an answer after the first ``known`` ones, or None if the answer is complete.
 
-        If the answer is complete, return None.
+        The result is an empty `Sampled` if the engine has no output for the request yet, or if the version that sampled
+        one of its tokens is unknown.
 
         A complete answer is already in transit to the client. If this method returned its tokens too, the client might
         treat the answer as incomplete, and request tokens beyond its end.

@@ -70,7 +70,7 @@ class StagedModel(StagedWeights):
             if pair.put_mine is not None:
                 pair.put_mine(pair.mine)
         fill_with_nan(self._spare)
-        # Copy the live buffers, because the stream does not have to contain buffers.
+        # Start with the values of the live buffers, because the stream may lack buffers.
         live = dict(self._live.named_buffers())
         for name, buffer in self._spare.named_buffers():
             if buffer is not live[name]:
@@ -166,7 +166,7 @@ class LiveModel(StagedWeights):
 
 
 def wide_parameters(model: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Return the names of the floating-point parameters that are wider than ``dtype``."""
+    """Return the names of the floating-point parameters whose dtype has more bytes per element than ``dtype``."""
     parameters = model.named_parameters()
     return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > dtype.itemsize]
 
@@ -230,7 +230,7 @@ def _fits(pair: Pair) -> tuple[Any, ...]:
 
 
 def _replaceable(pair: Pair) -> Callable[[], None]:
-    """Return a function that assigns a pair's staged object to the live model.
+    """Return a function that puts an object of the staged model in the place of its counterpart in the live model.
 
     Raises:
         StagingRefused: the object cannot be assigned.

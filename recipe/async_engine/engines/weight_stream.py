@@ -157,9 +157,9 @@ class DeadlineWeightSender(BucketedWeightSender):
             os.posix_fallocate(self.shm._fd, self._reserved, more)
         except OSError as error:
             raise WeightLoadError(
-                f"/dev/shm has no room for a bucket of weights: {error.strerror} after {self._reserved >> 20} of "
-                f"checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb} MiB; lower this setting, or "
-                "make /dev/shm larger (docker run --shm-size)"
+                f"/dev/shm has no room for a bucket of weights: {error.strerror} (allocated {self._reserved >> 20} of "
+                f"{self.bucket_size_mb} MiB); lower checkpoint_engine.update_weights_bucket_megabytes, or make "
+                "/dev/shm larger (docker run --shm-size)"
             ) from error
         self._reserved += more
 
@@ -229,7 +229,7 @@ class Staging:
 
     @property
     def outcome(self) -> str:
-        """`UNDER_WAY`, `COMPLETE` followed by the checksum of the staged weights, or an error message."""
+        """State of the stream: `UNDER_WAY`, `COMPLETE` and the checksum of the staged weights, or an error message."""
         if self._thread.is_alive():
             return UNDER_WAY
         return self._intake.problem or COMPLETE + self._intake.checksum

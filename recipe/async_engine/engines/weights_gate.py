@@ -50,7 +50,7 @@ class WeightsGate:
         self._complete.clear()
 
     async def wait_open(self, timeout_s: float) -> bool:
-        """Wait for complete weights and return True, or return False if the server refuses requests.
+        """Wait for complete weights and return True; return False if `refuse` has been called since the last load.
 
         Raises:
             RolloutServerError: the server got no complete weights within ``timeout_s`` seconds.

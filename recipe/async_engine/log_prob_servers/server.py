@@ -113,7 +113,7 @@ class ModelEngineServer(ScoringService):
     async def score(self, segment: Segment, tokens: int, version: int, start: int) -> Answer:
         """Score a segment, as `ScoringService.score` describes.
 
-        The answer has log-probs and entropies of the n tokens that are to be scored, float32 (2, n).
+        `Answer.scores` has log-probs and entropies of the n tokens that are to be scored, float32 (2, n).
         """
         answer = await super().score(segment, tokens, version, start)
         self._answered_tokens += answer.scores.shape[1]

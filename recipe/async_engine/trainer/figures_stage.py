@@ -47,7 +47,7 @@ class PrometheusExporter:
         self._has_failed = False
 
     def tell(self, figures: Mapping[str, Any]) -> None:
-        """Export the figures that are numbers."""
+        """Export those values of ``figures`` that are numbers and have a name in Prometheus (`EXPORTED` or `SHARE`)."""
         if self._has_failed:
             return
         try:
@@ -87,7 +87,10 @@ class FiguresStage:
         self._reported: Mapping[str, Any] = {}
 
     def live(self, step: int) -> dict[str, Any]:
-        """Return current figures, and what trainer and rollout are doing. The main process calls this every second."""
+        """Return the run's current metrics, and what trainer and rollout are doing, and export the metrics.
+
+        The main process calls this every second.
+        """
         reported = {
             name: value for name, value in self._reported.items() if name in EXPORTED or name.startswith(SERVERS)
         }

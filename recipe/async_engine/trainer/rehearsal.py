@@ -137,7 +137,7 @@ class Rehearsal:
     # The following methods send the weights. `HybridRehearsal` overrides `send_again`.
 
     def send_again(self, before: list[Answer]) -> None:
-        """Send the version again with the run's settings or, if that fails, with fallbacks.
+        """Send the published version once more with the run's settings, or with fallback settings if these fail.
 
         Then compare the log-probs of the answers in ``before`` with the trainer's.
         """
@@ -172,10 +172,10 @@ class Rehearsal:
         return check
 
     def _send(self) -> str:
-        """Transfer the version, and return a remark for the check.
+        """Transfer the published version, and return a remark (or an empty text) for the check's report.
 
-        There is one attempt, with the rehearsal's deadline. After a fallback, the number of attempts and the deadline
-        are those of training.
+        With the run's own settings there is only one attempt, with the rehearsal's deadline. With fallback settings,
+        the number of attempts and the deadline are those of weight syncs in training.
         """
         with nullcontext() if self.result.fallbacks else self.in_haste():
             if self.publisher.weights.publish != "beside":
@@ -269,7 +269,7 @@ class Rehearsal:
         # two steps, and sends. The margin is one more deadline and a minute.
         return 5 * self.publisher.known.timeout_s + 60
 
-    # The following methods make the trainer's ranks compute.
+    # The following methods run computations of the model on the trainer's ranks.
 
     def work(self, until: Callable[[], bool] = lambda: True) -> int:
         """Do forward and backward passes on every trainer rank until ``until`` returns True; return their number.
@@ -336,7 +336,7 @@ class Rehearsal:
             check.said = self._judge("log-probs of {} are not the trainer's, as if weights or model differed", pairs)
 
     def _judge(self, fault: str, pairs: Pairs) -> str:
-        """Return the largest difference between log-probs, as text.
+        """Return a text with the mean difference between log-probs of the replica in which it is largest.
 
         Raises:
             RehearsalFailed: the log-probs of some replicas do not agree. ``fault`` is the message, with a placeholder
@@ -345,7 +345,7 @@ class Rehearsal:
         found = {name: agreement(both, str(self.rollout.dtype)) for name, both in pairs.items()}
         wrong = [name for name, each in found.items() if not each.holds]
         if wrong:
-            raise RehearsalFailed(f"{fault.format(', '.join(wrong))}; they differ {found[wrong[0]]}")
+            raise RehearsalFailed(f"{fault.format(', '.join(wrong))}; log-probs of {wrong[0]} differ {found[wrong[0]]}")
         worst = max(found.values(), key=lambda each: each.difference)
         self.result.difference = max(self.result.difference, worst.difference)
         return f"they differ {worst}"

@@ -90,7 +90,7 @@ class TrainingStep(Startup):
         return self._update(batch)
 
     def _advantages(self, batch: DataProto) -> DataProto:
-        """Compute advantages, and remove answers that have NaN or infinite numbers from the loss."""
+        """Compute advantages. Answers with NaN or infinite numbers are left out of the loss."""
         left_out = leave_out(batch, COMPUTED)
         batch = self.stages.advantages(batch)
         note_rewards(batch, self.alarms)

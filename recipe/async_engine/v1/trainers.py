@@ -93,9 +93,11 @@ class BoundedTrainer(PPOTrainer):
             self._server_sync = self._give_weights_to(replicas)
 
     def _give_weights_to(self, servers: list[RolloutReplica]) -> CheckpointEngineManager | None:
-        """Make weight syncs include the log-prob servers, which must have a version before answers are sampled with it.
+        """Make weight syncs include the log-prob servers.
 
-        Return a checkpoint-engine manager for the log-prob servers alone, or None if verl's own manager includes them.
+        The servers must have a version before answers are sampled with it, because they compute these answers'
+        log-probs. Return a checkpoint-engine manager for the log-prob servers alone, or None if verl's own manager
+        includes them.
         """
         # Only the log-prob servers use this checkpoint engine, because verl passes weights to the colocated rollout
         # without one.
@@ -145,13 +147,13 @@ class BoundedTrainer(PPOTrainer):
         return batch
 
     def _scored(self, batch: KVBatchMeta) -> DataProto:
-        """Return the log-prob servers' results for a batch, log-probs and entropies, (rows, R) each.
+        """Return the log-prob servers' log-probs and entropies for a batch, (rows, R) each.
 
-        Further columns that are needed to evaluate the results are included.
+        The result also has the columns that are needed to compute metrics from them, such as ``response_mask``.
         """
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
         if padding:
-            # verl's padding rows are copies of an answer, shortened to one token, and lack the two columns of results:
+            # verl's padding rows are copies of an answer, shortened to one token, and have no log-probs and entropies:
             # add zeros.
             nothing = [{name: torch.zeros(1) for name in (OLD_LOG_PROBS, ENTROPY)} for _ in padding]
             tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(nothing))
@@ -174,8 +176,8 @@ class SeparateAsync(BoundedTrainer, PPOTrainerSeparateAsync):
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         if self.has_servers and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
-            # verl needs this copy of the weights if it has to compute the log-probs of a later batch with the same
-            # version.
+            # Save the weights of this version: verl needs them if it has to compute the log-probs of a later batch of
+            # the version. verl itself saves them only if it computes the log-probs of the first batch.
             self.actor_rollout_wg.save_model_to_cpu(0)
         return super()._compute_old_log_prob(batch, metrics)
 

@@ -87,7 +87,8 @@ class ProximalLogProbs:
             computed, mfu = self._compute(batch)
         metrics["perf/mfu/actor_infer"] = mfu
         log_probs, entropy = computed.batch.pop("old_log_probs"), computed.batch.pop("entropys")
-        # The rest, if any, are the experts that the routers chose; verl replays them in the update (router replay R2).
+        # The remaining columns, if any, are the experts that the routers chose; verl replays these choices in the
+        # update (router replay R2).
         batch.batch.update(computed.batch)
         return log_probs, entropy
 
@@ -188,12 +189,12 @@ class ServerColumns:
 def server_columns(
     rows: Sequence[ResponseScores | None], token_versions: torch.Tensor, servers: LogProbServers, newest: int
 ) -> ServerColumns:
-    """Join the scores of a batch's rows into columns.
+    """Join the log-prob servers' scores of a batch's rows into columns.
 
     Args:
-        rows: the scores of each row, for up to R tokens, or None.
-        token_versions: the version that sampled each token, or -1, int64 (rows, R).
-        servers: the settings of the log-prob servers, which decide which versions may score a token (`_will_do`).
+        rows: the scores of the first tokens (at most R) of each row; None for a row that the servers did not score.
+        token_versions: the version that sampled each token, or -1 for tokens that were not sampled, int64 (rows, R).
+        servers: the settings of the log-prob servers. They determine which versions may score a token (`_will_do`).
         newest: the newest published version.
     """
     log_probs = torch.zeros(token_versions.shape, dtype=torch.float32)
@@ -225,8 +226,13 @@ def _will_do(
 ) -> bool:
     """Return whether the servers computed the log-probs of a row's sampled tokens with acceptable versions.
 
-    ``scored_by`` and ``sampled_by`` are the versions that scored and sampled each token, int64 (tokens,). ``newest`` is
-    the newest published version.
+    With ``anchor: latest``, only the newest version is acceptable; otherwise, for each token, the version that sampled
+    it, or a later one if the server reported late tokens.
+
+    Args:
+        newest: the newest published version.
+        scored_by, sampled_by: the versions that scored and sampled each token, int64 (tokens,).
+        late_tokens: the number of the row's tokens that the servers reported as late.
     """
     if servers.anchor == Anchor.LATEST:
         return bool((scored_by == newest).all())
@@ -257,13 +263,13 @@ def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | 
 
 
 def scores_column(scores: Sequence[Any]) -> np.ndarray:
-    """Return the scores of rows as a column of a batch.
+    """Return ``scores``, which has an item for each row, as a column of a batch. `_resolved` gets the scores from it.
 
     Each item is one of:
 
-    - None, if the row has no scores;
+    - None: the row has no scores;
     - the row's scores;
-    - a pair of an object reference to the scores of all outputs of the row's trajectory (None if there are none), and
-      the row's index among these outputs.
+    - a pair: an object reference to the scores of all outputs of the row's trajectory, or None if these have no scores;
+      and the row's index among the outputs.
     """
     return np.fromiter(scores, dtype=object, count=len(scores))
