@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers the v1 trainers of this package with verl: its modes, and verl's own trainers with extensions.
+"""Registers v1 trainers with verl: one for each mode of this package, and extended versions of verl's own trainers.
 
-A flag (``+recipe=...``) sets the environment variable `VARIABLE` in the run's processes. Because of it, this package's
-plugin for verl calls `install`. Contract: `install` imports none of verl's trainers; it sets a hook that registers the
-trainers when verl's task runner imports `verl.trainer.ppo.v1`. Shown by tests/integration/test_flags.py and
-tests/e2e/test_flags.py.
+A flag (``+recipe=...``) sets the environment variable `VARIABLE` in the run's processes. If the variable is set, this
+package's plugin for verl calls `install`. Contract: `install` imports none of verl's trainers; it sets a hook that
+registers the trainers when verl's task runner imports `verl.trainer.ppo.v1`. Shown by tests/integration/test_flags.py
+and tests/e2e/test_flags.py.
 """
 
 from __future__ import annotations

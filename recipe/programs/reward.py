@@ -98,7 +98,7 @@ def compute_score(
 def fault(partial: object = False, max_tests: object = None, answer_s: object = None, limits: Any = None) -> str | None:
     """Return why the reward cannot run with these ``reward_kwargs`` on this machine; None if it can.
 
-    Raise TypeError if a given name is no argument of the reward, or if a name in ``limits`` is no field of `Limits`.
+    A call with another argument raises TypeError, and so does a name in ``limits`` that is no field of `Limits`.
     """
     if not isinstance(limits or {}, Mapping):
         return "limits must be a section with field names of Limits."

@@ -16,8 +16,9 @@ NOBODY = 65534
 def execute(source, call):
     """Run a program.
 
-    If ``call`` (a name and arguments) is given, then call the program's function of this name, and print only its
-    result, as JSON. A Sandbox Fusion service gets only the text of this function, so the function contains its imports.
+    With ``call``, a pair (name, arguments), also run the program's function of this name with these arguments, and
+    print only its result, as JSON. A Sandbox Fusion service gets only the text of `execute`, which therefore contains
+    its own imports.
     """
     import json
     import os

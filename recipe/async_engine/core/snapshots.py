@@ -15,7 +15,10 @@ WHOLE = "whole batches (async_training.admission_policy)"
 
 
 RESUMED_PARTS = ("model", "optimizer", "extra")
-"""Parts of verl's checkpoints from which training resumes: weights, optimizer state, learning-rate schedule and RNG."""
+"""Parts of verl's checkpoints from which training resumes.
+
+"model" is the weights, "optimizer" is the optimizer's state, and "extra" is the learning-rate schedule and the RNG.
+"""
 
 
 def not_carried(contents: Iterable[str], strategy: str) -> list[str]:
@@ -51,7 +54,8 @@ RULES: dict[str, Changed] = {
     PER_VERSION: Changed.REFUSED,
     WHOLE: Changed.REFUSED,
     "async_training.placement": Changed.REFUSED,
-    # Only noted here, because `SampleLedger.restore` refuses a bound that the checkpoint's groups do not fit.
+    # A change is only reported, because `SampleLedger.restore` refuses a max_staleness that the checkpoint's groups
+    # would violate.
     "async_training.max_staleness": Changed.NOTED,
     # verl writes one checkpoint file per FSDP rank, so strategy and ranks must stay the same.
     "actor_rollout_ref.actor.strategy": Changed.REFUSED,
@@ -62,7 +66,7 @@ RULES: dict[str, Changed] = {
     "data.shuffle": Changed.REFUSED,
     "data.seed": Changed.REFUSED,
     "trainer.total_epochs": Changed.NOTED,
-    # Changing one of these alters the shapes of tensors, the scaling of adapters, or their base model.
+    # These three determine the shapes of the models' tensors, and the scaling and base model of LoRA adapters.
     "sizes of actor_rollout_ref.model.path": Changed.REFUSED,
     "sizes of critic.model.path": Changed.REFUSED,
     "LoRA": Changed.REFUSED,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the existence of the code files, modules and YAML files of agent loops and tools that a configuration names.
+"""Checks that files and modules which a configuration names exist.
+
+They are code files, folders, Python modules, and the YAML files that list agent loops or tools.
 
 Contract: no code is run or imported, and files on remote file systems (`scheme://`) are skipped. Modules are checked
 only if workers have the same modules as this process, which holds if the run starts its own Ray, without a

@@ -159,7 +159,7 @@ def _cannot_join(tables: list[Dataset]) -> str | None:
 
 
 COUNTED = 2000
-"""Largest number of prompts in a file, the longest in bytes, that are tokenized to find those that are too long."""
+"""At most this many prompts of a file, those with the most bytes, are tokenized to find the ones that are too long."""
 ANSWER = "ground_truth"
 
 
@@ -185,7 +185,7 @@ def _is_registered(config: Mapping[str, Any]) -> bool:
 
 
 def _lack_answers(column: pyarrow.ChunkedArray, config: Mapping[str, Any]) -> bool:
-    """Return whether the column lacks the ground truth although the reward manager, one of verl's own, reads it."""
+    """Return whether the reward manager is verl's own and reads the ground truth, but ``column`` does not have it."""
     manager = lookup(config, "reward.reward_manager.name", VERLS_MANAGERS[0])
     taken = _is_registered(config) and manager in VERLS_MANAGERS
     return bool(

@@ -113,7 +113,10 @@ class ResponseScores:
         return cls(np.zeros(length, np.float32), np.zeros(length, np.float32), np.full(length, UNSCORED), 0, 0.0)
 
     def with_part(self, answer: Answer, first: int, count: int) -> ResponseScores:
-        """Store the values of an answer's first ``count`` tokens from index ``first`` on; return the new scores."""
+        """Store the values of the first ``count`` tokens of ``answer``, and return the new scores.
+
+        The response has these tokens from index ``first`` on.
+        """
         where = slice(first, first + count)
         self.log_probs[where], self.entropy[where] = answer.scores[:, :count]
         self.versions[where] = answer.version
@@ -125,9 +128,9 @@ class PartScorer:
     """Submits the parts of one trajectory to log-prob servers as they are generated, and collects their scores."""
 
     def __init__(self, client: ScoringClient, start: int) -> None:
-        """``start`` is the version that generated when the trajectory's prompt group began.
+        """``start`` is the version with which generation of the trajectory's prompt group started.
 
-        Servers score requests with the lowest ``start`` first.
+        Servers score the requests with the lowest ``start``, those of the oldest groups, first.
         """
         self._client = client
         self._start = start
@@ -180,6 +183,6 @@ async def score(client: ScoringClient, part: Part, start: int) -> Answer:
     answer = await client.score(Segment(tokens, len(part.context)), len(tokens), part.version, start)
     found, wanted = np.shape(answer.scores), (2, len(part.tokens))
     if found != wanted or not np.isfinite(answer.scores).all():
-        what = "that are not all finite" if found == wanted else f"of the shape {found}, not {wanted}"
-        raise Unscored(f"a log-prob server returned scores of version {answer.version} {what}")
+        what = "are not all finite" if found == wanted else f"have shape {found} instead of {wanted}"
+        raise Unscored(f"a log-prob server's scores of version {answer.version} {what}")
     return answer

@@ -98,7 +98,7 @@ def _contents(folder: Path) -> dict[str, Any]:
     try:
         contents = from_json(file.read_bytes())["contents"]
         if not isinstance(contents, dict):
-            raise TypeError("the value of `contents` is not a JSON object")
+            raise TypeError("the value of the manifest's key `contents` is not a JSON object")
         return contents
     except FileNotFoundError:
         return {}

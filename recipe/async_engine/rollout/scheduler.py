@@ -246,7 +246,7 @@ class RolloutScheduler:
     def look(self, standalone: int, hybrid: int, is_awake: bool) -> tuple[Places, Demand]:
         """Return the input of the lending policy (`recipe.async_engine.core.lending.look`).
 
-        The caller must hold the lock. The function ``decide`` of `wait_for` is called under the lock.
+        The caller must hold the scheduler's lock. `wait_for` holds it whenever it calls ``decide``.
         """
         return look(self.manager, self.places.spent, standalone, hybrid, is_awake, bool(self._prompts.left))
 
@@ -356,7 +356,8 @@ class RolloutScheduler:
                 if state is GroupState.RUNNING:
                     self.manager.adopt(group, run.states)
                     if run.is_complete:
-                        # The checkpoint was taken between the arrival of the last payload and the call of `_complete`.
+                        # The checkpoint was taken after the group's last payload arrived, but before `_complete` was
+                        # called for the group.
                         self._complete(run)
 
     def counts(self) -> LedgerCounts:
@@ -383,7 +384,7 @@ class RolloutScheduler:
             self._changed.made()
 
     def _poke(self) -> None:
-        """Wake the task that begins trajectories, because one may be able to begin. Any thread may call this."""
+        """Wake the task that begins trajectories, so that it checks if any may begin. Any thread may call this."""
         self._thread.loop.call_soon_threadsafe(self._wake.set)
 
     def _ask(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
@@ -564,12 +565,15 @@ class RolloutScheduler:
         self._filter.forget(run.group.id)
         del self._runs[run.group.id]
         self._tell_all(group_events(run, group, self.ledger.version, reason))
-        # Leave out running trajectories, because their workers count their tokens.
+        # Leave out running trajectories, because their workers count the lost tokens of these.
         records = [each.record for each in run.trajectories if not each.under_way]
         self.tokens.lost += run.cut_tokens + sum(record.cut_tokens for record in records if record is not None)
 
     async def _follow(self, each: TrajectoryRun) -> None:
-        """Run an attempt at a trajectory and record the result. Free its generation slot after its last token."""
+        """Make one attempt to generate a trajectory, and record the result.
+
+        The trajectory's generation slot is freed as soon as its last token is sampled.
+        """
         run, began = each.of, time.monotonic()
         with self._changed:
             place_began = self.places.begin()

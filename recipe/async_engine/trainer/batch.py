@@ -4,7 +4,7 @@
 Contract: the batch has the columns of verl's synchronous trainer (prompts, responses, masks, ``rollout_log_probs``,
 ``rm_scores``, the data set's own fields, ``uid`` of the group) and the column ``token_versions``. The rows are in the
 order of the groups, and the answers of a group are adjacent, unless verl balances the batch. A trajectory has a row for
-each output of its agent loop. If any has several outputs, the column `OUTPUT_KEYS` says which rows belong together.
+each output of its agent loop. If any trajectory has several, the column `OUTPUT_KEYS` has the trajectory of each row.
 Every sampled token is checked against the staleness bound before it is trained. An answer is copied only once, into its
 row. Until ``token_versions`` is made, the versions of an answer's tokens are run-length encoded, as runs (version,
 count). Shown by tests/integration/test_batch.py, test_several_outputs.py and tests/e2e/test_fully_async.py.
@@ -25,7 +25,7 @@ from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.prompts import sample_of
 
 FILLED = 127
-"""Largest number of prompt tokens in a row that `in_whole_mini_batches` adds to a batch, as in verl's v1 trainers."""
+"""A row that `in_whole_mini_batches` adds to a batch has at most this many prompt tokens, as in verl's v1 trainers."""
 
 
 def assemble(
@@ -84,10 +84,11 @@ def balanced(
 def order_of(
     lengths: Sequence[int], uids: Sequence[str], balance: Callable[[DataProto], None], multiple: int, keep: bool = False
 ) -> list[int]:
-    """Return the indices of rows in the order that verl's function ``balance`` chooses by their ``lengths`` in tokens.
+    """Return the indices of rows in the order that verl's function ``balance`` chooses.
 
-    verl needs a number of rows that is a multiple of ``multiple``, so empty rows are added. The indices of added rows
-    are in the result only if ``keep`` is true.
+    ``balance`` goes by the rows' ``lengths`` in tokens and ``uids``, and needs a number of rows that is a multiple of
+    ``multiple``. So empty rows are added after the others. Their indices, from len(lengths) on, are in the result only
+    if ``keep`` is true.
     """
     count = len(lengths)
     added = -count % multiple
@@ -255,10 +256,10 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
 
 
 def _of_agents(batch: DataProto) -> dict[str, float]:
-    """Return the mean over rows of `UNMATCHED_SHARE`, if any row has it.
+    """Return a metric, the mean of `UNMATCHED_SHARE` over the rows that have it; {} if no row has it.
 
-    When an agent sends an earlier answer back in a later request, it may have changed the answer. The share says how
-    many of these answers are changed, so that their sampled tokens cannot be reused.
+    An agent sends earlier answers of the policy back in later requests, and may have changed them. The share is the
+    part of these answers whose sampled tokens cannot be used again, because the text no longer matches them.
     """
     shares = [share for share in batch.non_tensor_batch.get(UNMATCHED_SHARE, ()) if share is not None]
     return {"agents/unmatched_share": float(np.mean(shares))} if shares else {}

@@ -78,8 +78,9 @@ def with_scores(
         The four arguments without the dropped answers (``infos`` in a form of which verl can take means), and the
         number of answers that have no score.
     """
-    # verl's main score is "acc" or else "reward". An answer has no score if either of them is not a finite number.
-    # None does not count: it stands for a value that the answer's reward does not report.
+    # verl's main score of a validation is "acc" if there is one, else "reward". An answer is treated as having no score
+    # if either value is not a finite number. None is allowed, because it means that the answer's reward does not report
+    # the value.
     scored = [infos[name] for name in ("reward", "acc") if name in infos]
     none = [not all(value is None or is_number(value) for value in row) for row in zip(*scored, strict=True)]
     without = {uid for uid, is_none in zip(uids, none, strict=True) if is_none}
@@ -94,9 +95,10 @@ def with_scores(
 
 
 def _averaged(values: list[Any]) -> list[Any]:
-    """Return ``values`` in a form that verl's means accept: numbers, and None for anything else.
+    """Return ``values`` in a form that verl's means accept.
 
-    If any value is a string, all are returned as strings, which verl's means skip. None stays None.
+    Without strings among the values, numbers are kept, and anything else becomes None. If any value is a string, all
+    values except None become strings, which verl's means skip.
     """
     if any(isinstance(value, str) for value in values):
         return [None if value is None else str(value) for value in values]

@@ -51,10 +51,11 @@ class LendingStage:
     """Decides with the lending policy whether hybrid replicas generate while the trainer waits for a batch.
 
     Args:
-        scheduler: says what the trainer needs and how many trajectories wait, and keeps the lending policy.
+        scheduler: says what the trainer needs and how many trajectories wait. Its attribute ``lending`` is the policy.
         hybrid: wakes the hybrid replicas and puts them to sleep.
         standalone: sends weights to the standalone replicas, if there are any.
-        publishing: publishes versions. When a generation turn begins, it gets the checksum of the replicas' weights.
+        publishing: publishes versions. At the start of a generation turn, it checks by the checksum of the replicas'
+            weights whether the weights have changed.
         published: the trainer's copy of the published weights. A loan begins with this copy if batches have been
             trained since the publication.
         timeline: receives the phase `SWITCH`.
@@ -93,7 +94,7 @@ class LendingStage:
 
         Args:
             metrics: the metrics of the step, to which those of lending are added.
-            is_within_version: whether the trainer's weights are newer than the announced ones.
+            is_within_version: whether batches have been trained since the last version was published.
         """
         asked, timeout_s = time.monotonic(), self._limits.batch_wait
         self._of_turns |= {INTERRUPT_S: 0.0} if self._in_turns else {}
@@ -112,9 +113,10 @@ class LendingStage:
         self._taken_at = None
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the loans since the run began, and of the last generation turn.
+        """Return metrics of all loans since the launch of the run and, if there are turns, of the last generation turn.
 
-        ``switches`` is the number of loans. ``wake_seconds`` and ``sleep_seconds`` are moving averages.
+        ``switches`` is the number of loans. ``wake_seconds`` and ``sleep_seconds`` are moving averages of the time that
+        the hybrid replicas take to wake and to go to sleep.
         """
         return {
             "fully_async/lending/switches": self._switches,
@@ -130,8 +132,8 @@ class LendingStage:
             return TAKE
         ledger = self._scheduler.ledger
         if self._is_over or ledger.version > ledger.announced:
-            # Either nothing is lent any more, or a version is being published. In the latter case, this function is
-            # called again when the version is announced.
+            # Either nothing is lent for the rest of the run, or a version is being published. In the latter case, this
+            # function is called again when the version is announced.
             return None
         return LEND if self._policy.lends(places, demand) else None
 
@@ -144,8 +146,8 @@ class LendingStage:
     def validating(self) -> Iterator[None]:
         """Make sure that replicas are awake inside the ``with`` block, to generate for a validation.
 
-        Without standalone replicas, the hybrid replicas wake, with the trainer's weights. Interrupted answers for
-        training continue only in the next generation turn.
+        Without standalone replicas, the hybrid replicas wake with the trainer's weights, and sleep again after the
+        block. Training answers that the last generation turn left unfinished continue in the next turn, not here.
         """
         if not self._in_turns:
             yield
@@ -174,7 +176,8 @@ class LendingStage:
                 logger.error("the trainer's accelerators are not lent any more: %s", error)
                 self._is_over = True
                 if isinstance(error, NoReplicaLeft):
-                    # No engine could resume, but the engines have allocated their memory again: put them to sleep.
+                    # No replica can generate, but the weight sync has made the engines allocate their memory again.
+                    # Put them to sleep, because the trainer needs this memory.
                     self._hybrid.sleep()
                 return False
             self._is_awake = True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes and reads the rollout state in a checkpoint: the ledger, the position in the data and the live groups.
 
-Contract: one file has a consistent state of all three. The file is in the checkpoint's folder, is complete whenever it
-exists, and is written before the checkpoint is marked as complete (``checkpoints``). A payload is a group's packed
-trajectories; a scheduler's snapshot has only object references to payloads. Payloads are fetched while the file is
+Contract: one file has the ledger, position and groups of the same moment. It is in the checkpoint's folder, is complete
+whenever it exists, and is written before the checkpoint is marked as complete (``checkpoints``). A payload is a packed
+trajectory; a scheduler's snapshot has only object references to payloads. Payloads are fetched while the file is
 written, on any thread, and written from the object store's memory without a copy. In a resumed run, ready groups are
 trained as they are, and running groups continue from their saved answers (``kept``). The file is read with
 ``torch.load``, which unpickles it, so checkpoints must be as trustworthy as the code, like verl's own ``data.pt``.
@@ -89,7 +89,7 @@ class LiveGroup(TypedDict):
 
 
 class Interrupted(TypedDict):
-    """Token counts of interrupted answers, as in `TokenAccount`."""
+    """Token counts of interrupted answers, with the meanings that the attributes of `TokenAccount` have."""
 
     cut: Number
     lost: Number

@@ -141,7 +141,10 @@ class _Run:
         return (*policy[1].host, *(_of(name, item) for name, rank in others for item in rank.host))
 
     def _kept(self) -> tuple[Item, ...]:
-        """Return a rank's copies of weights in host memory; it needs them only if a version has several steps."""
+        """Return the copies of weights that a rank keeps in host memory while it is ahead of the published version.
+
+        There are none if every step is published, or if nothing would read the copies.
+        """
         saves = (self.context.get("trainer.save_freq") or -1) > 0
         scores = self.context.trainer_scores or self.settings.async_training.placement == ELASTIC
         if self.settings.async_training.trigger_parameter_sync_step == 1 or not (saves or scores):
@@ -231,7 +234,7 @@ class _Run:
         elastic = self.settings.async_training.placement == ELASTIC
         sleeps = self.context.get(f"{ROLLOUT}.free_cache_engine", True)
         beside = (asleep(self.config),) if sleeps else self._engine(hybrid=True)
-        # Weights are also sent to standalone replicas, through buckets on the trainer's devices.
+        # With placement=elastic, the trainer also sends weights to standalone replicas, from buckets on its devices.
         beside += listed(device_buckets(self.config, hands_over=False)) if elastic else ()
         turns = [Moment(moment.name, (*moment.items, *beside)) for moment in self._training()]
         bucket = Item("weight-sync bucket", bucket_bytes(self.config))
@@ -271,7 +274,11 @@ MODELS_OWN = f"{ROLLOUT}.max_model_len, which defaults to the model's number of 
 
 
 def parts(context: RuleContext) -> list[Part]:
-    """Return the memory of each part of the run; [] on a CPU, or if the policy or a training engine is unknown."""
+    """Return the memory of each part of the run.
+
+    The result is [] on a CPU, if the policy model's shape is not known, or with training engines other than FSDP and
+    Megatron.
+    """
     policy = model_of(context, POLICY_PATH)
     strategies = {context.get(f"{section}.strategy") for section in context.trained}
     if policy is None or context.on_cpu or not strategies <= {"fsdp", "fsdp2", "megatron"}:
