@@ -117,7 +117,10 @@ class _Group:
 
 
 class Simulation:
-    """One simulated run, in which ``hybrid`` replicas are on the trainer's accelerators and lent to generation.
+    """One simulated run.
+
+    Attributes:
+        hybrid: number of hybrid replicas (those on the trainer's accelerators); above 0 only in a subclass.
 
     Args:
         times: durations of steps, updates, transfers and rewards, and the lengths of answers.
@@ -168,8 +171,8 @@ class Simulation:
         self.clock.run(lambda: self._over)
         if not self._over:
             raise CannotPlan(
-                f"the simulated run cannot continue after {self.clock.now:g} s, with {self.ledger.counts()} and "
-                f"{self.scenario}: the event record contradicts itself; give that of another run"
+                f"the simulated run stands still after {self.clock.now:g} s, because the event record contradicts "
+                f"itself: give the record of another run. Prompts: {self.ledger.counts()}. Settings: {self.scenario}"
             )
         self._timeline.stop()
         return self._result()
@@ -276,7 +279,7 @@ class Simulation:
         return self.manager.anything_waits() or self.ledger.can_issue()
 
     def _label(self, engine: Engine, request: Request) -> None:
-        """Credit the version that generates now with a request's tokens since the previous call for this request."""
+        """Record that the present version sampled all tokens of a request since the previous call for the request."""
         known = sum(tokens for _, tokens in request.versions)
         if (more := engine.tokens_of(request) - known) > 0:
             request.versions.append((self.ledger.announced, more))
@@ -361,7 +364,7 @@ class Simulation:
         heapq.heappush(self._loads, (self.engines[number].load, number))
 
     def _least_loaded(self) -> int:
-        """Return the number of the engine with the fewest requests. Heap entries found to be outdated are corrected."""
+        """Return the index of the engine with the fewest requests; correct outdated entries of the heap ``_loads``."""
         while True:
             load, number = heapq.heappop(self._loads)
             if load == self.engines[number].load:
@@ -418,7 +421,7 @@ class Simulation:
         waits = self._scoring > 0 and not self.ledger.may_take()
         why = self.manager.why(prompts_left=True, waits_for_rewards=waits)
         if why != self._lane.what:
-            # Free slots were idle for the old reason until now. So record the engines' events before it changes.
+            # Until now, free slots were idle for the old reason. Record the engines' events before the reason changes.
             self._ask_engines()
             self._lane.turn_to(why)
 

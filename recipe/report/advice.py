@@ -77,7 +77,8 @@ class Facts:
 
     Attributes:
         settings: settings of the run, from the event record.
-        meanwhile: result of `recipe.report.account.meanwhile`.
+        meanwhile: time that trainer and engines waited for each other, split by what the other side did meanwhile
+            (`recipe.report.account.meanwhile`).
         speeds: tokens sampled per second of decoding, by rollout engine.
     """
 
@@ -98,7 +99,7 @@ class Facts:
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """Return all advice for a run, in order of the losses, the greatest first."""
+    """Return all advice for a run, beginning with the greatest loss of accelerator time."""
     total = sum(_running(facts.account.total).values())
     if total <= 0:
         return []
@@ -129,8 +130,8 @@ def charged(facts: Facts) -> dict[Class, float]:
             if what in CHARGED_TO_TRAINER if waited != Class.WAIT_BATCH else KINDS[what] is not Kind.USEFUL:
                 seconds[waited] -= value
                 seconds[what] += value
-    # If engines waited at the staleness gate while the trainer trained, the gate also caused the trainer's waits for
-    # batches, up to the length of the engines' wait: charge these to the gate.
+    # If engines waited at the staleness gate while the trainer trained, the gate also made the trainer wait for batches
+    # later. So charge the trainer's waits to the gate, but no more seconds than engines waited there.
     training = facts.meanwhile.get(Class.WAIT_GATE, {}).get(Class.TRAINING, 0.0)
     if training:
         held = min(seconds[Class.WAIT_GATE], seconds[Class.WAIT_BATCH])
@@ -150,7 +151,7 @@ def sides(account: Account) -> dict[str, dict[str, float]]:
 
 
 def useful_share(seconds: Mapping[str, float]) -> float:
-    """Return the share of useful classes in ``seconds`` (by class), without start-up."""
+    """Return which share of ``seconds`` (by class) is in useful classes. Start-up is not counted at all."""
     return sum(share for name, share in _shares(seconds).items() if KINDS[Class(name)] is Kind.USEFUL)
 
 
@@ -200,7 +201,7 @@ def _wider_gate(settings: Mapping[str, Any]) -> str:
 def _more_for(side: str, other: str, other_has: int) -> str:
     """Return the advice to give ``side`` more accelerators.
 
-    If ``other`` has more than one rank or replica (``other_has`` is the number), the accelerators are taken from it.
+    The advice is to take them from ``other`` if this side has more than one rank or replica (``other_has`` of them).
     """
     if other_has > 1:
         return f"give the {side} accelerators of the {other} ({side}.n_gpus_per_node up, {other}.n_gpus_per_node down)"
@@ -228,7 +229,7 @@ def _batch(facts: Facts) -> Said:
 
 
 def _slots(facts: Facts) -> tuple[int | None, int, int]:
-    """Return prompt groups per replica (None if not set), sequence slots in use, and number of all sequence slots."""
+    """Return three numbers: prompt groups per replica (None if not set), sequence slots in use, all sequence slots."""
     settings = facts.settings
     places = int(settings.get("engine_places", 0))
     room = int(settings.get("max_num_seqs") or 0) * int(settings.get("rollout_replicas", 1))

@@ -29,7 +29,7 @@ READ = frozenset(
         *(f"trainer.{name}" for name in ("remove_previous_ckpt_in_save", "rl_insight", "wandb_proxy")),
     }
 )
-"""Settings in `UNTYPED` sections that verl reads although they are missing from its default configuration."""
+"""Settings that verl reads although its default configuration lacks them; they are in the sections `UNTYPED`."""
 
 # Sections of verl 0.7 and earlier that old scripts may still use, with their current names.
 NOW = {
@@ -119,7 +119,7 @@ def leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def left_behind(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield warnings about settings in the old section `reward_model` that verl drops, with their replacements."""
+    """Yield a warning, with any replacement, for each setting of the old section `reward_model` that verl drops."""
     for setting, value in leaves({"reward_model": config.get("reward_model")}):
         moved = (*OLDER, *OF_LOOPS, "reward_model.rollout")
         if value not in (None, {}) and not any(f"{setting}.".startswith(f"{old}.") for old in moved):

@@ -38,7 +38,7 @@ def run_lengths(versions: Iterable[int]) -> Runs:
 
 
 def last_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return the run-length code of the last ``count`` of the tokens whose code is ``runs``."""
+    """Return the end of the run-length code ``runs``: the code of its last ``count`` tokens."""
     found: list[tuple[int, int]] = []
     for version, length in reversed(runs):
         if count <= 0:
@@ -88,7 +88,7 @@ class RequestVersions:
         return len(self._begun.get(request_id, ())) > 1
 
     def runs(self, request_id: str, tokens: int) -> list[tuple[int, int]] | None:
-        """Return the versions of a request's first ``tokens`` tokens as run-length code, or None if one is unknown."""
+        """Return the versions of a request's first ``tokens`` tokens as run-length code, or None if any is unknown."""
         begun = self._begun.get(request_id, [(None, 0)])
         ends = [before for _, before in begun[1:]] + [tokens]
         found: list[tuple[int, int]] = []
@@ -104,7 +104,7 @@ class RequestVersions:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The policy versions of a response's tokens. If `exact` is False, a token may be newer than its version here."""
+    """The policy versions of a response's tokens. If `exact` is False, they may be older than the true versions."""
 
     runs: Runs
     exact: bool
@@ -144,7 +144,7 @@ def align(
     if sampled and not pieces:
         raise VersionRecordError(f"{len(sampled)} tokens are marked as sampled, but no generation was recorded")
     if sampled == list(chain.from_iterable(tokens for _, tokens in pieces)):
-        # Every piece is used whole, so there is no other reading.
+        # The sampled tokens are those of all pieces, whole and in order, so this is their only reading.
         return Alignment(_with_unsampled([(version, len(tokens)) for version, tokens in pieces], response_mask), True)
     read = _readings(pieces, sampled)
     if read is None:
@@ -162,9 +162,9 @@ def align_in(
 ) -> Alignment:
     """Return what `align` returns for one of several outputs of an agent loop, each with its own ``prompt``.
 
-    If an agent loop rewrites its context, each of its outputs has only some of the pieces. So this function first uses
-    only those pieces whose context (their item in ``contexts``) this output, prompt included, begins with. If these
-    pieces do not give exact labels, it uses all pieces.
+    If an agent loop rewrites its context, each of its outputs has only some of the pieces. ``contexts`` describes
+    the tokens before each piece. This function first uses only the pieces for which the output (prompt and response)
+    begins with these tokens. If these pieces do not give exact labels, it uses all pieces.
     """
     sequence = [*prompt, *response_ids]
     found = [
@@ -180,7 +180,7 @@ def align_in(
 def context_of(tokens: Sequence[int]) -> Context:
     """Return the number of ``tokens`` and the last `CONTEXT` of them.
 
-    The tokens are those before a piece of a trajectory, which is what one request to a server generated.
+    ``tokens`` are all tokens of a request to a server. What the server generates for the request is a piece.
     """
     return len(tokens), tuple(tokens[-CONTEXT:])
 
@@ -188,10 +188,10 @@ def context_of(tokens: Sequence[int]) -> Context:
 def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
     """Return the oldest version that any reading (see `align`) gives each token; None if no reading is found.
 
-    The first loop finds, for each piece, the positions in ``sampled`` at which the piece can begin because earlier
-    pieces cover all tokens before, and how many of its tokens match from there on. The second loop, from the last piece
-    to the first, keeps the positions from which later pieces can cover all tokens up to the end. It labels the tokens
-    that a piece covers between two such positions with the piece's version.
+    The first loop goes through the pieces in order. It finds the positions in ``sampled`` at which a piece can begin,
+    which are those up to which earlier pieces can cover all tokens, and how many tokens of the piece match at each of
+    them. The second loop goes from the last piece to the first. It keeps only the positions from which this piece and
+    later ones can cover all tokens up to the end, and gives the piece's version to all tokens that the piece can cover.
     """
     end = len(sampled)
     work_left = ALIGNMENT_WORK * (end + sum(len(tokens) for _, tokens in pieces))

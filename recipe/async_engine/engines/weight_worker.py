@@ -119,7 +119,7 @@ class DeadlineAdapter:
 
 
 async def error_of(load: Awaitable[Any] | None) -> Exception | None:
-    """Await the call ``load``, and return the error that it raises. Return None without an error or without a call."""
+    """Await the call ``load`` and return the error that it raises, or None if it raises none or ``load`` is None."""
     try:
         if load is not None:
             await load

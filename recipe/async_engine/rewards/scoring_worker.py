@@ -70,10 +70,10 @@ class ScoringWorker(RewardLoopWorker):
         self._call_reward()
 
     def _call_reward(self) -> None:
-        """Make the reward manager call the reward function in the pool.
+        """Make the reward manager call the reward function in a process pool.
 
-        If the run has no pool for it, verl's managers call the function by `_checked_call`, and a user's own manager
-        is left unchanged.
+        If the function is not suited for a pool, or the run has none, verl's managers call the function by
+        `_checked_call`, and a user's own manager is left unchanged.
         """
         training, reward, manager = self.config.async_training, self.config.reward, self.reward_manager
         if not hasattr(manager, "is_async_reward_score"):
@@ -219,8 +219,8 @@ class ScoringManager(RewardLoopManager):
         self.reward_loop_workers_class = Restartable(ScoringWorker, restarts, HELD)
         super()._init_reward_loop_workers()
         self._asked: list[Any] = []
-        # The statistics of each worker's pool, by the worker's number and process id. A worker that was restarted has
-        # an entry for each of its processes.
+        # The statistics of each reward worker's process pool, by the number and the process id of the worker. A
+        # restarted worker has an entry for each process id that it has had.
         self._counts: dict[tuple[int, int], dict[str, float]] = {}
 
     def until_ready(self, timeout_s: float) -> None:

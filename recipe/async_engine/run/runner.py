@@ -74,7 +74,7 @@ class TaskRunner:
         return {TRAINER_DOES: Class.START_UP} if self._trainer is None else self._trainer.live()
 
     def run(self, config: dict[str, Any], trainer_class: str, timeouts: Timeouts) -> Iterator[Any]:
-        """Run the trainer class named ``trainer_class``, and yield the events that the module's docstring describes."""
+        """Run the trainer class named ``trainer_class``; yield `Began`, (report, metrics) of each step, `Ended`."""
         # Import the trainer only here: the main process also imports this module, but does not need the trainer.
         from recipe.async_engine.trainer.diagnosis import describe
 

@@ -88,7 +88,7 @@ class RecordStage:
             self._recording.ask()
 
     def end(self, scheduler: RolloutScheduler | None, failed: bool) -> None:
-        """End generation and close the event record. If that fails, only the time report is missing."""
+        """End generation and close the event record. If this fails, the run lacks only token counts or time account."""
         if self._recording is None or self._recording.recorded is not None:
             return
         self._timeline.stop()

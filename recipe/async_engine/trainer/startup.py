@@ -83,8 +83,8 @@ class RolloutSide:
 def _users_manager(config: Any) -> str | None:
     """Return the name of the user's agent-loop manager class, or None.
 
-    If verl's own main has started the run in a mode of this package, the setting is only the placeholder `PLACEHOLDER`,
-    and None is returned.
+    The setting ``agent_loop_manager_class`` is only a placeholder if verl's own main has started the run in a mode of
+    this package. Then the result is None.
     """
     named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
     return None if named == PLACEHOLDER else named

@@ -128,8 +128,8 @@ class GlooCheckpointEngine(CheckpointEngine):
         """Return the arguments of `init_process_group` for each trainer rank and for each receiver.
 
         Trainer rank 0 gets rank 0 of the group, and the receivers get the ranks after it; other trainer ranks are not
-        in the group. If all members report the present group with exactly these ranks, its name is kept, so that nobody
-        reconnects; otherwise a new name is chosen.
+        in the group. If all members are already in one group and have exactly these ranks there, the group's name is
+        kept, so that nobody reconnects; otherwise a new name is chosen.
         """
         endpoint = metadata[0]["endpoint"]
         if endpoint is None:

@@ -39,8 +39,8 @@ REJECTIONS = (
     *(f"seq_{over}_k{number}" for over in ("sum", "mean") for number in (1, 2, 3)),
     *("seq_max_k2", "seq_max_k3"),
 )
-# Losses with a ratio to the proximal policy. With bypassed log-probs, the proximal policy is the one that sampled, so
-# that the ratio is the importance weight.
+# Losses with a ratio to the proximal policy. With bypassed log-probs, the proximal policy is the policy that sampled
+# the answers, so the ratio is the importance weight.
 RATIO_LOSSES = ("vanilla", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "geo_mean", "gspo", "kl_cov", "sapo")
 # The two names of verl's PPO loss.
 PPO = ("vanilla", "bypass_mode")
