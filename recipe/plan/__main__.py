@@ -86,7 +86,7 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
 
 
 def assumed(scenario: Scenario) -> str:
-    """Return, as Hydra overrides, those settings that an estimate without a recorded run has assumed."""
+    """Return, as Hydra overrides, the settings that ``scenario`` merely assumes, because there is no recorded run."""
     rollout = "actor_rollout_ref.rollout"
     return (
         f" actor_rollout_ref.actor.ppo_mini_batch_size={scenario.batch_groups} {rollout}.n={scenario.answers} "
@@ -173,7 +173,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
-    """Return the candidates, best first, and whether their times are from a device profile rather than from a run."""
+    """Return the candidates, best first, and whether they are estimates.
+
+    Estimates are simulated with times from a device profile, other candidates with times from a recorded run.
+    """
     most_staleness(options.goal)
     for name, least in (("seeds", 1), ("steps", 6), ("batch", 1), ("replica_size", 1), ("per_node", 1)):
         if getattr(options, name) < least:

@@ -2,9 +2,9 @@
 """Finds the best split of accelerators between trainer and rollout, and the best staleness bound, by simulation.
 
 Contract: each candidate is simulated once with each seed. Candidates are ordered by what the goal asks for: throughput,
-or throughput per accelerator, as the median over the seeds. For each candidate but the best, the table names the class
-of accelerator time (such as waiting for a batch) whose share exceeds the best candidate's share most. Shown by
-tests/plan/test_advise.py.
+or throughput per accelerator, as the median over the seeds. For each candidate but the best, the printed table names
+the class of lost accelerator time (such as waiting for a batch) whose share grows most from the best candidate to this
+one. Shown by tests/plan/test_advise.py.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ class Advice:
         )
 
     def row(self, best: Advice) -> dict[str, Any]:
-        """Return the row of the table for this candidate, which is compared with the best one (``best``)."""
+        """Return this candidate's row for the table of all candidates.
+
+        The row also says why the candidate is worse than ``best``, the best candidate.
+        """
         return {
             "trainer_accelerators": self.scenario.trainer_ranks,
             "rollout_accelerators": self.scenario.replicas * self.scenario.replica_size,
@@ -97,7 +100,9 @@ class Advice:
         }
 
     def why_worse(self, best: Advice) -> str:
-        """Return a text: the class of lost time whose share is furthest above that in ``best``, and by how much."""
+        """Return, as text, the class of lost time whose share grows most from ``best`` to this candidate, and by how
+        much it grows.
+        """
         lost = {name: share - best.shares.get(name, 0.0) for name, share in self.shares.items()}
         waits = {name: more for name, more in lost.items() if KINDS[Class(name)] not in (Kind.USEFUL, Kind.START_UP)}
         name = max(waits, key=lambda name: waits[name], default="")
@@ -107,11 +112,11 @@ class Advice:
 def candidates(base: Scenario, accelerators: int, lends: bool) -> list[Scenario]:
     """Return the scenarios to compare.
 
-    They combine each split of the accelerators between trainer and rollout (in steps of an eighth) with each staleness
-    bound in `BOUNDS`, and with both ``base.batches_per_version`` batches and 1 batch per version. With ``lends``, a
-    combination has a second scenario, in which the trainer's accelerators are lent, if their number is a multiple of a
-    replica's size. The number of trainer ranks divides the number of trajectories in a batch, as the configuration
-    rules require.
+    There is one for each combination of a split of the accelerators (1/8 to 7/8 for the trainer), a staleness bound
+    (one of `BOUNDS`) and a number of batches per version (``base.batches_per_version`` or 1). The trainer's part is
+    rounded down to a divisor of the number of trajectories in a batch, because the configuration rules require that.
+    If ``lends`` is true and the trainer's part is a multiple of a replica's size, a second scenario of the combination
+    lends the trainer's accelerators to replicas.
     """
     size, rows = base.replica_size, base.batch_groups * base.answers
     if not 1 + size <= accelerators <= MOST:

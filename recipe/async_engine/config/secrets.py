@@ -17,7 +17,10 @@ USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+@")
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:
-    """Return ``settings``, the value of the setting or section ``name``, with each secret replaced by `HIDDEN`."""
+    """Return a copy of ``settings`` with each secret replaced by `HIDDEN`.
+
+    ``name`` is the name of the setting or section that has the value ``settings``.
+    """
     if isinstance(settings, Mapping):
         if name == ENVIRONMENT:
             return dict.fromkeys(settings, HIDDEN)

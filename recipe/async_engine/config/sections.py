@@ -124,10 +124,11 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Alarms:
-    """For each alarm of `core.alarms`, how many times in a row it occurs before it ends the run; null for never.
+    """The limits of the alarms in `core.alarms`. If a limit is null, its alarm never ends the run.
 
-    The limit `failed_groups` is a share of groups instead. `exit_status` says whether a run that succeeded, but in
-    which alarms rang, exits with status 3.
+    `failed_groups` is a share: the run ends when a larger share of the latest prompt groups has failed. Every other
+    limit is a number: the run ends when the alarm's condition has held that many times in a row. `exit_status` says
+    whether a run that succeeded, but in which an alarm rang, exits with status 3.
     """
 
     failed_groups: float | None = setting(0.5, "", gt=0)
@@ -294,7 +295,7 @@ class AsyncTraining:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class RolloutResources:
-    """Resources of the rollout replicas, and how many prompt groups they generate in total."""
+    """The accelerators of the rollout replicas, and a limit to the number of prompt groups in the whole run."""
 
     nnodes: int = setting(
         1,

@@ -74,7 +74,10 @@ class GateSettings:
 
     @property
     def groups_ahead(self) -> int:
-        """Return how many groups may be live in addition to those that will be trained before the next version."""
+        """Return the pipeline depth as a number of groups.
+
+        So many groups may be live in addition to the groups that will be trained before the next version.
+        """
         return math.floor(self.pipeline_depth * self.version_groups)
 
 
@@ -199,7 +202,10 @@ class StalenessGate:
     def seal(self) -> int:
         """Advance to the next version, and return it. All batches of the current version must have been taken."""
         if self.batches_left != 0:
-            raise GateError(f"version {self.version} still has {self.batches_left} batches to train before the next")
+            raise GateError(
+                f"version {self.version} still has {self.batches_left} batches that must be taken before version "
+                f"{self.version + 1} can be made"
+            )
         self.version += 1
         self.batches_taken = 0
         self.check()
@@ -214,7 +220,7 @@ class StalenessGate:
         return self.announced
 
     def check(self) -> None:
-        """Raise `StalenessViolation` unless the invariant holds for every start version."""
+        """Raise `StalenessViolation` unless the module's invariant holds for the start version of each live group."""
         older = 0
         for start in sorted(self._starts):
             older += self._starts[start]
@@ -226,10 +232,9 @@ class StalenessGate:
                 )
 
     def _places(self, start: int, batches_left: int) -> int:
-        """Return what slots(start) is when ``batches_left`` batches are still to be taken before the next version.
+        """Return slots(start) for the case that ``batches_left`` batches are still to be taken before the next version.
 
-        The result is never negative. If a batch leaves no live group with a start version <= ``start``, `can_take`
-        compares 0 with the result, and must not refuse the batch.
+        The result is never negative, so that 0 remaining groups always fit into it (`can_take`).
         """
         bound = self.settings
         versions_left = start + bound.max_staleness - self.version

@@ -275,7 +275,10 @@ def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
 
 
 def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-    """Return a batch without its invalid events, and their number; raise an error of `BROKEN` if it is damaged."""
+    """Return the valid events of ``batch``, and the number of invalid ones.
+
+    If the batch is damaged, raise one of the errors in `BROKEN`.
+    """
     batch.validate(full=True)
     of = {name: batch.column(name) for name in COLUMNS.names}
     lane, what = of["lane"], of["what"]

@@ -27,11 +27,17 @@ class RolloutFailed(RecipeError):
 
 
 class AgentLoopError(RecipeError):
-    """An agent loop raised an error. Its traceback is a note on this error, because Ray shortens long messages."""
+    """An agent loop raised an error. The traceback of the loop's error is added to this exception with ``add_note``.
+
+    It is not in the message, because Ray shortens long messages.
+    """
 
 
 class TrajectoryFailed(RecipeError):
-    """One attempt at a trajectory failed. If an agent loop raised the error, the traceback is a note on this error."""
+    """One attempt at a trajectory failed.
+
+    If the cause is an error of an agent loop, the traceback of that error is added to this exception with ``add_note``.
+    """
 
 
 class TrajectoryDisturbed(TrajectoryFailed):
@@ -50,8 +56,8 @@ DEATHS_FOR_NOTHING = 2
 another trajectory in the same worker is assumed to be the cause.
 """
 DEATHS_ALONE = 2
-"""Number of disturbed attempts alone in a worker after which the trajectory fails. One is not enough, because a
-trajectory that the worker ran before may have damaged the worker.
+"""A trajectory that runs alone in a worker fails when this number of its attempts there were disturbed
+(`TrajectoryDisturbed`). One is not enough, because another trajectory may have damaged the worker before.
 """
 
 

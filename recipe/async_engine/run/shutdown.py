@@ -35,7 +35,9 @@ NEEDED = {
     "/gcs/gcs_server ": "Ray's control process",
     FORK_SERVER: "the process that workers are forked from",
 }
-"""The processes without which a run cannot continue: part of each one's command line, and its name in messages."""
+"""The processes without which a run cannot continue. A key is a part of the process's command line, and its value is
+the name of the process in messages.
+"""
 STOPPED = "is stopped"
 
 

@@ -27,7 +27,10 @@ class HybridRehearsal(Rehearsal):
         self.publisher.sleep(others_serve=True)
 
     def send_again(self, before: list[Answer]) -> None:
-        """Interrupt the engines while each has a request, let the trainer work, and check that requests continue."""
+        """Interrupt the engines while each has a request, let the trainer compute, and check that requests continue.
+
+        While the engines are interrupted, compare the trainer's log-probs with those of the answers ``before``.
+        """
         with self.checking("requests go on after a turn of the trainer") as check, self.in_haste():
             self.under_requests(lambda: self._turn(before), check)
 

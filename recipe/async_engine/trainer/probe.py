@@ -86,7 +86,10 @@ class Probe:
         return answers.wait() or []
 
     async def _begun(self, names: dict[str, ReplicaRecord], is_over: Callable[[], bool]) -> None:
-        """Wait until each request has a sampled token, all requests have ended, or the deadline has passed."""
+        """Wait until each request has a sampled token.
+
+        Return earlier if ``is_over()`` says that all requests have ended, or if the deadline has passed.
+        """
         deadline = time.monotonic() + self._timeout_s
         while not is_over() and time.monotonic() < deadline:
             news = await asyncio.gather(

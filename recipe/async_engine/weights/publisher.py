@@ -175,7 +175,7 @@ class WeightPublisher(CheckpointEngineManager):
 
     @property
     def serving(self) -> list[ray.actor.ActorHandle]:
-        """The servers that get requests from the load balancer, one for each of their replicas."""
+        """The handles of the rollout servers that get requests from the load balancer, one server for each replica."""
         return [record.replica.server_handle for record in self.known.records if record.routed]
 
     def publish(self, version: int) -> dict[str, float]:
@@ -263,7 +263,8 @@ class WeightPublisher(CheckpointEngineManager):
 
     async def _agree_on_dtypes(self) -> Wire:
         if self._in_place:
-            # Without staging it is not known which parameters an engine keeps in a wider dtype, so narrow none.
+            # Convert no parameter to a narrower dtype: only engines with staging areas can say which of their
+            # parameters have a wider dtype than the others.
             return Wire()
         servers = [record.replica.server_handle for record in self.known.present if record.generates]
         answers = await self._all([server.wide_parameters.remote() for server in servers])
@@ -314,8 +315,9 @@ class WeightPublisher(CheckpointEngineManager):
         self._check_left(staged.holders, f"no rollout replica holds version {staged.version}")
 
     async def _load_with_retries(self, staged: StagedVersion) -> list[ReplicaRecord]:
-        """Return the receivers that loaded the version. Make several attempts if some of them did not.
+        """Transfer the version, in several attempts if a rollout replica does not load it.
 
+        Return the receivers (replicas and log-prob servers) that loaded the version in the last attempt.
         Raises:
             PublishFailed: the trainer itself failed repeatedly.
         """

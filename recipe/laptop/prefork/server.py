@@ -151,7 +151,10 @@ class Server:
 
 
 def _place_files(files: list[int], numbers: list[int], keep: int) -> int:
-    """Move the descriptors ``files`` to ``numbers``, and ``keep`` to an unused number, which is returned."""
+    """Move the descriptors ``files`` to the numbers ``numbers``, and the descriptor ``keep`` to an unused number.
+
+    Return the new number of ``keep``.
+    """
     import fcntl
 
     spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, SPARE_DESCRIPTOR) for descriptor in files]
@@ -179,7 +182,10 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """Update what modules have read from the environment at import, except two variables of Ray (`prefork/run.py`)."""
+    """Make modules drop or read again what they read from the environment when they were imported.
+
+    This is not possible for two variables of Ray, which `prefork/run.py` names.
+    """
     tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config

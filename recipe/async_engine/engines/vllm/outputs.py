@@ -57,7 +57,7 @@ class VLLMOutputs(OutputWatch):
         chunks = [chunk for state in states for chunk in state.routed_experts_chunks]
         if not chunks:
             return None
-        # A chunk has a row of experts for each token. The first chunk has those that the first answer token adds
-        # (`joined_experts`). The last rows may be for tokens after the newest output.
+        # A chunk has a row of experts for each token that the engine has read. The first chunk has the prompt's rows
+        # (`joined_experts`). The last rows may belong to tokens that the newest output does not have yet.
         first = len(chunks[0])
         return np.concatenate(chunks)[first + known - 1 if known else 0 : first + sampled - 1]
