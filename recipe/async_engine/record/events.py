@@ -217,7 +217,8 @@ SCORES = "scores"
 SWITCH = "switch"
 """Phase of the trainer's timeline in which replicas on its accelerators wake or go back to sleep."""
 BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
-"""Events on the lane `RUN`. The device named in ``text`` began late, ended early, was lost, or is new."""
+"""Events on the lane `RUN`. The device named in ``text`` began after the run's begin, ended before its end, was lost,
+or has joined the run as a replacement."""
 
 
 @dataclass(frozen=True)
