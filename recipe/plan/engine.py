@@ -90,7 +90,7 @@ class Request:
 
 
 READ_STEPS = 4
-"""Limit of the time for prefill in one step, as a multiple of the time of a decode step of a full engine (assumed)."""
+"""Limit of the time for prefill in one step, in decode steps of a full engine. The number is an assumption."""
 
 
 class Engine:

@@ -25,7 +25,7 @@ Value = int | float | str | None
 
 
 class TraceFile:
-    """Writes one trace to ``file``. ``began`` is when the run's clock was 0, in seconds since 1970."""
+    """Writes one trace to ``file``. ``began`` is the time 0 of the run's clock, in seconds since 1970."""
 
     def __init__(self, file: IO[bytes], began: float) -> None:
         self._builder = StreamingTraceProtoBuilder(file)
@@ -57,7 +57,11 @@ class TraceFile:
         flows: Iterable[int] = (),
         kind: int = TrackEvent.TYPE_SLICE_BEGIN,
     ) -> None:
-        """Begin a slice, or write an event of another ``kind``. Entries of ``values`` that are None are left out."""
+        """Begin a slice at the time ``at``, or write an event of another ``kind``, such as an instant.
+
+        ``values`` are shown with the event, except those that are None. ``flows`` are ids of the flows (arrows) that
+        pass through the event.
+        """
         packet, event = self._event(track, at, kind)
         event.name = name
         event.categories.append(category)

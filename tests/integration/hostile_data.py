@@ -379,14 +379,14 @@ class ItselfInItself(Good):
 
 
 class EndsInInit(Good):
-    ends = "Making it raises RuntimeError: no licence"
+    ends = "Creating the data set raises RuntimeError: no licence"
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         raise RuntimeError("no licence")
 
 
 class ExitsInInit(Good):
-    ends = "Making it raises SystemExit: 1"
+    ends = "Creating the data set raises SystemExit: 1"
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         sys.exit(1)

@@ -62,7 +62,7 @@ class Questions:
         self._asked: dict[ray.ObjectRef, str] = {}
 
     def answered(self) -> list[tuple[str, ray.ObjectRef]]:
-        """Return (component, object reference) for each new answer. Call those components whose next call is due."""
+        """Return (component, object reference) for each new answer, and make the calls that are due by now."""
         now = time.monotonic()
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         answers = [(self._asked.pop(answer), answer) for answer in done]
@@ -215,7 +215,7 @@ class RunWatch:
         return None
 
     def _report(self) -> str:
-        """Return the report on what each process does, or a text why there is none after `REPORT_S` seconds."""
+        """Return the report on what each process does, or the reason if there is none within `REPORT_S` seconds."""
         said = [f"the report was not done within {REPORT_S:g} s"]
 
         def describe() -> None:

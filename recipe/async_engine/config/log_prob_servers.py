@@ -13,7 +13,7 @@ DISABLED = "disabled"
 
 
 class Proximal(StrEnum):
-    """The source of the proximal log-probs, which are computed by the policy from which an update starts."""
+    """The source of the proximal log-probs: those of the proximal policy, relative to which an update is clipped."""
 
     BYPASS = "bypass"
     RECOMPUTE = "recompute"

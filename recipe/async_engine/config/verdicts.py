@@ -72,7 +72,8 @@ class Verdict:
         advice: what to use instead.
         allowed: the accepted values, in words, if `kind` is REFUSED.
         refuses: returns whether a value is refused; by default, all truthy values are.
-        switch: for a section, the name of the setting in it that turns the section on. Only its value is checked.
+        switch: for a section, the name of the setting in it that turns the section on. `refusals` checks the value of
+            this setting instead of the section's.
         here: returns whether the verdict applies to a run.
         quiet: values that cause no warning although they differ from verl's defaults, because this package's own YAML
             files set them.
@@ -337,7 +338,7 @@ TABLE: tuple[Verdict, ...] = (
         """JUDGE.rollout.{skip_tokenizer_init,engine_kwargs.sglang}
         critic.model.mtp.speculative_{algorithm,eagle_topk,num_draft_tokens,num_steps}""",
     ),
-    # The preset tiny_cpu has arguments for both engines.
+    # The preset tiny_cpu sets arguments for both engines; do not warn of the values for the engine that is not used.
     *_none(
         SGLANG_ALONE,
         """ROLLOUT.engine_kwargs.sglang.{device,attention_backend,sampling_backend,grammar_backend,max_total_tokens}

@@ -207,9 +207,9 @@ class Alarms:
             raise self._error
 
     def finish(self) -> None:
-        """At the run's end, ring each alarm that was tested too few times to ring, if its condition held at every test.
+        """Test at the run's end the alarms for which a short run made too few tests, and raise `AlarmLimit` if need be.
 
-        Raise `AlarmLimit` if an alarm ends the run.
+        Such an alarm rings if its condition held at every test. `FAILED_GROUPS` tests the share of all groups.
         """
         for name, row in self._row.items():
             if 0 < row == self._times[name] < WATCHED[name].rings_at and name not in self._said:
@@ -220,7 +220,11 @@ class Alarms:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return, for each alarm that has rung since training began, how many tests or failed groups it has counted."""
+        """The count of each alarm that has rung since training began, earlier launches of the run included.
+
+        This is the number of tests at which the alarm rang, and of those just before, at which its condition held too;
+        for `FAILED_GROUPS`, it is the number of failed groups.
+        """
         return {name: self._counts[name] for name in WATCHED if self._counts[name]}
 
     def metrics(self) -> dict[str, int]:

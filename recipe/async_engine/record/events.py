@@ -91,7 +91,7 @@ class Away(StrEnum):
 
 
 NOWHERE = "none"
-"""Activity of an agent-loop worker none of whose trajectories is in an activity of `Away`."""
+"""Activity of an agent-loop worker while none of its trajectories does anything that `Away` lists."""
 
 
 class Span(NamedTuple):
@@ -179,8 +179,9 @@ class OtherClock:
     In an exchange, this process asks the other process for its time. The other process reads its clock between the
     sending of the question and the arrival of the answer, so each exchange gives bounds for the difference of the
     clocks. Both clocks are assumed to run at the same pace, so the difference is corrected only if it is outside the
-    bounds of the latest exchange. If the paces are equal, the error is at most the shortest round trip so far; if they
-    are not, each exchange limits the error again. Converted times keep their order and have no gaps.
+    bounds of the latest exchange. If the clocks do run at the same pace, the error is at most the shortest round trip
+    so far. Otherwise the error grows between exchanges, and each exchange reduces it to at most its own round trip.
+    Converted times keep their order and have no gaps.
     """
 
     def __init__(self, first: Exchange) -> None:
@@ -188,10 +189,10 @@ class OtherClock:
         self._here = self._here_before = (first.asked + first.came) / 2
 
     def note(self, exchange: Exchange) -> None:
-        """Take the latest clock exchange into account.
+        """Update the estimated difference of the clocks with the latest ``exchange``.
 
-        For times between the previous exchange and this one, `here` interpolates between the clock differences of both;
-        for later times, it uses the difference of this one.
+        For times after it, `here` uses the new difference. For times between the previous exchange and this one, `here`
+        interpolates between the old difference and the new one.
         """
         self._theirs_before, self._here_before = self._theirs, self._here
         guess = self._here + exchange.answered - self._theirs
@@ -216,7 +217,8 @@ SCORES = "scores"
 SWITCH = "switch"
 """Phase of the trainer's timeline in which replicas on its accelerators wake or go back to sleep."""
 BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
-"""Events on the lane `RUN`. The device named in ``text`` began late, ended early, was lost, or is new."""
+"""Events on the lane `RUN`. The device named in ``text`` began after the run's begin, ended before its end, was lost,
+or has joined the run as a replacement."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class Devices:
     hybrid: int = 0
 
     def counts(self, lane: str) -> bool:
-        """Return whether the time account has a device with this lane (a row of the timeline)."""
+        """Return whether the time account includes the component that reports on this lane (row of the timeline)."""
         kind = lane.partition(" ")[0]
         return kind in (ROLLOUT, LOG_PROBS) or (lane == TRAINER and not (self.shared or self.hybrid))
 
@@ -247,7 +249,7 @@ class Devices:
         return kind == ROLLOUT and (self.shared or (number.isdecimal() and int(number) < self.hybrid))
 
     def size(self, lane: str) -> int:
-        """Return the number of accelerators of the device with this lane. They all do the same at any time."""
+        """Return the number of accelerators of the device with this lane. At any time they all do the same thing."""
         return int(self.accelerators.get(lane.partition(" ")[0], 1))
 
 
@@ -287,7 +289,7 @@ class Recorded:
 
     Attributes:
         until: end of the record, in seconds since the run began.
-        tokens: the final token counts, or None if they could not be completed.
+        tokens: the final token counts, or None if they are not known because a process did not report its counts.
         events_lost: number of events that could not be written.
         cpu_seconds: CPU seconds of the thread that wrote the record.
     """

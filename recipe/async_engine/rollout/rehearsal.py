@@ -40,7 +40,7 @@ WHY = "look for what an agent loop or tool changes in its process"
 
 
 class MadeUpAnswers(TrajectoryRecorder):
-    """A recorder that answers every request itself, always in the same way, so that no server is asked."""
+    """The recorder of a made-up trajectory: it answers each request itself, with fixed tokens, and asks no server."""
 
     def again(self, asked: bytes) -> TokenOutput:
         return TokenOutput(
@@ -52,10 +52,10 @@ class MadeUpAnswers(TrajectoryRecorder):
 
 
 class Rehearsal:
-    """Runs a made-up trajectory before the first real one, and again after failures, and compares the results.
+    """Runs a made-up trajectory before the first real one, and again after real ones failed, and compares the results.
 
-    The function ``run`` runs one of verl's own agent loops on the row `MADE_UP`, with the answers of `MadeUpAnswers`,
-    and returns a list of the padded output.
+    ``run`` is a function that runs one of verl's own agent loops on the row `MADE_UP`, with `MadeUpAnswers` in the
+    place of servers. It returns a list with one element, the padded output of the agent loop.
     """
 
     def __init__(self, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:

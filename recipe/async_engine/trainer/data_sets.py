@@ -123,7 +123,7 @@ class _Maker:
             )
         except (Exception, SystemExit) as error:  # a user's class may raise anything
             raise self._refused(
-                "data from which verl's data set can be made", f"Making it raises {told(error)}."
+                "data from which verl's data set can be made", f"Creating the data set raises {told(error)}."
             ) from error
         if isinstance(dataset, IterableDataset):
             allowed, advice = "a data set with __getitem__ and __len__", "An IterableDataset has no rows to go back to."
@@ -146,9 +146,10 @@ class _Maker:
         return self._refused(f"data with at least {needed} prompts, which a step trains", advice)
 
     def _why_left_out(self) -> str:
-        """Explain why verl's filter dropped rows, by what is wrong with the first rows of the unfiltered data.
+        """Explain why verl's filter dropped rows: say what is wrong with the first rows of the unfiltered data.
 
-        Return "" if this explains nothing. The filter itself calls all rows that it drops too long.
+        Return "" if nothing is wrong with them, or if this cannot be determined. The filter itself does not say why: it
+        reports every row that it drops as too long.
         """
         data = copy.deepcopy(self._config.data)
         OmegaConf.set_struct(data, False)

@@ -52,7 +52,8 @@ from recipe.async_engine.record.events import (
 logger = logging.getLogger(__name__)
 
 ASK_S, LONGEST_ASK_S = 1.0, 30.0
-# In a long run, the seconds between two requests for activity are the run's duration so far divided by this number.
+# The interval at which processes are asked for their activity is the run's duration so far divided by this number, but
+# at least `ASK_S` and at most `LONGEST_ASK_S` seconds.
 ASKED_IN_ALL = 2_000
 MANY = 5_000
 GROUPS_IN_FULL = 10_000
@@ -295,7 +296,8 @@ class Recording:
         known = until = device.known_until
         for span in answer.spans:
             start, end = (device.clock.here(time) - self._began for time in (span.start, span.end))
-            # Leave out the time before `known`, which is already recorded, possibly as `lost_with_replica`.
+            # Leave out the part of the span before `known`: the record has an activity for this time already, which is
+            # `lost_with_replica` if the device was believed to be dead.
             if end > known:
                 self._told.append(Event(device.name, span.what, max(start, known), end, span.share, tokens=span.tokens))
                 until = max(until, end)

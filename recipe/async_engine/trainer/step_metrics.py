@@ -40,7 +40,7 @@ class StepMetrics:
     ) -> dict[str, float]:
         """Return metrics of an assembled batch, and add verl's ``agent_loop/*`` to the step's ``timing``.
 
-        The agent loops' measurements, from which these are computed, are removed from the batch.
+        The results are computed from the agent loops' measurements, which are removed from the batch.
         """
         measured = batch.meta_info.pop("metrics")
         timing.update(manager._performance_metrics([measured], batch))

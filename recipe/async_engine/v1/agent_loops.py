@@ -51,8 +51,9 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             super()._agent_loop_postprocess(output, validate, **kwargs),
         )
         if columns:
-            # verl has just stored the answers under these keys. It marks the prompt as complete only after this method
-            # has returned, so the trainer never reads an answer without these columns.
+            # Add the log-probs and entropies to the answers, which verl has just stored under these keys. verl marks
+            # the prompt as complete only after this method has returned, so the trainer never reads an answer without
+            # them.
             await tq.async_kv_batch_put(
                 keys=[f"{kwargs['uid']}_{kwargs['session_id']}_{number}" for number in range(len(outputs))],
                 fields=list_of_dict_to_tensordict(columns),

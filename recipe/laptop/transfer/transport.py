@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends frames to the receivers of a weight sync, through the gloo group or through shared memory.
 
-`send` returns when the bucket of the next frame may be filled. `receive` returns frame n, whose body stays valid until
-frame n + 2 is requested. All members call `confirm` at the end of a sync; it returns when every receiver has consumed
-the whole stream. All calls block, but not beyond the deadline.
+A frame is a header and a body, which is packed into one of several buckets. When `send` returns, the sender may fill
+the bucket of the next frame. `receive` returns frame n, whose body stays valid until frame n + 2 is requested. The
+sender and all receivers call `confirm` at the end of a sync; it returns when every receiver has consumed the whole
+stream. All calls block, but not beyond the deadline.
 
 If all members are on one host, the sender packs frames into shared memory, from which the receivers read them. So each
 byte is copied only once, however many receivers there are, and gloo transfers only the headers.
@@ -35,8 +36,9 @@ class Transport:
     frame n when it has consumed frame n - 2. Before the sender sends frame n, it waits until all members have entered
     the barrier before frame n - 1; only then does it refill a segment that an earlier frame used.
 
-    While a barrier is pending, a member starts no operation that waits for another member. The others notice
-    that a member has failed when its connections close, which happens only when none of its operations is running.
+    While a barrier is pending, a member (the sender or a receiver) starts no further operation that waits for another
+    member. A member that fails could not close its connections while such an operation is running, and the other
+    members would not notice the failure until then.
     """
 
     def __init__(self, group: GlooGroup, shared: SharedSegments | None) -> None:

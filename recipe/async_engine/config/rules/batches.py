@@ -108,7 +108,11 @@ def whole_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def shared_placement(context: RuleContext) -> Iterator[Problem]:
-    """Check settings that must have one certain value with ``placement=shared`` or the policy `whole_batches`."""
+    """Refuse settings that do not suit ``placement=shared`` or the admission policy `whole_batches`.
+
+    With either of them, weights are published after every batch. `whole_batches` also excludes ``placement=shared`` and
+    ``placement=elastic``.
+    """
     training = context.settings.async_training
     if synchronous_batch(training) and training.trigger_parameter_sync_step != 1:
         allowed = f"1 with {'placement=shared' if training.placement == SHARED else 'whole batches'}"
