@@ -3,9 +3,9 @@
 
 Hydra imports every module of the namespace package `hydra_plugins` at start-up, so importing this module loads nothing
 but Hydra and parts of the standard library. The plugin makes the recipe's config groups (`preset`, `async_engine`)
-available to every program, so ``+preset=tiny_cpu`` also works with a stock verl main, from any directory. With the
-folders of the modes and of verl, a user's own primary config file can extend one of their files (``defaults:
-[fully_async_ppo_trainer, _self_]``), although it does not set a search path itself.
+available to every program, so ``+preset=tiny_cpu`` also works with a stock verl main, from any directory. The plugin
+also adds the folders of the modes and of verl. So a user's own primary config file can extend a file in these folders
+(``defaults: [fully_async_ppo_trainer, _self_]``) without setting a search path.
 
 verl's folder is added by its path and not as `pkg://verl.trainer.config`, because Hydra imports a package to locate it,
 and importing verl takes six seconds.

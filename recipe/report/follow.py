@@ -76,7 +76,8 @@ class Follower:
             return False
         if owner_of(self._folder) == socket.gethostname():
             return True
-        # The owner is on another machine, and its lock may not be visible here. So judge by the age of the files.
+        # The run's process is on another machine, and its lock on the folder may not be visible here. So judge by the
+        # age of the run's files.
         return time.time() - self._written_at() > FRESH_S
 
     def _written_at(self) -> float:

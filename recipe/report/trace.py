@@ -152,7 +152,7 @@ def _without_gaps(pieces: list[Piece], end: float) -> Iterator[Piece]:
 
 
 def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the pieces, merging consecutive pieces of the same class and share."""
+    """Yield the pieces, merging consecutive ones that have the same class and the same share of the sequence slots."""
     open_ones: dict[Class, Piece] = {}
     for piece in pieces:
         before = open_ones.get(piece.what)
@@ -191,7 +191,7 @@ def _groups(file: TraceFile, parent: int, run: Run) -> None:
 
 
 def _trajectories(file: TraceFile, parent: int, run: Run) -> None:
-    """Write a slice for each attempt to generate an answer, and another one from its end to its reward."""
+    """Write two slices for each attempt to generate an answer: until its last token, and from then to its reward."""
     slots = Slots(file, file.group("trajectories", parent), "trajectory")
     rewarded = {_key(event, event.start): event.end for event in _rows(about(run.trajectories, "reward"))}
     recomputed = {_key(event, event.start): event.tokens for event in _rows(about(run.trajectories, "interrupted"))}
@@ -225,8 +225,8 @@ def _rows(table: pa.Table) -> Iterator[Event]:
 def _batches(run: Run) -> list[Batch]:
     """Return the trainer's batches.
 
-    Those events in the run's `tokens` that have the same time belong to one batch. Its groups are those that were
-    trained between this time and the time of the next batch's events.
+    A batch has several events in the run's `tokens`, one for each age of tokens, all with the same time. The batch's
+    groups are the ones that were trained after this time, and not after the time of the next batch.
     """
     counts = sorted(events_of(run.tokens), key=lambda event: event.start)
     moments = [list(rows) for _, rows in groupby(counts, key=lambda event: event.start)]

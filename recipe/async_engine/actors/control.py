@@ -35,9 +35,9 @@ def with_control(
 
     Args:
         held: names of the methods whose calls stay open for long.
-        plain: names of methods that are not coroutines and become control methods. They become coroutines too, so the
-            actor must not call them itself. Only a class with coroutines needs ``plain``: in other classes every
-            method that is not in ``held`` becomes a control method.
+        plain: names of methods without ``async`` that are to be control methods, in a class that also has coroutines.
+            In the remote class they are coroutines, so the actor must not call them itself. A class without coroutines
+            does not need ``plain``, because every method that is not in ``held`` becomes a control method.
         options: options for ``ray.remote``.
     """
     methods = {name: method for name, method in inspect.getmembers(actor_class, inspect.isfunction) if name[0] != "_"}
@@ -106,7 +106,8 @@ class _OnMainLoop:
     """Base class of actors that have coroutines. All calls of such an actor run on its main event loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Ray runs this constructor on the actor's main loop, which also runs all calls outside the control group.
+        # Ray runs this constructor on the actor's main event loop, which also runs all calls of methods that are not
+        # control methods.
         self._home = asyncio.get_running_loop()
         super().__init__(*args, **kwargs)
 
@@ -115,7 +116,10 @@ class _OnMainLoop:
 
     @staticmethod
     def as_control(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Put the method into the control group, and forward calls from other threads to the main loop."""
+        """Turn a method into a control method, whose calls Ray runs in a concurrency group of their own.
+
+        Ray runs this group on a thread of its own, which forwards each call to the actor's main event loop.
+        """
 
         @_named_as(method)
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +157,10 @@ class _Locked:
 
     @classmethod
     def as_control(cls, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Put the method into the control group, and make each of its calls hold the actor's lock."""
+        """Turn a method into a control method, each call of which holds the actor's lock.
+
+        Ray runs the calls of control methods in a concurrency group of their own.
+        """
         return ray.method(concurrency_group=CONTROL)(cls.held(method))
 
 

@@ -48,7 +48,8 @@ def migrated(config: Mapping[str, Any]) -> dict[str, Any]:
         *parents, last = setting.split(".")
         node: Any = kept
         for parent in parents:
-            # If `section` is not a mapping, the value is dropped, and `well_formed` reports the section.
+            # If `section` is not a mapping, `value` has no place in it and is dropped, and `well_formed` reports the
+            # section.
             section = node.get(parent, {}) if isinstance(node, dict) else None
             if isinstance(node, dict) and isinstance(section, Mapping):
                 node[parent] = section = dict(section)

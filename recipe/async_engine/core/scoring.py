@@ -150,7 +150,10 @@ class ScoringQueue:
         self._staged, self._loading, self._staged_at = self._loading, None, now
 
     def load_failed(self) -> list[ScoringRequest]:
-        """Record that loading weights failed; return the requests for them, which another server must score."""
+        """Record that loading weights failed.
+
+        Return the requests that waited for these weights. Another server must score these requests.
+        """
         self._loading = None
         return self._lost()
 

@@ -157,8 +157,8 @@ class ModelEngineWorker(CheckpointEngineWorker):
         All workers with the same data-parallel rank must get the same sequences at the same time.
 
         Returns:
-            Log-probs and entropies of each sequence, float32 (2, L), with 0 at index 0; None on a worker without
-            output.
+            Log-probs and entropies of each sequence, float32 (2, L), with 0 at index 0. None on a worker whose
+            `Place.has_output` is False.
         """
         return await self._on_engine(lambda: self._score(rows))
 

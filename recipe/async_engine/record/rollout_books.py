@@ -28,9 +28,9 @@ class RolloutBooks:
     """Counts how much of a run's generation capacity is used, the time of rewards, and tokens by what became of them.
 
     Args:
-        clock: clock for capacity and rewards, in seconds; it may be stopped.
+        clock: clock for capacity and rewards, in seconds. It may stand still after the last step (`Timeline.stop`).
         capacity: number of trajectories that can generate at once on all live replicas together.
-        lane_clock: clock for the attribute ``lane``, by default ``clock``.
+        lane_clock: clock for the attribute ``lane``, which does not stand still; by default ``clock``.
 
     Attributes:
         lane: a `Lane` that records why the scheduler starts no further trajectory.
@@ -40,8 +40,8 @@ class RolloutBooks:
         idle: capacity-seconds of the time in which no trajectory generated.
         scored: seconds that rewards took, summed over trajectories.
         exposed: the part of `scored` that held up the run.
-        tokens: numbers of tokens in complete answers: received since this launch, restored from a checkpoint, trained,
-            filtered, failed and cut (discarded).
+        tokens: numbers of tokens in complete answers, by name: ``received`` since this launch, ``restored`` from a
+            checkpoint, ``trained``, ``filtered``, ``failed``, and ``cut``, which were discarded for another reason.
     """
 
     def __init__(self, clock: Clock, capacity: int, lane_clock: Clock | None = None) -> None:

@@ -175,7 +175,11 @@ def sound_part(adapter: TypeAdapter[T], content: Any, what: str) -> tuple[T, lis
 
 
 def _left_out(content: Any, place: tuple[Any, ...]) -> bool:
-    """Remove the entry of ``content`` at ``place``, which a validation error names; return whether there was one."""
+    """Remove from ``content`` the entry at ``place``, the location of a validation error.
+
+    If ``place`` goes on below the entries of ``content``, the last entry on the way is removed. Return False if
+    ``content`` has no entry on the way to ``place``.
+    """
     parent: dict[Any, Any] = {}
     last = None
     for key in place:

@@ -53,8 +53,9 @@ class TrajectoryRecord:
 
     Attributes:
         answers: a pickled list of `KeptAnswer`. It has to come from a trusted source, because unpickling can run code.
-        cut_tokens: number of tokens in interrupted answers.
-        under_way_tokens: number of tokens, among these, whose requests were still open at the checkpoint.
+        cut_tokens: number of tokens in interrupted answers. An answer that was still being sampled when the checkpoint
+            was taken counts as interrupted.
+        under_way_tokens: the part of ``cut_tokens`` in answers that were still being sampled.
     """
 
     answers: bytes
@@ -66,7 +67,8 @@ class TrajectoryRecord:
 class TokenAccount:
     """Counts what became of the tokens that rollout servers returned, for one agent-loop worker or for all of a run.
 
-    For interrupted answers ``cut = trained + lost + cached``, where ``cached`` is the number of tokens in a checkpoint.
+    In a checkpoint, ``cut = trained + lost + cached``. ``cached`` is no attribute: it is the number of tokens in those
+    interrupted answers that the checkpoint contains.
 
     Attributes:
         cut: number of tokens in interrupted answers.
@@ -264,7 +266,7 @@ class AnswerBook:
             self._account.dropped += recorder.received_tokens
 
     def close(self) -> None:
-        """From now on, count the tokens of attempts that do not succeed as unfinished, because the run is over."""
+        """From now on, count the tokens of failed and cancelled attempts as ``unfinished``, because the run is over."""
         self._is_closed = True
 
     def interrupted_in_tools(self, trajectories: int) -> None:

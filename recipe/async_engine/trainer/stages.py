@@ -57,7 +57,7 @@ class Stages(Protocol):
         """Extract the rewards that the agent-loop workers have put into the batch."""
 
     def old_log_probs(self, batch: DataProto) -> tuple[DataProto, float]:
-        """Return a batch with ``old_log_probs`` and ``entropys`` by the current weights, and the MFU."""
+        """Compute ``old_log_probs`` and ``entropys`` with the current weights; return a batch of them, and the MFU."""
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         """Add the reference policy's log-probs, if the run has a reference policy."""
@@ -96,4 +96,4 @@ class Stages(Protocol):
         """Start or stop the workers' profilers. ``run_hook`` says whether to run verl's finish hook after stopping."""
 
     def close(self) -> None:
-        """Stop the thread that writes the answers of `dump` to disk."""
+        """Stop the thread that writes the files of `dump`."""

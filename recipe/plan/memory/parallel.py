@@ -62,14 +62,17 @@ def _training(context: RuleContext, section: str, shape: ModelShape) -> Iterator
 
 
 def _ulysses(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check the Ulysses sequence-parallel size (verl/models/transformers/monkey_patch.py:344)."""
+    """Check that the Ulysses sequence-parallel size fits the heads (verl/models/transformers/monkey_patch.py:344)."""
     yield from _attention(context, f"{section}.ulysses_sequence_parallel_size", shape)
 
 
 def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Check Megatron's sizes (megatron/core/transformer/transformer_config.py:920, core/tensor_parallel/layers.py)."""
+    """Check that Megatron's tensor-, pipeline- and expert-parallel sizes fit the model.
+
+    The checks are Megatron's own (megatron/core/transformer/transformer_config.py:920, core/tensor_parallel/layers.py).
+    """
     of_experts = f"{section}.expert_tensor_parallel_size"
-    # If no tensor-parallel size is set for experts, Megatron splits experts by the size of the other layers.
+    # If no tensor-parallel size is set for experts, Megatron also uses that of the other layers for the experts.
     inherited = {} if context.count(of_experts) else _experts(shape)
     # mbridge does not pad the vocabulary, so the tensor-parallel size must divide it. Megatron-Bridge is not checked.
     vocabulary = {"entries of the vocabulary": shape.vocab} if context.get(f"{section}.vanilla_mbridge") else {}

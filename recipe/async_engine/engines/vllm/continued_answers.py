@@ -78,7 +78,7 @@ def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) ->
 def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[int]:
     """Return the tokens from before the interruption that the request's grammar has to accept.
 
-    These are all tokens from before the interruption, or only those after the end of the reasoning.
+    If the grammar does not apply to the reasoning, the tokens up to the end of the reasoning are left out.
     """
     before, wanted = sampled_before(request.sampling_params), request.structured_output_request
     if grammars.reasoner_cls is None or grammars.enable_in_reasoning:
@@ -109,7 +109,7 @@ def patch_worker(vllm_config: VllmConfig) -> None:
             before = sampled_before(self.sampling_params)
             self.output_token_ids: list[int] = list(before)
             if before and self.generator is not None:
-                # Advance the random generator as far as the sampling of the tokens in ``before`` did.
+                # Draw as many random numbers as were drawn when the tokens in ``before`` were sampled.
                 logits = torch.empty(vocabulary, dtype=torch.float32, device=self.generator.device)
                 noise = empty_exponential_noise_like(logits, drawn_in_64_bit)
                 for _ in before:
@@ -164,7 +164,8 @@ def feed_tokens(detokenizer: Any, tokens: list[int]) -> None:
     detokenizer.stop = stop
     detokenizer.min_tokens = max(0, detokenizer.min_tokens - len(tokens))
     if hasattr(detokenizer, "prompt_len"):
-        # vLLM's slow detokenizer (for Python tokenizers) keeps the prompt and the answer in one list of tokens.
+        # vLLM's slow detokenizer (for Python tokenizers) keeps the prompt and the answer in one list of tokens, so
+        # count ``tokens`` as a part of the prompt.
         detokenizer.prompt_len += len(tokens)
     else:
         detokenizer.token_ids.clear()
