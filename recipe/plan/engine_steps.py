@@ -3,7 +3,7 @@
 
 Contract: the duration of a step is the sum of a constant; a term per running request; a term per token of context of
 these requests; and a term per token that is prefilled for requests that join at the step (or, if the lengths of prompts
-are not known, a term per joining request). No term is negative; one that explains no more than chance would is 0.
+are not known, a term per joining request). No term is negative. A term that explains no more than chance would is 0.
 
 The event record has, for each of many intervals, the number of sampled tokens and the share of sequence slots
 (``places``) in each class, such as decoding. The number of steps of an interval follows from these; the context at each
@@ -79,8 +79,8 @@ def fit_steps(
         batch = places * sum(part.share for part in parts if part.what in _USED)
         if tokens and batch > 0 and all(part.what in _KNOWN for part in parts):
             new, again = (sum(part.tokens or 0 for part in parts if part.what == what) for what in _FIRST)
-            # A request that finds a free slot occupies it until the next step begins, on average half a step. Count
-            # that time too.
+            # A new request takes a free slot at once, but is decoded only from the next step on. So it occupies the
+            # slot for half a step more on average.
             finds = new + again if any(part.what == Class.IDLE_PLACES for part in parts) else 0
             steps = (tokens + finds / 2) / batch
             rows.append((batch, (new + again) / steps, again / steps, (end - start) / steps, steps))
@@ -124,7 +124,7 @@ def _varies(values: np.ndarray, weight: np.ndarray) -> bool:
 def _least_squares(
     table: np.ndarray, took: np.ndarray, weight: np.ndarray, columns: list[int]
 ) -> tuple[float, list[float]]:
-    """Fit durations to the chosen columns of a table; return the quality (smaller is better) and all coefficients.
+    """Fit durations to columns of a table; return the fit's criterion (smaller is better) and all coefficients.
 
     Args:
         table: one row per interval, with one column per coefficient.

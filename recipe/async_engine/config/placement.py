@@ -47,7 +47,7 @@ def replica_pool(number: int, kind: str = "") -> str:
 
 
 def wanted(config: Mapping[str, Any], settings: Settings) -> list[Wanted]:
-    """Return what each component of a run reserves, by decreasing group size; in a tie the trainer comes first."""
+    """Return what each component of a run reserves, those with the largest groups first; in a tie the trainer first."""
     nodes, per_node = int(lookup(config, "trainer.nnodes")), int(lookup(config, "trainer.n_gpus_per_node"))
     setting = "trainer.n_gpus_per_node"
     parts = [Wanted(TRAINER_POOL, "the training ranks", setting, per_node, nodes, TRAINER_CPUS)]
@@ -86,9 +86,9 @@ def _replicas(
 def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | None:
     """Return the first of ``parts`` that does not fit on the nodes together with those before it; None if all may fit.
 
-    ``rooms`` are the nodes. For each group size, the nodes' capacity and the needs of ``parts`` are counted in groups
-    of this size, and compared. The result is exact if each size is a multiple of all smaller ones. The trainer's
-    process needs one more CPU.
+    ``rooms`` are the nodes. Each part needs groups of accelerators and CPUs (`Wanted`). For each size that a group has,
+    this counts how many groups of the size fit on the nodes, and how many the parts need. The result is exact if each
+    size is a multiple of all smaller sizes. One more CPU is counted for the trainer's process.
     """
     groups = [(part.on_a_node, part.on_a_node * part.cpus) for part in parts for _ in range(part.groups)]
     groups.append((0, 1))
@@ -98,7 +98,7 @@ def unplaceable(parts: Sequence[Wanted], rooms: Sequence[NodeRoom]) -> Wanted | 
         room = sum(_times(unit, (node.accelerators, node.cpus)) for node in rooms)
         taken = itertools.accumulate(_times(unit, group) for group in groups)
         first += [index for index, count in enumerate(taken) if count > room][:1]
-    # The last of `groups`, one CPU for the trainer's process, belongs to no part. If it is the only one that does not
+    # The last of `groups` is one CPU for the trainer's process, which belongs to no part. If all groups but this one
     # fit, return the last part.
     return owners[min(*first, len(owners) - 1)] if first else None
 

@@ -52,7 +52,8 @@ def is_there(module: str) -> bool:
         except PackageNotFoundError:
             return False
     top, *parts = module.split(".")
-    # Search PYTHONPATH too: workers will have its folders, but this process may have been forked before it was set.
+    # Search the folders in PYTHONPATH too. Workers will search them, but this process may be a fork from before
+    # PYTHONPATH was set.
     more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:
         spec = find_spec(top) or PathFinder.find_spec(top, [path for path in more if path])

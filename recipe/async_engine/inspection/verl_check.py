@@ -5,7 +5,8 @@ Contract: `verl_problems` builds each type that a run would build in its workers
 reference policy, critic, teachers, the log-prob servers' engine, algorithm) and calls verl's `validate_config`. Each
 exception becomes a `Problem` of the section that caused it. The model's type is not built, since that would read the
 model's files; only the names of its settings are checked. These checks import verl. For a run on a CPU, whose main
-process should not do that, the trainer's process makes them. Shown by tests/integration/test_documented_commands.py.
+process should not import verl, the trainer's process makes the checks. Shown by
+tests/integration/test_documented_commands.py.
 """
 
 import contextlib
@@ -84,7 +85,7 @@ def external_names(context: RuleContext) -> list[Problem]:
 def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
     """Return the problems that verl's types find.
 
-    Only if there are none, and ``known`` has none either, return those that `validate_config` finds.
+    If they find none, and ``known`` is empty, return the problems that verl's `validate_config` finds.
     """
     config = OmegaConf.create(dict(context.config))
     with open_dict(config):

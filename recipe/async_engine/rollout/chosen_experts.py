@@ -13,13 +13,13 @@ import numpy as np
 
 
 class ChosenExperts:
-    """The experts chosen for one trajectory's tokens, in rows as described at `engines.answers.joined_experts`."""
+    """The experts chosen for a trajectory: a row (layers, experts per token) for each token that an engine has read."""
 
     def __init__(self) -> None:
         self._known: list[tuple[np.ndarray, np.ndarray]] = []
 
     def first_chosen(self, token_ids: list[int], experts: np.ndarray | None) -> np.ndarray | None:
-        """Return the ``experts`` of a new turn, with an earlier turn's rows for the tokens that begin both turns.
+        """Return the ``experts`` of a new turn, but with the rows of an earlier turn for their common first tokens.
 
         ``token_ids`` has the tokens of the new turn's request and answer, and ``experts`` has a row for each of them
         that the engine has read. A row depends on its token and on all tokens before it, so only rows of a common
@@ -41,7 +41,7 @@ class ChosenExperts:
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of tokens that both sequences begin with."""
+    """Return the length of the longest common prefix of two token sequences."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length

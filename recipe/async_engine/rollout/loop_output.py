@@ -175,7 +175,7 @@ def _metrics(value: Any) -> AgentLoopMetrics:
 def check_report(report: Any) -> None:
     """Check the values that a reward function returned besides the score; raise `UnusableAnswer` if they are unusable.
 
-    They have to be a dict, or None, of values that other processes can unpickle.
+    ``report`` has to be None, or a dict with values that other processes can unpickle.
     """
     if not isinstance(report, dict | NoneType):
         raise UnusableAnswer(f"{REPORTED} is {shown(report)}, not a dict")
@@ -309,8 +309,8 @@ def check_experts(output: AgentLoopOutput) -> None:
         given = f"the shape {shape}" if shape else shown(routed)
         raise UnusableAnswer(
             f"routed_experts of the agent loop's AgentLoopOutput is {given}, but needs {needed} to {tokens} rows "
-            "of shape (layers, experts per token): one for each token of prompt and response, of which only those from "
-            "the last sampled token on may be missing"
+            "of shape (layers, experts per token): one row for each token of prompt and response. Only the rows of the "
+            "last sampled token and of the tokens after it may be missing"
         )
 
 

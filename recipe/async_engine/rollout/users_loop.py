@@ -89,7 +89,7 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
     for name in ARGUMENTS & row.keys():
         raise AgentLoopError(f"the data has a column {name!r}, the name of an argument of every agent loop: rename it")
     takes = _parameters(type(agent_loop).run)
-    # None means that this row's file lacks the column. Leave it out if the agent loop's parameter has a default.
+    # A row has None for a column that its data file lacks. Leave the column out if the loop's parameter has a default.
     columns = {
         name: value
         for name, value in row.items()
@@ -111,8 +111,8 @@ def check_row(row: dict[str, Any]) -> None:
             np.array([value])
         except ValueError:
             raise AgentLoopError(
-                f"the data's column {name!r} has lists of different lengths inside a list, from which verl cannot "
-                "make an array for the reward: make the column text (JSON), a mapping, or lists of equal length"
+                f"the data's column {name!r} has lists of different lengths inside one list, and verl cannot convert "
+                "this list to an array for the reward function. Use text (JSON), a mapping, or lists of equal length"
             ) from None
 
 

@@ -84,7 +84,7 @@ SIZES = (
 
 
 def _of_models(config: Any) -> dict[str, Any]:
-    """Return what describes the models, adapters and optimizers. Sizes are those of models in local folders."""
+    """Return a description of the models, adapters and optimizers, with sizes only of models in local folders."""
     policy, found = config.actor_rollout_ref.get("model") or {}, {}
     sections = {"actor_rollout_ref.actor": policy.get("path")}
     if has_critic(config):
@@ -100,7 +100,7 @@ def _of_models(config: Any) -> dict[str, Any]:
 
 
 def _sizes(path: Any) -> str | None:
-    """Return the `SIZES` of a model as text, or None if its config.json cannot be read."""
+    """Return the values of the keys `SIZES` in a model's config.json as text, or None if the file cannot be read."""
     file = Path(str(path)).expanduser() / "config.json"
     try:
         content = from_json(file.read_bytes())

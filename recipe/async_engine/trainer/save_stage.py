@@ -130,7 +130,7 @@ class SaveStage:
 
 @contextmanager
 def loading(folder: str | Path | None) -> Iterator[None]:
-    """Inside the ``with`` block, in which verl's workers load ``folder``, turn their errors into `CheckpointError`."""
+    """Raise errors of verl's workers as `CheckpointError` inside the ``with`` block, which loads ``folder``."""
     try:
         yield
     except RayError as error:

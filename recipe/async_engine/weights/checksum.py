@@ -84,7 +84,7 @@ class StreamChecksum:
     def add_chunk(self, meta: Any, data: torch.Tensor) -> None:
         """Add the next chunk of a tensor that verl has split into chunks.
 
-        The chunk begins ``meta.chunk_offset`` bytes after the tensor's begin, which must be a multiple of
+        ``meta.chunk_offset`` is the position of the chunk in the tensor, in bytes. It must be a multiple of
         `BLOCK_BYTES`.
         """
         assert meta.chunk_offset % BLOCK_BYTES == 0, "only a tensor's last block may be incomplete"
@@ -111,9 +111,9 @@ class StreamChecksum:
             tensor.last, self._incomplete = self._incomplete, self._incomplete + 1
 
     def _room(self, among: list[Rows], count: int, device: torch.device, shape: tuple[int, ...]) -> Rows:
-        """Return a `Rows` with ``count`` unused rows, the last of ``among`` or a new one that is appended.
+        """Return the last `Rows` in ``among`` if it has ``count`` unused rows; otherwise append and return a new one.
 
-        Each new `Rows` is twice as large as the last one, up to a limit.
+        Each new `Rows` is twice as large as the one before, up to a limit, but has at least ``count`` rows.
         """
         if not among or not among[-1].has(count, device):
             rows = min(2 * len(among[-1].rows), LARGEST >> 8 if shape else LARGEST) if among else 2 if shape else 512
@@ -172,8 +172,8 @@ class StreamChecksum:
 def _number(tensor: Tensor, differences: list[Iterator[tuple[int, int]]], last: list[int]) -> int:
     """Return one tensor's checksum.
 
-    ``differences`` has an iterator for each `Rows`. For each entry of `Tensor.runs` in this `Rows`, it yields the sum
-    of the entry's rows, and their weighted sum, in which each row is multiplied by 2 * (index of the row) + 1.
+    ``differences`` has an iterator for each `Rows`, which yields a pair for each entry of `Tensor.runs` in this `Rows`:
+    the sum of the entry's rows, and their weighted sum, in which each row is multiplied by 2 * (index of the row) + 1.
     ``last`` has the sums of the incomplete last blocks of all tensors.
     """
     total = place = 0

@@ -131,8 +131,8 @@ class HybridPublisher(WeightPublisher):
     def _in_place_of(self, lost: RolloutReplica, cause: str) -> RolloutReplica:
         if not self.restarts.begin():
             raise CannotRestart(
-                f"rollout replica {lost.replica_rank} died ({cause}) after {self.restarts.begun} restarts, as many as "
-                f"async_training.max_replica_restarts={self.restarts.most} allows"
+                f"rollout replica {lost.replica_rank} died ({cause}) after {self.restarts.begun} restarts in this run, "
+                f"all that async_training.max_replica_restarts={self.restarts.most} allows"
             )
         logger.warning("rollout replica %d died and is started again: %s", lost.replica_rank, cause)
         try:

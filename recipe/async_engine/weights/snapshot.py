@@ -83,7 +83,7 @@ class WeightSnapshot:
         with self._alone(f"version {version} cannot be copied"):
             self._version = None
             if not self._copy(export(), wire) and not self._copy(export(), wire):
-                raise WeightsError(f"version {version} cannot be copied: its shapes changed meanwhile")
+                raise WeightsError(f"version {version} cannot be copied: its tensors changed shape during the copy")
             settle()
             self._version = version
 

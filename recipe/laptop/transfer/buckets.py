@@ -212,7 +212,7 @@ class BucketReader:
         if header.kind == END:
             if content != self._arrived:
                 raise WeightStreamError(
-                    f"the sender sent {content}, but {self._arrived} (tensors, bytes) arrived ({self.position})"
+                    f"the sender sent {content} (tensors, bytes), but {self._arrived} arrived ({self.position})"
                 )
             return
         payload = body[: header.payload_bytes]
@@ -236,7 +236,7 @@ class BucketReader:
 def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a uint8 tensor to host memory of the same length.
 
-    NumPy does this where it can, because it bypasses the CPU caches for large tensors.
+    Tensors in host memory are copied by NumPy, because NumPy bypasses the CPU caches for large tensors.
     """
     if source.is_cpu:
         np.copyto(target.numpy(), source.numpy())

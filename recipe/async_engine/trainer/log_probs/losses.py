@@ -93,7 +93,7 @@ def loglinear_loss(
 ) -> Loss:
     """Return the policy loss for `LOGLINEAR`, and its metrics. verl defines the signature; tensors are (rows, R).
 
-    ``rollout_is_weights`` has the result of `shares`, as the module's docstring explains.
+    ``rollout_is_weights`` does not have weights here but d / (d + 1), where d is a token's staleness (`shares`).
     """
     assert rollout_is_weights is not None
 
