@@ -34,7 +34,11 @@ class NoAgentLoops:
 
     @classmethod
     def create(cls, **settings: Any) -> NoAgentLoops:
-        """Return an object without agent loops; raise ConfigError if a trainer that ignores ``+recipe`` calls this."""
+        """Return an empty object. verl calls this to create the agent-loop manager.
+
+        Raises:
+            ConfigError: the caller runs one of verl's own trainers, although ``+recipe`` has chosen a mode.
+        """
         if settings.get("llm_client") is not None:
             advice = (
                 "+recipe has chosen a mode, but this main program runs one of verl's own trainers: set "

@@ -29,7 +29,9 @@ from recipe.async_engine.record.events import (
 )
 
 WAIT, VALIDATE = "wait", "validate"
-"""Phases of the trainer in which accelerators that it shares with engines are classed by what the engines do."""
+"""The phases in which the trainer leaves shared accelerators to the engines. So the class of these accelerators' time
+depends on what the engines do.
+"""
 
 PHASES: Mapping[str, Class] = {
     "update": Class.TRAINING,
@@ -156,7 +158,10 @@ class Context(NamedTuple):
             yield begin, stop, PHASES.get(WAIT, Class.NOT_KNOWN)
 
     def _of_rewards(self, begin: float, stop: float) -> Iterator[Part]:
-        """Yield the parts of a period in which only rewards, or only log-probs, hold up the run."""
+        """Divide a period, in which the run waits only for rewards or log-probs, by which of these it waits for.
+
+        Yield the parts of the period, each with its class.
+        """
         for start, end, away in self.away.during(begin, stop):
             scores_only = away is not None and Away.LOG_PROBS in away and Away.REWARD not in away
             yield start, end, Class.WAIT_LOG_PROBS if scores_only else Class.WAIT_REWARD
@@ -176,7 +181,10 @@ class Context(NamedTuple):
             yield begin, stop, EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN)
 
     def _of_empty(self, begin: float, stop: float, free: Class) -> Iterator[Part]:
-        """Yield the parts of a period in which the engine has no request, although trajectories are unfinished."""
+        """Divide a period into parts of one class each, and yield them.
+
+        Throughout the period, the engine has no request, although trajectories are unfinished.
+        """
         for first, last, engines in self.engines.during(begin, stop):
             if engines and free is not Class.IDLE_PLACES:
                 yield first, last, free
@@ -195,7 +203,7 @@ def _one_at_a_time(events: Iterable[Event]) -> Track:
 
 
 def _any_of(events: Iterable[Event], values: Callable[[Event], Iterable[str]]) -> Track:
-    """Return a `Track` that joins, at each time, the ``values`` of all events at that time by "+"."""
+    """Return a `Track` whose value at a time is the ``values`` of all events under way at that time, joined by "+"."""
     steps = [
         (time, by, name)
         for event in events

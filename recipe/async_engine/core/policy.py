@@ -242,8 +242,8 @@ def checked(policy: AdmissionPolicy, chosen: Any, ready: ReadyGroups) -> list[Gr
     there = {group.id: group for group in groups if group is not None}
     if not len(groups) == len(there) == ready.batch_groups:
         raise PolicyError(
-            f"{_name(policy)}.next_batch returned {len(groups)} groups, {len(there)} of them distinct and ready, but a "
-            f"batch has {ready.batch_groups} groups"
+            f"{_name(policy)}.next_batch must return {ready.batch_groups} different ready groups, but returned "
+            f"{len(groups)} groups, of which {len(there)} are different and ready"
         )
     return list(there.values())
 

@@ -82,11 +82,11 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
-    """Numbers of incomplete groups, or of trajectories where the name says so.
-
+    """Numbers of incomplete groups and of their trajectories.
     pending: groups without a running trajectory in which at least one trajectory waits for a slot. interrupted: if the
     number of slots is 0, groups with running trajectories, else 0. sampled: groups whose trajectories are all sampled,
-    but not all rewarded.
+    but not all rewarded. running_trajectories, interrupted_trajectories: trajectories, where a trajectory with a slot
+    counts as interrupted if the number of slots is 0, else as running.
     """
 
     pending: int
@@ -131,11 +131,11 @@ class PromptManager:
         return self.running if self.slots else 0
 
     def open(self) -> None:
-        """Assign slots from now on."""
+        """Allow trajectories to get slots from now on."""
         self.is_open = True
 
     def drain(self) -> None:
-        """Assign no more slots until `open` is called; running trajectories continue."""
+        """Allow no further trajectory to get a slot until `open` is called; running trajectories continue."""
         self.is_open = False
 
     def next(self) -> Trajectory | None:
@@ -188,7 +188,7 @@ class PromptManager:
         return Why.REWARD if waits_for_rewards else self._held_by(prompts_left)
 
     def _held_by(self, prompts_left: bool) -> Why:
-        """Return why no new trajectory starts, if the reason is not that trajectories use all slots."""
+        """Return what, apart from a lack of free slots, keeps new trajectories from starting."""
         if not self.slots:
             return Why.TURN
         if not self.is_open:
@@ -202,7 +202,10 @@ class PromptManager:
         return self.is_open and self.has_room() and not self.anything_waits() and self.ledger.can_issue()
 
     def has_room(self) -> bool:
-        """Return whether enough slots are free for a new group: one, or, if groups start whole, one per trajectory."""
+        """Return whether enough slots are free for a new group to start.
+
+        It needs one slot, or, if groups start whole, as many slots as it has trajectories (but at most all slots).
+        """
         return self._fits(self.group_size)
 
     def issue(self, prompt: PromptRef, size: int | None = None) -> Group:
@@ -335,7 +338,9 @@ def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
 
 
 MEMORY = 4
-"""`Slots` averages over the trajectories that ended last: about ``MEMORY * least`` of them."""
+"""The times from which `Slots` computes the number of slots are averages over the trajectories that ended last, about
+``MEMORY * least`` of them. ``least`` is the argument of `Slots`.
+"""
 
 
 class Slots:

@@ -41,9 +41,10 @@ class AwayActivity:
     """Records what an agent-loop worker's trajectories do between requests. Only the worker's event loop may use it.
 
     Attributes:
-        lane: the `Lane` that records which activities at least one trajectory is in; their names are joined by "+".
-        goes_on: for each agent loop, by name: whether one of its trajectories has sent a further request after an
-            answer. If none has, the loop uses no tools, and the time after an answer is not tool time.
+        lane: the `Lane` of what the worker's trajectories do. Its state is the names of the activities in which there
+            is a trajectory, joined by "+".
+        goes_on: a key is the name of an agent loop; its value is whether a trajectory of this loop has sent a further
+            request after an answer. If none has, the loop uses no tools, and the time after an answer is not tool time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -228,7 +229,10 @@ class EngineActivity:
         self._kinds[request.answers][request.kind] += 1
 
     def _advance(self) -> None:
-        """Add the time since the last change to the classes of the current requests, in proportion to their slots."""
+        """Divide the time since the last change among the classes of work that the engine does now.
+
+        Each class gets a part in proportion to the number of sequence slots that its requests hold.
+        """
         now = self._clock()
         seconds, self._since = now - self._since, now
         if seconds <= 0:

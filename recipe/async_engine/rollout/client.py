@@ -99,7 +99,7 @@ class Patience:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Subtract the duration of the ``with`` block from the time left."""
+        """Subtract the duration of the ``with`` block from `left_s`."""
         began = time.monotonic()
         try:
             yield
@@ -107,7 +107,7 @@ class Patience:
             self.left_s -= time.monotonic() - began
 
     async def refused(self) -> None:
-        """Count a request that returned no token. From the second such request on, pause before the next one."""
+        """Count a request that returned no token. If there was another directly before it, pause before returning."""
         self.refusals += 1
         if self.refusals > 1:
             with self.spent():
@@ -406,8 +406,8 @@ class ResumingClient(NamingClient):
                     "async_training.timeouts.generation if answers may take longer"
                 ) from None
             except (RequestFailed, ActorUnavailableError) as error:
-                # A server that cannot be reached stays in the load balancer, because an agent loop may have made this
-                # process unable to open connections.
+                # Keep the server in the load balancer, even if it cannot be reached: the fault may be in this process,
+                # because agent loops run in it and may have left it unable to open connections.
                 patience.failures, patience.failed_at = patience.failures + 1, flight.server_id
                 if patience.failures == MOST_FAILURES:
                     raise

@@ -158,7 +158,7 @@ class LoaderInUse:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore ``state``, which is empty because `state_dict` returned it."""
+        """Do nothing, because ``state`` comes from `state_dict`, which returns an empty mapping."""
 
 
 def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:

@@ -204,8 +204,7 @@ def _folders(root: str | Path) -> dict[int, Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether ``folder`` was written, at least in part, by this trainer. An empty folder counts as such.
-
+    """Return whether this trainer has written a file into ``folder``, or there is no file in it.
     This trainer's folders have the file `BEGUN` until the rollout state is written, and `MARKER` when they are
     complete.
     """
@@ -222,7 +221,10 @@ def _digest(file: Path) -> str | None:
 
 @contextmanager
 def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterator[None]:
-    """If the ``with`` block fails, remove the incomplete checkpoint, and put ``before`` back into `TRACKER`."""
+    """If the ``with`` block fails, remove the incomplete checkpoint of ``step``, and restore verl's file `TRACKER`.
+
+    ``before`` is the step that the file has to name again; if it is None, the file is removed.
+    """
     folder = folder_of(root, step)
     try:
         yield

@@ -16,7 +16,7 @@ def describe(trainer: Any, thread: int) -> str:
     """Return a report on the processes of an `AsyncPPOTrainer`.
 
     ``thread`` is the id of the training loop's thread. Processes that do not answer come first, because they are the
-    most likely cause of a problem. If the run is still starting, other processes are not asked.
+    most likely cause of a problem. If the run is still starting, the report is only on the trainer's own process.
     """
     said = answers(_asked(trainer))
     notes = [f"{what}, {ago:.0f} s ago" for what, ago in trainer.timeline.notes()[:6]]

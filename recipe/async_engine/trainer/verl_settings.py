@@ -25,7 +25,7 @@ def for_hybrid_replicas(config: Any) -> Any:
         rollout = config.actor_rollout_ref.rollout
         rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
         rollout.gpu_memory_utilization = rollout.custom[HYBRID_SHARE]
-        # Otherwise, when these replicas are launched, Prometheus would get a list of only these replicas.
+        # Otherwise verl would give Prometheus a list of only the hybrid replicas' servers when it launches them.
         rollout.prometheus.enable = False
         rollout.checkpoint_engine.backend, rollout.checkpoint_engine.custom_backend_module = "naive", None
     return config
@@ -95,9 +95,9 @@ def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = Non
 def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -> None:
     """Write the arguments of the checkpoint engines, except for those that the user has set.
 
-    With verl's nccl engine, all ranks on the sender's node pass weights on, by broadcasts in the CUDA stream in which
-    they train. If training continues during a transfer, these broadcasts and the collectives of training could wait for
-    each other. So only rank 0 sends in this case.
+    With verl's nccl engine, all trainer ranks on rank 0's node take part in the broadcasts of a transfer, in the CUDA
+    stream in which they train. If training continues during a transfer, the broadcasts and the collectives of training
+    could wait for each other. So if ``weights.publish`` is ``beside``, only rank 0 takes part in the broadcasts.
     """
     derived: dict[str, Any] = {}
     if engine.backend == "nccl" and weights.publish == "beside":

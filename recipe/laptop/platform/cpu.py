@@ -73,7 +73,7 @@ class PlatformCPU(PlatformBase):
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
     def is_ipc_supported(self) -> bool:
-        # If this is False, verl's ServerAdapter passes weights to the engine through shared memory instead of CUDA IPC.
+        # Because of this answer, verl's ServerAdapter passes weights to the engine through shared memory.
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
