@@ -38,7 +38,7 @@ def check_main(config: DictConfig, main: str) -> None:
 
 
 def settle(config: DictConfig) -> list[str]:
-    """Write the flag's trainer into ``config``; return a message for each setting that this overrides.
+    """Write the trainer that the flag selects into ``config``; return a message for each setting that is overridden.
 
     Raise ConfigError if the configuration already names another trainer of this package. Without a flag, do nothing.
     """
@@ -55,7 +55,7 @@ def settle(config: DictConfig) -> list[str]:
 
 
 def take_arguments(config: DictConfig, mode: str) -> None:
-    """Change ``config``, written for stock verl, so that it has the settings that the mode reads.
+    """Change ``config``, which was written for stock verl, so that ``mode`` (the mode of this package) can run it.
 
     Raise ConfigError if the mode cannot use one of the settings.
     """
@@ -93,9 +93,10 @@ def _take_resources(config: DictConfig) -> None:
 
 
 def _count_in_mini_batches(config: DictConfig) -> None:
-    """Set `async_training.require_batches`, which the composed mode reads, to the number of mini-batches in a batch.
+    """Set `async_training.require_batches` to the number of mini-batches in a batch.
 
-    That is `data.train_batch_size` divided by `ppo_mini_batch_size`.
+    This number is `data.train_batch_size` divided by `ppo_mini_batch_size`. The mode reads it instead of the batch's
+    size, which is set to 0.
     """
     size, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if size % mini:

@@ -217,7 +217,10 @@ def _pipe(files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
 
 
 def _is_readable(file: FileIO, timeout_s: float) -> bool:
-    """Wait until ``file`` has data, or its pipe or process has ended; return False after ``timeout_s`` seconds."""
+    """Return whether ``file`` becomes readable within ``timeout_s`` seconds.
+
+    A pipe becomes readable when it has data or its writers have closed it, and a pidfd when its process has ended.
+    """
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(1000 * timeout_s))

@@ -43,7 +43,10 @@ class PromptRef:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that has been read but not issued; ``row[name][0]`` is a field of its data row, as verl collates it."""
+    """A prompt that has been read but not issued.
+
+    ``row`` is its data row as a batch of one row, as verl collates it: ``row[name][0]`` is the value of a field.
+    """
 
     epoch: int
     index: int
@@ -137,9 +140,9 @@ class Group:
     batch: int | None = None
 
     def to_row(self) -> list[int | str | None]:
-        """Return this group, which must be live, as a JSON-compatible row.
+        """Return this group, which must be running, ready or taken, as a JSON-compatible row.
 
-        A taken group is saved as ready, so that a resumed run takes it again.
+        The row of a taken group has the state ready, so that a resumed run takes the group again.
         """
         state = GroupState.READY if self.state is GroupState.TAKEN else self.state
         prompt = self.prompt
@@ -197,8 +200,8 @@ class FilterCount:
         self._kept = 0
         self._filtered = 0
         # Maps the id of each group, in issue order, to whether the group was kept (None until the group ends). Groups
-        # that have been counted are deleted from the front, and reading the first entry of a plain dict would scan past
-        # the places of all deleted entries.
+        # that have been counted are deleted from the front. An OrderedDict finds its first entry at once, whereas a
+        # plain dict would have to skip the places of all deleted entries.
         self._outcomes: OrderedDict[int, bool | None] = OrderedDict()
 
     @property
@@ -216,7 +219,7 @@ class FilterCount:
             self._advance()
 
     def forget(self, group_id: int) -> None:
-        """Stop waiting for the outcome of a failed group. An outcome that was already reported still counts."""
+        """Leave out a group that has failed. If `ended` was called for the group before, it still counts."""
         if self._outcomes.get(group_id, True) is None:
             del self._outcomes[group_id]
             self._advance()

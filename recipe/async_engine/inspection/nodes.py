@@ -143,9 +143,10 @@ def cluster_resources() -> Resources:
 
 
 def memory_by_type(resources: Iterable[str]) -> int | None:
-    """Return the smallest memory, in bytes, of the accelerator types among the names of Ray's ``resources``.
+    """Return the memory, in bytes, of the cluster's accelerator type with the least memory.
 
-    The result is None if there is no such type, or if the memory of one is unknown.
+    Ray names each accelerator type in ``resources``, its list of the cluster's resources. The result is None if no type
+    is named, or if the memory of one of the types is unknown.
     """
     types = [name.removeprefix(RAY_TYPE) for name in resources if name.startswith(RAY_TYPE)]
     sizes = [BY_TYPE.get(name) for name in types]
@@ -172,7 +173,7 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def _ask(paths: list[tuple[str, str]], marker: str, modules: list[str], timeout_s: float) -> list[NodeFact]:
-    """Run `probe` on each node and return its results; only on nodes with accelerators does it look for ``modules``."""
+    """Run `probe` on each node and return the results. On nodes with accelerators, it also looks for ``modules``."""
     cloudpickle.register_pickle_by_value(node_probe)
     try:
         task = ray.remote(num_cpus=0, max_retries=0)(node_probe.probe)
@@ -190,7 +191,7 @@ def _ask(paths: list[tuple[str, str]], marker: str, modules: list[str], timeout_
 
 
 def _fact(address: str, answer: Any, timeout_s: float) -> NodeFact:
-    """Return a node's answer, or a fact with the error if the node did not answer."""
+    """Return what a node answered as a `NodeFact`; if it did not answer, the `NodeFact` has the error."""
     if answer is None:
         return NodeFact(address, f"did not answer within {timeout_s:g} s (async_training.timeouts.startup)")
     try:

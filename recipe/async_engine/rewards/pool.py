@@ -52,12 +52,12 @@ class RewardProcessDied(RewardFailed):
 
 
 COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
-"""Names of a pool's statistics: the number of calls in progress, four numbers of finished calls by outcome, and the
-total duration of the finished calls in seconds, including their wait for a process.
+"""Names of a pool's statistics: the number of calls in progress; the number of finished calls with each of four
+outcomes; and the total duration of the finished calls in seconds, including their wait for a process.
 """
 LINE_BYTES = 16 * MOST
-"""Largest size in bytes of an answer. A process sends an answer as a line of JSON, which needs at most 12 bytes for a
-character and 25 for a float.
+"""Largest size in bytes of an answer, which a process sends as a line of JSON. `MOST` characters always fit (JSON needs
+at most 12 bytes for each), but `MOST` floats may not (at most 25 bytes for each).
 """
 NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
 ATTEMPTS = 4
@@ -79,7 +79,8 @@ class _Process:
     def _notice(self) -> None:
         self._loop.remove_reader(self._process.sentinel)
         self._ended.set()
-        # Stop reading from the socket after a while, because a child of the process may keep the socket open.
+        # The process has ended. Read the rest of what it sent, but stop after `REWARD_PROCESS_S` seconds, because a
+        # child of the process may keep the socket open.
         self._loop.call_later(REWARD_PROCESS_S, self._reader.feed_eof)
 
     @property
@@ -234,16 +235,18 @@ class ScoringPool:
         return _result(answer)
 
     async def _free(self) -> _Process:
-        """Return the process that has been idle for longest, or a new process if none is idle.
+        """Return an idle process, or a new process if none is idle.
 
-        A process whose last call failed is returned only if the last calls of all idle processes failed.
+        Idle processes whose last call did not fail are preferred; of these, or else of the others, the one that has
+        been idle for longest is returned.
         """
         self._idle.sort(key=lambda process: process.failures)
         while self._idle:
             process = self._idle.pop(0)
             if process.is_alive:
                 return process
-            # The process died after its last call, for example by a signal or by a thread that the call had started.
+            # This idle process died after its last call, for example by a signal or by a thread that the call had
+            # started. End what is left of it, and try the next idle process.
             process.end()
         return await self._start()
 
@@ -275,7 +278,8 @@ def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.sock
                 process.start()
                 break
             except (OSError, EOFError):
-                # A reward function may have killed the fork server. multiprocessing replaces it at the next attempt.
+                # multiprocessing's fork server may have been killed by a reward function. The next attempt starts a new
+                # fork server.
                 ours.close()
                 if not left:
                     raise
@@ -372,8 +376,8 @@ def serve(
 
 def end_with(pipe: int) -> None:
     """Make the kernel kill this process, whatever it does, when no process has ``pipe`` open for writing any more."""
-    # Open the pipe again: signals about an open file go to only one process, and other processes have inherited the
-    # same open file.
+    # Open the pipe again, so that this process has an open file of its own: the kernel sends the signal of an open file
+    # to only one process, and the inherited open file of the pipe is shared with other scoring processes.
     own = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)

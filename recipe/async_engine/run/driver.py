@@ -74,7 +74,7 @@ class Laptop(Protocol):
         """Choose the platform of a run from the environment variables, the machine and two settings."""
 
     def fill_builtin_task(self, config: DictConfig) -> None:
-        """If the built-in task is configured, create its files, and set those of its paths that are null."""
+        """If the built-in task is configured, create its files, and fill in their paths where ``config`` has null."""
 
     def forks(self, config: DictConfig, choice: PlatformChoice) -> Forks | None:
         """Start the process from which Ray's workers are forked, and return it; None if the run cannot use forks."""
@@ -101,7 +101,8 @@ def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None 
     ``mode`` is one of `MODES`, and ``trainer_class`` the fully qualified name of a trainer other than the mode's own.
     """
     if config.get("plan_only"):
-        # On a command line, Hydra shows the plan and ends the process before this call. So other code made the call.
+        # For a command line, Hydra has shown the plan and ended the process before this function is called. So the
+        # caller is other code, for which no plan is shown.
         sys.stderr.write("plan_only=true: nothing is started; Hydra's command line shows the plan\n")
         sys.exit(1)
     try:
@@ -163,9 +164,9 @@ def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: 
 
 
 def only_rehearse(config: DictConfig) -> None:
-    """If ``rehearse_only`` is set, change ``config`` to that of a rehearsal, with a subfolder as the run's folder.
+    """If ``rehearse_only`` is set, change ``config`` so that the run only rehearses, in a subfolder of its folder.
 
-    The rehearsal uses no checkpoint, validation or tracker (`recipe.async_engine.trainer.rehearsal`).
+    The run uses no checkpoint, validation or tracker (`recipe.async_engine.trainer.rehearsal`).
     """
     if not config.get("rehearse_only"):
         return
@@ -178,7 +179,7 @@ def only_rehearse(config: DictConfig) -> None:
 
 
 def _write_settings(config: DictConfig) -> None:
-    """Write the run's settings without secrets. Hydra would write copies with the secrets, so that is switched off."""
+    """Write the run's settings without secrets. Hydra's own copies, which would have the secrets, are switched off."""
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
     file = Path(config.trainer.default_local_dir, SETTINGS_FILE)
     durable.write(file, OmegaConf.to_yaml(OmegaConf.create(settings)))

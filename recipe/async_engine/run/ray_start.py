@@ -46,8 +46,9 @@ RESOURCES = (
 """Arguments of ray.init that describe the Ray node which ray.init starts if it does not join a cluster."""
 ASK_AGAIN_S = 0.2
 GIVEN_UP = ("timed out during startup", "Timed out waiting for file")
-"""Texts that occur in Ray's error messages when it gives up starting (ray/_private/node.py:440, :1407). The second one
-also occurs when Ray's node has ended, which it does if its agents do not write their ports to files within 30 s."""
+"""Texts in the error messages with which Ray gives up a start (ray/_private/node.py:440, :1407). The second text also
+occurs if the Ray node ended during the start because the node's agents did not write their ports to files within 30 s.
+"""
 
 
 class Forks(Protocol):

@@ -89,7 +89,7 @@ class StagedWeights(ABC):
         return problem
 
     def _derive(self) -> None:  # noqa: B027, most subclasses have nothing to derive
-        """Do nothing. A subclass may compute what its swap needs, from the staged weights, which are complete now."""
+        """Compute from the complete staged weights whatever else `_swap` needs. By default, nothing is needed."""
 
     @abstractmethod
     def _swap(self) -> None: ...

@@ -24,7 +24,8 @@ class Work:
 
     Attributes:
         tokens: number of tokens of the micro-batch on this rank.
-        logit_bytes: bytes of all copies of one logit together; 0 with fused kernels or a value model.
+        logit_bytes: bytes per logit, summed over the copies that are stored (in bf16 and fp32, for example); 0 with
+            fused kernels or a value model.
         recomputes: whether gradient checkpointing is used, which keeps only the inputs of layers.
     """
 
@@ -227,7 +228,10 @@ class Megatron:
 
     @property
     def copies(self) -> int:
-        """Return the number of ranks over which the optimizer state of dense parameters is sharded."""
+        """Return the number of ranks that have the same dense parameters.
+
+        A distributed optimizer (``distributed``) shards the state of these parameters over the ranks.
+        """
         return max(1, self.ranks // (self.tensor * self.pipeline))
 
     @property
@@ -266,7 +270,7 @@ def _stage(shape: ModelShape, layout: Megatron, update: Work | None, forward: Wo
 
 
 def _on_stage(shape: ModelShape, layout: Megatron, first: bool) -> tuple[int, int]:
-    """Return the numbers of dense and of expert parameters on a rank of this pipeline stage."""
+    """Return the numbers of dense and of expert parameters on a rank of the first pipeline stage, or else the last."""
     only = layout.pipeline == 1
     layers = -(-shape.layers // layout.pipeline) / shape.layers
     norms = 2 * shape.hidden + 2 * shape.head_dim * shape.head_norms

@@ -116,7 +116,7 @@ def _relays(context: RuleContext) -> Iterator[Problem]:
 
 
 def _stageable(context: RuleContext) -> Iterator[Problem]:
-    """Refuse model settings with which weights can only be loaded in place. (The run is set to stage weights.)"""
+    """Refuse model settings with which weights cannot be staged. This is called only if the run stages weights."""
     for setting in (f"{ROLLOUT}.quantization", "actor_rollout_ref.model.mtp.enable_rollout"):
         if context.get(setting):
             advice = "Its weights can only be loaded in place: set async_training.weights.staging=none, or remove it."
