@@ -179,7 +179,10 @@ def close(
 
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:
-    """Yield each device's time up to ``until`` as `Piece` objects, with start-up but without time of unknown class."""
+    """Yield the time of each device up to ``until``, as `Piece` objects.
+
+    Start-up is included. Time whose class is not known is left out.
+    """
     context = Context.of(events)
     lives = _lives(events, devices, until)
     starting = dict(lives)
@@ -215,9 +218,10 @@ def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Clas
 
 
 def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each: float) -> dict[Class, float]:
-    """Return the seconds that ``waiting`` spends in class ``what``, by the classes of ``others`` at the same time.
+    """Return in which classes ``others`` were while ``waiting`` was in class ``what``, in accelerator-seconds by class.
 
-    Each second of each device in ``others`` is multiplied by ``each``.
+    A second in which one device of ``waiting`` was in ``what``, and one device of ``others`` was in class c, counts as
+    ``each`` accelerator-seconds of c (times the shares of the two pieces).
     """
     changes: defaultdict[float, float] = defaultdict(float)
     for piece in waiting:
@@ -254,7 +258,7 @@ def settled(recorded: Recorded) -> dict[str, Any]:
 
 
 def _lives(events: Iterable[Event], devices: Devices, until: float) -> dict[str, tuple[float, float]]:
-    """Return the start and the end of each device, in seconds of the run's clock."""
+    """Return (start, end) of the time in which each device belonged to the run, in seconds of the run's clock."""
     named = {event.lane for event in events}
     begins = {lane: 0.0 for lane in sorted(named, key=_place) if devices.counts(lane)}
     ends: dict[str, float] = {}

@@ -15,8 +15,8 @@ from recipe.async_engine.config.problems import ConfigError, Problem, lookup
 from recipe.async_engine.config.sections import ELASTIC, SHARED, AsyncTraining, Settings, read_settings
 
 USUAL_BOUND = 4
-"""Default staleness bound, in versions. Long answers are ready within it, and with it training learns as well as with a
-tighter bound (docs/benchmarks.md).
+"""Default staleness bound, in versions. Most answers are complete before any of their tokens is older than this, and
+training waits for the others. In measurements, training learned as well as with a tighter bound (docs/benchmarks.md).
 """
 MODEL = "actor_rollout_ref.model"
 

@@ -240,7 +240,8 @@ class GatedServer(HttpServer):
         is_open = await self._gate.wait_open(self._first_weights_timeout_s)
         if not is_open or await self._park_until_admitted(name) is not None:
             raise RolloutServerError("this rollout server takes no requests at present: ask another one")
-        # `_park_until_admitted` has counted this request, but only requests through the actor should count.
+        # `_park_until_admitted` has counted this HTTP request, but only requests that come as calls of the Ray actor
+        # should count.
         self._admitting -= 1
         self._versions.forget(name)
 

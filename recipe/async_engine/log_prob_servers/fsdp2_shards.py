@@ -65,7 +65,7 @@ class FSDP2Shards:
             for name, part in revert_weight_conversion(module, dict(blank)).items():
                 if name not in live and _region(part) in regions:
                     self._places.setdefault(name, regions[_region(part)])
-        # For the address of each local shard, its name; if a shard has several names, the first one.
+        # The name of each local shard, by the shard's address in memory. If a shard has several names, only the first.
         self._held: dict[int, str] = {}
         for name, place in self._places.items():
             if place.local.numel() > 0:

@@ -71,7 +71,10 @@ class _Console(Console):
 
 
 class LivePanel:
-    """A panel with the progress bar and the lines, updated in place below the process's other output."""
+    """A panel with the progress bar and the lines about trainer and rollout.
+
+    It is updated in place, below the process's other output.
+    """
 
     def __init__(self, mode: str, total_steps: int, stream: TextIO) -> None:
         self._progress = Progress(

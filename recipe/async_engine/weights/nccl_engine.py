@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's checkpoint engine ``nccl`` with deadlines, whose members may join, leave and die.
+"""verl's checkpoint engine ``nccl``, changed so that waits have deadlines, and members may join, leave and die.
 
 The protocol on the wire is verl's. These settings make it replace verl's engine::
 

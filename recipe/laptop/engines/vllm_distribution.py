@@ -47,6 +47,9 @@ class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
 
 
 def install() -> None:
-    """Append the finder to ``sys.meta_path``, once. It comes last, so that a real ``vllm`` is found first."""
+    """Append a `VLLMDistributionFinder` to ``sys.meta_path``, unless it has one already.
+
+    This finder comes last, so that a real ``vllm`` is found first.
+    """
     if not any(isinstance(finder, VLLMDistributionFinder) for finder in sys.meta_path):
         sys.meta_path.append(VLLMDistributionFinder())

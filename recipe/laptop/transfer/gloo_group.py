@@ -110,7 +110,7 @@ class GlooGroup:
     def _connected(self, what: str) -> dist.ProcessGroupGloo:
         # Callers must not bind the result to a name; a comment in `finish` gives the reason.
         if self._group is None:
-            raise WeightStreamError(f"{what} was broken off")
+            raise WeightStreamError(f"{what} was broken off: this member has left the weight-sync group")
         return self._group
 
     def start_broadcast(self, tensor: torch.Tensor, deadline: Deadline, what: str) -> None:

@@ -80,7 +80,10 @@ class RuleContext:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the trainer's workers keep weights of a reference policy. With LoRA, they use the base model."""
+        """Whether the trainer's workers keep separate weights of a reference policy.
+
+        With LoRA this is False, because the base model without the adapter is the reference policy.
+        """
         return has_reference(self.config)
 
     @property

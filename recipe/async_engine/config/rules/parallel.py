@@ -15,7 +15,8 @@ from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
-# The parallel sizes by which ranks share a model or a sequence, for each training engine.
+# For each training engine, the settings whose product is the number of ranks among which a copy of the model or a
+# sequence is divided.
 OF_FSDP = ("ulysses_sequence_parallel_size",)
 TITANS = tuple(f"torchtitan.{kind}_parallel_size" for kind in ("tensor", "pipeline", "context"))
 SHARING = {
@@ -70,9 +71,9 @@ def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
 
 
 def shared_by(context: RuleContext, section: str) -> dict[str, int]:
-    """Return the parallel sizes by which an engine's ranks share a model or a sequence.
+    """Return the parallel sizes of an engine, by the names of their settings. A size that is not set is 1.
 
-    The keys are the names of the settings. A size that is not set is 1.
+    Their product is the number of ranks among which a copy of the model or a sequence is divided.
     """
     of_engine = SHARING.get(str(context.get(f"{section}.strategy")), OF_FSDP)
     return {setting: context.count(setting) or 1 for setting in (f"{section}.{name}" for name in of_engine)}
@@ -90,10 +91,10 @@ def _critics_batches(context: RuleContext, count: int) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Names of the settings that size the micro-batches of updates or of log-probs.
+    """Names of the settings that determine how large micro-batches are, for updates or for log-probs.
 
     Attributes:
-        dynamic: the switch for sizing micro-batches by tokens instead of by sequences.
+        dynamic: whether the limit of a micro-batch is a number of tokens (``tokens``) or of sequences (``rows``).
         rows: the number of sequences in a rank's micro-batch.
         old_rows: verl's older setting for the number of sequences on all ranks together. verl's engines ignore it.
         tokens: the number of tokens in a rank's micro-batch.
@@ -106,13 +107,13 @@ class Sizing:
 
 
 def scoring(section: str) -> Sizing:
-    """Return the names of the settings in ``section`` that size micro-batches of log-probs."""
+    """Return the names of the settings in ``section`` for the size of micro-batches that compute log-probs."""
     names = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "micro_batch_size", "max_token_len_per_gpu")
     return Sizing(*(f"{section}.log_prob_{name}" for name in names))
 
 
 def updating(section: str) -> Sizing:
-    """Return the names of the settings in ``section`` that size micro-batches of updates."""
+    """Return the names of the settings in ``section`` for the size of micro-batches in updates."""
     names = ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu")
     return Sizing(f"{section}.use_dynamic_bsz", *(f"{section}.{name}" for name in names))
 
@@ -143,9 +144,9 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def _used(context: RuleContext) -> dict[str, Sizing]:
-    """Return the settings that size a run's micro-batches, by configuration section."""
+    """Return the names of all settings for the size of a run's micro-batches, by configuration section."""
     sizings = {section: updating(section) for section in context.trained}
-    # verl checks the sizes for log-probs even if the trainer computes no log-probs.
+    # verl checks the micro-batch sizes for log-probs even if the trainer computes no log-probs.
     sizings[ROLLOUT] = scoring(ROLLOUT)
     if context.uses_reference:
         sizings[REFERENCE] = scoring(REFERENCE)
@@ -174,9 +175,9 @@ def division(context: RuleContext) -> Iterator[Problem]:
 
 
 def _divisors(context: RuleContext, mini: int, batch: int) -> Iterator[Problem]:
-    """Check that a micro-batch size given in sequences, not tokens, divides a rank's number of trajectories.
+    """Check that a rank's number of trajectories is a multiple of the micro-batch size, if that is in sequences.
 
-    ``mini`` and ``batch`` are the numbers of trajectories of a rank in one update and in one step.
+    ``mini`` is the number of trajectories that a rank has in one mini-batch, and ``batch`` that in a whole step.
     """
     works = {ACTOR: (updating(ACTOR), mini, "mini-batch")}
     if context.trainer_scores:
@@ -192,7 +193,7 @@ def _divisors(context: RuleContext, mini: int, batch: int) -> Iterator[Problem]:
 
 
 def _expert_division(context: RuleContext, ranks: int) -> Iterator[Problem]:
-    """Check that the product of the parallel sizes of experts divides Megatron's ranks."""
+    """Check that the number of Megatron's ranks is a multiple of the product of the experts' parallel sizes."""
     if context.get(f"{ACTOR}.strategy") != "megatron":
         return
     names = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")
