@@ -158,12 +158,10 @@ def test_on_four_nodes_a_mode_learns_while_one_is_lost_and_another_joins(
 def test_on_four_nodes_accelerators_of_two_are_lent_while_a_standalone_replica_is_lost_and_joins_again(
     task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:
-    """Training ranks with hybrid replicas on the first two nodes, and a standalone replica on each of the others."""
+    """Training ranks with hybrid replicas on two nodes, and a standalone replica on each of the others."""
     folder = tmp_path / "run"
     with closing(Loopback(ray_dir)) as nodes:
-        nodes.add(accelerators=1)
-        nodes.add(accelerators=1)
-        _, lost = nodes.add(accelerators=1), nodes.add(accelerators=1)
+        all_nodes = [nodes.add(accelerators=1) for _ in range(4)]
         lends = ["async_training.placement=elastic", "trainer.nnodes=2", "rollout.n_gpus_per_node=2"]
         # Too few places for all answers, so that some wait for those of the hybrid replicas.
         lends += ["actor_rollout_ref.rollout.max_num_seqs=4", "async_training.concurrent_samples_per_replica=null"]
@@ -171,7 +169,9 @@ def test_on_four_nodes_accelerators_of_two_are_lent_while_a_standalone_replica_i
         overrides = on(nodes, [*small(task, folder, ray_dir), *lends, *more])
         with drilled(FULLY_ASYNC, overrides, folder, before=joining(nodes)) as run:
             run.wait_for(lambda: newest(run, SWITCHES) > 0, "a loan", LONG_S)
-            nodes.kill(lost)
+            with_rank = [node for node in all_nodes if node.processes("training worker")]
+            assert len(with_rank) == 2
+            nodes.kill(next(node for node in all_nodes if node not in with_rank))
             run.wait_for(lambda: newest(run, LIVE) == 1, "the loss of a replica", LONG_S)
             nodes.add(accelerators=1)
             wait_until_used(run, nodes, live=2)

@@ -156,7 +156,7 @@ def test_start_waits_for_the_trainer_of_an_earlier_one_and_then_is_refused(
         assert holder.stdout is not None
         assert holder.stdout.readline() == "has it\n"
         monkeypatch.setattr(checkpoints, "EARLIER_RUN_S", 0.3)
-        with pytest.raises(FolderTaken, match="the trainer of an earlier start has not ended yet"):
+        with pytest.raises(FolderTaken, match="the trainer of an earlier start, which has not ended yet"):
             run_state(tmp_path).find()
     finally:
         holder.kill()

@@ -190,8 +190,8 @@ class ModelEngineServerAdapter(BaseRollout):
 def keep_frequencies(engine: Any) -> None:
     """Restore the rotary frequencies of an FSDP2 engine's model to fp32, the dtype that they have in the trainer.
 
-    verl casts the buffers of a model that is not trained to `model_dtype` (fsdp/transformer_impl.py:333), but not the
-    buffers of the trainer's model.
+    If a model is used only for inference, verl casts its buffers to `model_dtype` (fsdp/transformer_impl.py:333). It
+    does not cast those of the trainer's model.
     """
     modules = engine.module.modules() if isinstance(engine.module, torch.nn.Module) else ()
     for module in modules:

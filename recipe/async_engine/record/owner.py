@@ -71,10 +71,14 @@ class Owner:
                 self._file.seek(0)
                 owner = self._file.read().decode(errors="replace").strip() or f"{LOCK_FILE} does not say which"
                 self._file.close()
+                who = (
+                    f"another run: {owner}"
+                    if part == RUN
+                    else "the trainer of an earlier start, which has not ended yet"
+                )
                 raise FolderTaken(
-                    f"trainer.default_local_dir={folder} belongs to another run: "
-                    f"{owner if part == RUN else 'the trainer of an earlier start has not ended yet'}. Wait until "
-                    "that run ends, or end it, or give this run another folder."
+                    f"trainer.default_local_dir={folder} belongs to {who}. Wait until it ends, end it, or give this run "
+                    "another folder."
                 )
             time.sleep(POLL_S)
         if part == RUN:

@@ -21,8 +21,8 @@ Contract:
   the checkpoint is answered without a server (``kept_answers``). :meth:`ResumingClient.fetch` gets the tokens sampled
   so far for open requests.
 * If generation and training alternate, requests wait in the client during training (:class:`TurnGate`).
-* The version of a request is the server's version when the request is submitted. If the server reports another version
-  for a complete answer, the client raises an error.
+* The version of a request is the server's version when the request is submitted. If the server reports that it answered
+  an uninterrupted request with another version, the client raises an error.
 * A server whose process or engine died is removed from the load balancer. Other servers continue its answers after the
   tokens that the client has. With ``async_training.partial_tokens_interval`` the client fetches tokens regularly.
 * A request that fails in its engine is sent again, to another server if possible. Tokens that the failed request has

@@ -190,7 +190,8 @@ def manager_class(name: str | None) -> type[TrajectoryManager]:
     ``name`` is the import path of the user's class, or None.
 
     Raises:
-        RolloutFailed: the user's class cannot be loaded, is not a subclass of verl's, or overrides one of `UNASKED`.
+        RolloutFailed: the user's class cannot be loaded, is not a subclass of verl's manager, or overrides a method in
+            `UNASKED`, which would never be called.
     """
     if not name:
         return TrajectoryManager
@@ -218,7 +219,7 @@ def worker_over(name: str, actor_class: Any) -> type[TrajectoryWorker]:
         actor_class: the user's worker class, or the actor class that ``ray.remote`` made of it.
 
     Raises:
-        RolloutFailed: the user's worker class is not a subclass of verl's, or overrides one of `UNASKED`.
+        RolloutFailed: the user's worker class is not a subclass of verl's, or overrides a method in `UNASKED`.
     """
     metadata = getattr(actor_class, "__ray_metadata__", None)
     users = actor_class if metadata is None else metadata.modified_class.__ray_actor_class__

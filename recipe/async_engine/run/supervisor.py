@@ -128,7 +128,7 @@ class LastResort:
         threading.Thread(target=self._watch, name="last-resort", daemon=True).start()
 
     def allow(self, what: str, limit_s: float) -> None:
-        """Note that the main thread begins the task ``what``. The next call must follow within ``limit_s`` seconds."""
+        """Record that the main thread begins the task ``what``, and must call this again within ``limit_s`` seconds."""
         self._allowed = Silence(what, limit_s)
 
     def stop(self) -> None:
