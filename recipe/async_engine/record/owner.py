@@ -71,14 +71,11 @@ class Owner:
                 self._file.seek(0)
                 owner = self._file.read().decode(errors="replace").strip() or f"{LOCK_FILE} does not say which"
                 self._file.close()
-                who = (
-                    f"another run: {owner}"
-                    if part == RUN
-                    else "the trainer of an earlier start, which has not ended yet"
-                )
+                earlier = "the trainer of an earlier start, which has not ended yet"
+                who = f"another run: {owner}" if part == RUN else earlier
                 raise FolderTaken(
-                    f"trainer.default_local_dir={folder} belongs to {who}. Wait until it ends, end it, or give this run "
-                    "another folder."
+                    f"trainer.default_local_dir={folder} belongs to {who}. Wait until it ends, end it, or give "
+                    "this run another folder."
                 )
             time.sleep(POLL_S)
         if part == RUN:
