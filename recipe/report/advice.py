@@ -225,6 +225,8 @@ def _batch(facts: Facts) -> Said:
             f"async_training.concurrent_samples_per_replica {groups} -> null",
         )
     more = _more_for(ROLLOUT, "trainer", facts.settings.get("trainer_ranks", 1))
+    if TRAINER in facts.account.devices and not facts.settings.get("whole_batches"):
+        more = f"async_training.placement=elastic, which lends the trainer's accelerators while it waits; or {more}"
     return "the engines are busy: generation is the slower side", more
 
 

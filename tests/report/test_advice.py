@@ -141,7 +141,13 @@ CAUSES: dict[str, tuple[Step, dict[str, Any], Class, str]] = {
         [*SYNC, (ENGINE, Class.DECODING, 0, 10)],
         {},
         Class.WAIT_BATCH,
-        "rollout.n_gpus_per_node up",
+        "placement=elastic, which lends the trainer's accelerators while it waits; or more accelerators for the rollout",
+    ),
+    "generation that is the slower side, in whole batches": (
+        [*SYNC, (ENGINE, Class.DECODING, 0, 10)],
+        {"whole_batches": True},
+        Class.WAIT_BATCH,
+        "more accelerators for the rollout: rollout.n_gpus_per_node up",
     ),
     "too few slots": (
         [*SYNC, (ENGINE, Class.DECODING, 0, 10)],
