@@ -141,7 +141,7 @@ CAUSES: dict[str, tuple[Step, dict[str, Any], Class, str]] = {
         [*SYNC, (ENGINE, Class.DECODING, 0, 10)],
         {},
         Class.WAIT_BATCH,
-        "placement=elastic, which lends the trainer's accelerators while it waits; or more accelerators for the rollout",
+        "placement=elastic, which lends the trainer's accelerators while it waits; or more accelerators for the",
     ),
     "generation that is the slower side, in whole batches": (
         [*SYNC, (ENGINE, Class.DECODING, 0, 10)],
