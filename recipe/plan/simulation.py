@@ -345,7 +345,7 @@ class Simulation:
         self._through_agents(request)
 
     def _go_on(self) -> None:
-        """Resume the requests interrupted at the end of the previous turn, those of the oldest group first."""
+        """Resume the requests that the end of the previous generation turn interrupted, oldest group first."""
         self._resume([self._held.pop(key) for key in sorted(self._held)])
 
     def _through_agents(self, request: Request) -> None:

@@ -111,7 +111,7 @@ OLDER = ("reward_workers", "concurrent_samples_per_replica", "max_num_seqs", "st
 
 
 def fitted(folder: Path) -> tuple[Times, Run]:
-    """Return the times of the recorded run in ``folder``, and the run itself.
+    """Return the durations and answer lengths of the recorded run in ``folder``, and the run itself.
 
     Raises:
         CannotPlan: the event record lacks answers, trained groups, updates, weight syncs or settings of the run.

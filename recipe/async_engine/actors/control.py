@@ -90,8 +90,8 @@ def _is_coroutine(method: Callable[..., Any]) -> bool:
 
 
 def _named_as(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator like functools.wraps that sets no ``__wrapped__``: Ray would look there for the method's
-    concurrency group.
+    """Return a decorator like functools.wraps that sets no ``__wrapped__``, because Ray would take the
+    concurrency group of the wrapped function instead of the wrapper's.
     """
 
     def named(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -189,7 +189,7 @@ class RolloutBooks:
         )
 
     def metrics(self, groups: LedgerCounts, prompts: PromptCounts) -> dict[str, float]:
-        """Return the metrics listed in docs/metrics.md and, for generation in turns, in docs/partial-rollout.md."""
+        """Return the metrics of docs/metrics.md; with shared accelerators, also those of docs/partial-rollout.md."""
         in_turns = {
             "partial_rollout/groups_pending": prompts.pending,
             "partial_rollout/groups_interrupted": prompts.interrupted,

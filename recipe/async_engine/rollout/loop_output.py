@@ -38,7 +38,7 @@ SIZED = frozenset({str, bytes, dict, np.ndarray, torch.Tensor, *LISTS})
 DEEPEST = 100
 """Limit on the nesting of lists and dicts in a field. Recursion into a deeper field could overflow the stack."""
 LARGEST = 256 << 20
-"""Limit in bytes on a text, array or container in a field. A batch may have thousands of such values."""
+"""Largest size in bytes of one text, array or container in an output. A batch may have thousands of such values."""
 INT32 = 2**31
 
 

@@ -66,7 +66,7 @@ class Forks(Protocol):
 
 
 def shorten_folders(ray_init: DictConfig) -> None:
-    """Give the folders in which sockets are created short paths, for this process and those that it starts from now on.
+    """Set short paths for the folders that will contain sockets, for this process and those that it starts from now on.
 
     Raises:
         RecipeError: one of the folders is not writable. Ray's own error would not name the folder.
