@@ -11,11 +11,11 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_record import Sampled, sampled_by_engines, trained_tokens
 from main_process import last_words
 from main_runs import FinishedRun, decode_steps, run_main, small, trained_answers
 from surroundings import CHECKOUT, user_environment
@@ -27,25 +27,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 STEPS = 8
 
 
-def sampled_sequences(folder: Path) -> Counter[tuple[int, ...]]:
-    """Each token that an engine sampled, with all tokens before it."""
-    found: Counter[tuple[int, ...]] = Counter()
-    for file in folder.iterdir():
-        sequences: dict[str, list[int]] = {}
-        for line in file.read_text().splitlines():
-            what, request, tokens = json.loads(line)
-            if what == "asked":
-                sequences[request] = tokens
-                continue
-            for token in tokens:
-                sequences[request].append(token)
-                found[tuple(sequences[request])] += 1
-    return found
-
-
 def trained_agent(
     agent: str, task: TaskPaths, folder: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[FinishedRun, list[dict[str, Any]], Counter[tuple[int, ...]]]:
+) -> tuple[FinishedRun, list[dict[str, Any]], Sampled]:
     """Train a function of `openai_agent`; return the run, what it trained, and what its engines sampled."""
     record, samples = folder / "answers", folder / "samples"
     samples.mkdir()
@@ -63,7 +47,7 @@ def trained_agent(
     ]
     run = run_main("fully_async:recording_trainer.RecordingTrainer", overrides, folder / "run")
     check_books(run, STEPS, bound=4)
-    return run, trained_answers(record), sampled_sequences(samples)
+    return run, trained_answers(record), sampled_by_engines(samples)
 
 
 @pytest.mark.e2e
@@ -71,18 +55,15 @@ def trained_agent(
 def test_an_agent_is_trained_on_what_the_engines_sampled_under_interruptions(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, answers, sampled_by_engines = trained_agent("run", task, tmp_path, ray_dir, monkeypatch)
+    run, answers, sampled_by_its_engines = trained_agent("run", task, tmp_path, ray_dir, monkeypatch)
     assert sum(run.column("fully_async/partial/interrupted_trajectories")) > 0
     assert set(run.column("agents/unmatched_share")) == {0.0}
 
     assert len(answers) == STEPS * 16
-    trained: Counter[tuple[int, ...]] = Counter()
     for answer in answers:
-        sequence = answer["prompt"] + answer["tokens"]
-        sampled = [place for place, version in enumerate(answer["versions"]) if version >= 0]
+        sampled = [version for version in answer["versions"] if version >= 0]
         assert 12 <= len(sampled) <= 24 and len(sampled) < len(answer["tokens"])
-        trained.update(tuple(sequence[: len(answer["prompt"]) + place + 1]) for place in sampled)
-    assert not trained - sampled_by_engines
+    assert not trained_tokens(answers) - sampled_by_its_engines
 
 
 @pytest.mark.e2e
@@ -90,18 +71,12 @@ def test_an_agent_is_trained_on_what_the_engines_sampled_under_interruptions(
 def test_an_agent_that_branches_and_rewrites_its_history_is_trained_once_on_what_was_sampled(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, answers, sampled_by_engines = trained_agent("rewriting", task, tmp_path, ray_dir, monkeypatch)
+    _, answers, sampled_by_its_engines = trained_agent("rewriting", task, tmp_path, ray_dir, monkeypatch)
 
-    trained: Counter[tuple[int, ...]] = Counter()
-    tokens = 0
-    for answer in answers:
-        sequence = answer["prompt"] + answer["tokens"]
-        sampled = [place for place, version in enumerate(answer["versions"]) if version >= 0]
-        tokens += len(sampled)
-        trained.update(tuple(sequence[: len(answer["prompt"]) + place + 1]) for place in sampled)
+    trained = trained_tokens(answers)
     # Four answers of six tokens to each of the 16 prompts of a step.
-    assert tokens == STEPS * 16 * 4 * 6
-    assert not trained - sampled_by_engines
+    assert trained.total() == STEPS * 16 * 4 * 6
+    assert not trained - sampled_by_its_engines
 
 
 @pytest.mark.e2e

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 from scripted_policy import PROMPT, RESPONSE, ScriptedClient, agent_loop, called, check_trained, tokenizer
 
 from recipe.agents import gateway
@@ -433,6 +434,20 @@ async def test_so_many_agents_run_at_once() -> None:
     client = ScriptedClient(["x"] * 6, seconds=0.02)
     await asyncio.gather(*[played(client, run, at_once=2) for _ in range(6)])
     assert most == 2
+
+
+async def test_agents_that_block_all_threads_of_the_worker_are_answered() -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+
+    def blocking(address: str, key: str) -> float:
+        with OpenAI(base_url=address, api_key=key, max_retries=0, timeout=20.0) as policy:
+            return float(policy.chat.completions.create(model="any", messages=[QUESTION]).choices[0].message.content)
+
+    async def run(policy: AsyncOpenAI, row: dict[str, Any]) -> float:
+        return await asyncio.to_thread(blocking, str(policy.base_url), policy.api_key)
+
+    outputs = await asyncio.gather(*[played(ScriptedClient([reward]), run) for reward in "12"])
+    assert [output.reward_score for output in outputs] == [1.0, 2.0]
 
 
 async def test_reasoning_is_told_apart_and_may_be_left_out_when_sent_back() -> None:
