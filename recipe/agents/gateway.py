@@ -82,8 +82,10 @@ class Gateway:
 
     def start(self) -> None:
         """Listen on a port that the operating system chooses, and serve requests."""
-        listening = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
-        listening.bind((self._host, 0))
+        # It listens from here on: an agent on another thread may connect before the server's task has begun.
+        listening = socket.create_server(
+            (self._host, 0), family=socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        )
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(
             self.app(), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from contextvars import copy_context
 from typing import Any
@@ -26,6 +27,9 @@ from recipe.agents.runner import reward_of, run_callable, run_command
 from recipe.agents.session import Session
 from recipe.agents.tree import Segment
 from recipe.async_engine.core.columns import REPORTED, UNMATCHED_SHARE
+
+MOST_THREADS = 4096
+"""Most threads of a worker for what blocks, which are started as they are needed: more than it has trajectories."""
 
 _gateways: dict[tuple[asyncio.AbstractEventLoop, str], Gateway] = {}
 _places: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
@@ -143,6 +147,9 @@ def running_gateway(host: str) -> Gateway:
     """Return the gateway of the running event loop on ``host``; start it if there is none yet."""
     here = (asyncio.get_running_loop(), host)
     if here not in _gateways:
+        # Libraries run agents and tools that block by `asyncio.to_thread`. Once they have all of Python's few threads,
+        # and wait for answers, verl's templates and parsers would never get one.
+        here[0].set_default_executor(ThreadPoolExecutor(MOST_THREADS, "agents"))
         _gateways[here] = Gateway(host)
         _gateways[here].start()
     return _gateways[here]

@@ -20,7 +20,6 @@ import hashlib
 import io
 from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
@@ -285,12 +284,8 @@ class Session:
         return text
 
 
-# Not asyncio's own threads: agents that block fill those, and each waits for an answer that needs a thread here.
-_threads = ThreadPoolExecutor(thread_name_prefix="agents")
-
-
 async def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *arguments, **named))
+    return await asyncio.get_running_loop().run_in_executor(None, partial(function, *arguments, **named))
 
 
 def schemas(tools: Sequence[Any]) -> list[OpenAIFunctionToolSchema]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
@@ -436,18 +435,19 @@ async def test_so_many_agents_run_at_once() -> None:
     assert most == 2
 
 
-async def test_agents_that_block_all_threads_of_the_worker_are_answered() -> None:
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+async def test_agents_that_block_more_threads_than_python_has_are_answered() -> None:
+    agents, policies = 40, OpenAI(api_key="another for each", max_retries=0, timeout=30.0)
 
     def blocking(address: str, key: str) -> float:
-        with OpenAI(base_url=address, api_key=key, max_retries=0, timeout=20.0) as policy:
-            return float(policy.chat.completions.create(model="any", messages=[QUESTION]).choices[0].message.content)
+        policy = policies.with_options(base_url=address, api_key=key)
+        said = policy.chat.completions.create(model="any", messages=[QUESTION], tools=[ADD]).choices[0].message
+        return float(json.loads(said.tool_calls[0].function.arguments)["a"])
 
     async def run(policy: AsyncOpenAI, row: dict[str, Any]) -> float:
         return await asyncio.to_thread(blocking, str(policy.base_url), policy.api_key)
 
-    outputs = await asyncio.gather(*[played(ScriptedClient([reward]), run) for reward in "12"])
-    assert [output.reward_score for output in outputs] == [1.0, 2.0]
+    asked = [played(ScriptedClient([called("add", a=number)], seconds=0.5), run) for number in range(agents)]
+    assert [output.reward_score for output in await asyncio.gather(*asked)] == list(range(agents))
 
 
 async def test_reasoning_is_told_apart_and_may_be_left_out_when_sent_back() -> None:
