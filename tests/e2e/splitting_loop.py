@@ -18,6 +18,7 @@ import pandas
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
 from recipe.async_engine.rollout.kept_answers import current_recorder
+from recipe.laptop.task import TaskPaths
 
 MOST = 3
 KEPT = 2
@@ -39,6 +40,19 @@ def with_rollout_n(data: str | Path, to: Path) -> Path:
     table["__rollout_n__"] = [trajectories_of(index) for index in range(len(table))]
     table.to_parquet(to)
     return to
+
+
+def lists(task: TaskPaths, folder: Path) -> list[str]:
+    """Overrides for `SplittingLoop` on data that say each prompt's number of trajectories."""
+    loops = folder / "agent_loops.yaml"
+    loops.write_text("- name: splitting\n  _target_: splitting_loop.SplittingLoop\n")
+    rollout = "actor_rollout_ref.rollout"
+    return [
+        f"data.train_files={with_rollout_n(task.train, folder / 'train.parquet')}",
+        f"{rollout}.agent.agent_loop_config_path={loops}",
+        f"{rollout}.agent.default_agent_loop=splitting",
+        f"{rollout}.n=2",
+    ]
 
 
 class SplittingLoop(AgentLoopBase):

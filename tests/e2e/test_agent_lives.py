@@ -19,8 +19,7 @@ import pytest
 from drilled_run import check_books, committed_steps, drilled
 from engine_record import sampled_by_engines, trained_tokens
 from main_runs import FinishedRun, decode_steps, run_main, small, trained_answers
-from splitting_loop import count_of, trajectories_of
-from test_several_outputs import lists
+from splitting_loop import count_of, lists, trajectories_of
 
 from recipe.laptop.task import TaskPaths
 

@@ -13,28 +13,13 @@ from accounts import check_account
 from main_process import last_words, short_run
 from main_runs import FinishedRun, check_metrics
 from published import GRPO_GSM8K, PPO_CRITIC, SCALED_DOWN
-from splitting_loop import count_of, token_ages, trajectories_of, with_rollout_n
+from splitting_loop import count_of, lists, token_ages, trajectories_of
 
 from recipe.laptop.task import TaskPaths
 from recipe.mains.register import VARIABLE
 
 CHECKOUT = Path(__file__).parents[2]
-STEPS, GROUPS, MINI, N = 4, 8, 4, 2
-
-
-def lists(task: TaskPaths, folder: Path) -> list[str]:
-    """Overrides for `SplittingLoop` on data that say each prompt's number of trajectories."""
-    loops = folder / "agent_loops.yaml"
-    loops.write_text("- name: splitting\n  _target_: splitting_loop.SplittingLoop\n")
-    agent = "actor_rollout_ref.rollout.agent"
-    return [
-        f"data.train_files={with_rollout_n(task.train, folder / 'train.parquet')}",
-        f"{agent}.agent_loop_config_path={loops}",
-        f"{agent}.default_agent_loop=splitting",
-        f"actor_rollout_ref.rollout.n={N}",
-        f"trainer.rollout_data_dir={folder}/samples",
-        f"trainer.total_training_steps={STEPS}",
-    ]
+STEPS, GROUPS, MINI = 4, 8, 4
 
 
 # Micro-batches of rows, which do not divide the rows of a batch either.
@@ -71,6 +56,8 @@ def test_lists_by_a_flag_are_trained_as_they_were_sampled_and_the_books_close(
         *script,
         *short_run(task, tmp_path, ray_dir),
         *lists(task, tmp_path),
+        f"trainer.rollout_data_dir={tmp_path}/samples",
+        f"trainer.total_training_steps={STEPS}",
         "async_training.alarms.exit_status=false",
     ]
     environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
