@@ -45,6 +45,15 @@ def test_parts_of_other_outputs_are_left_out() -> None:
     assert place(others[:1], PROMPT, [5], [0]) == [(1, 0)], "its context ends where the response does"
 
 
+def test_a_part_may_begin_in_the_prompt() -> None:
+    """Another output trains its beginning."""
+    part = Part(0, PROMPT, [5, 6, 7])
+    assert place([part], [*PROMPT, 5], [6, 7, 8], [1, 1, 0]) == [(0, 2)]
+    assert place([part], [*PROMPT, 5], [6], [1]) == [(0, 1)]
+    assert place([part], [*PROMPT, 9], [6, 7], [1, 1]) is None
+    assert place([part], [*PROMPT, 5, 6, 7, 8], [9], [0]) == [(1, 0)]
+
+
 def test_mask_of_another_length_than_the_response_is_refused() -> None:
     with pytest.raises(ValueError, match="the mask has 1 tokens, the response 2"):
         place([], PROMPT, [5, 6], [0])

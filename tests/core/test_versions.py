@@ -17,6 +17,8 @@ from recipe.async_engine.core.versions import (
     Alignment,
     RequestVersions,
     align,
+    align_in,
+    context_of,
     joined,
     last_runs,
     run_lengths,
@@ -240,3 +242,33 @@ def test_complete_answer_costs_as_many_steps_as_it_has_runs() -> None:
         return steps_of(lambda: align(pieces, response, mask))
 
     assert cost(8192) == cost(8)
+
+
+@given(
+    prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    prompt_end=st.integers(-20, 20),
+    context=st.integers(0, 20),
+    data=st.data(),
+)
+def test_an_output_that_trains_only_the_end_of_an_answer_has_that_ends_versions(
+    prompt: list[int], lengths: list[int], prompt_end: int, context: int, data: st.DataObject
+) -> None:
+    """The answer's beginning is in the output's prompt, or in its response as context, or both."""
+    answer = data.draw(st.lists(st.integers(0, 2**20), min_size=sum(lengths), max_size=sum(lengths), unique=True))
+    pieces, contexts, place = [], [], 0
+    for version, length in enumerate(lengths):
+        contexts.append(context_of([*prompt, *answer[:place]]))
+        pieces.append((version, answer[place : place + length]))
+        place += length
+    versions = [version for version, tokens in pieces for _ in tokens]
+    first = max(1, min(len(prompt) + prompt_end, len(prompt) + len(answer) - 1))
+    begin = max(first, min(len(prompt) + context, len(prompt) + len(answer) - 1))
+    sequence = [*prompt, *answer]
+    mask = [place >= max(begin, len(prompt)) for place in range(first, len(sequence))]
+    found = align_in(pieces, contexts, sequence[:first], sequence[first:], mask)
+    assert found.exact
+    labels = [NOT_SAMPLED] * len(prompt) + versions
+    assert labels_of(found) == [
+        label if trained else NOT_SAMPLED for label, trained in zip(labels[first:], mask, strict=True)
+    ]

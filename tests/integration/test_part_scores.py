@@ -59,3 +59,10 @@ async def test_each_output_of_a_list_gets_the_scores_of_its_own_parts_whatever_b
     assert first is not None and (first.log_probs.tolist(), first.versions.tolist()) == ([-0.5] * 3, [7] * 3)
     assert second is not None and (second.log_probs.tolist(), second.versions.tolist()) == ([-1.5] * 3, [8] * 3)
     assert await scorer.collect([1, 2, 6], [3, 4, 5], [1] * 3) is None
+
+
+async def test_an_output_that_has_an_answers_beginning_in_its_prompt_gets_the_scores_of_its_end() -> None:
+    scorer = PartScorer(Client(np.array([[-1, -2, -3], [1, 2, 3]], np.float32)), 0)
+    scorer.add(7, [1, 2], [3, 4, 5])
+    scored = await scorer.collect([1, 2, 3], [4, 5, 6], [1, 1, 0])
+    assert scored is not None and scored.log_probs.tolist() == [-2.0, -3.0, 0.0]

@@ -162,19 +162,41 @@ def align_in(
 ) -> Alignment:
     """Return what `align` returns for one of several outputs of an agent loop, each with its own ``prompt``.
 
-    If an agent loop rewrites its context, each of its outputs has only some of the pieces. ``contexts`` describes
-    the tokens before each piece. This function first uses only the pieces for which the output (prompt and response)
-    begins with these tokens. If these pieces do not give exact labels, it uses all pieces.
+    If an agent loop rewrites its context, each of its outputs has only some of the pieces, and may train only the end
+    of a piece whose beginning another output trains. ``contexts`` describes the tokens before each piece, and so says
+    where in the output the piece can begin. This function first uses the pieces only there. If that does not give exact
+    labels, it uses all pieces as `align` does.
     """
-    sequence = [*prompt, *response_ids]
-    found = [
-        piece
-        for piece, (length, last) in zip(generated, contexts, strict=True)
-        if len(prompt) <= length < len(sequence) and tuple(sequence[max(0, length - CONTEXT) : length]) == last
-    ]
-    if found and (own := align(found, response_ids, response_mask)).exact:
-        return own
+    sequence, first = [*prompt, *response_ids], len(prompt)
+    trained = _trained_runs(response_mask)
+    pieces, starts = [], []
+    for (version, tokens), (length, last) in zip(generated, contexts, strict=True):
+        if length >= len(sequence) or tuple(sequence[max(0, length - CONTEXT) : length]) != last:
+            continue
+        run = bisect_right(trained, length - first, key=lambda run: run[1])
+        if run == len(trained):
+            continue
+        begin, end, before = trained[run]
+        # The first tokens of a piece may be context here.
+        known = max(0, begin + first - length)
+        if known < len(tokens) and sequence[length : length + known] == list(tokens[:known]):
+            pieces.append((version, list(tokens[known : end + first - length])))
+            starts.append(before + length + known - first - begin)
+    read = _readings(pieces, list(compress(response_ids, response_mask)), starts)
+    if read is not None and read.exact:
+        return Alignment(_with_unsampled(read.runs, response_mask), exact=True)
     return align(generated, response_ids, response_mask)
+
+
+def _trained_runs(response_mask: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (first place, end, number of trained tokens before) for each run of trained tokens of a response."""
+    found, place, before = [], 0, 0
+    for is_trained, count in run_lengths(map(bool, response_mask)):
+        if is_trained:
+            found.append((place, place + count, before))
+            before += count
+        place += count
+    return found
 
 
 def context_of(tokens: Sequence[int]) -> Context:
@@ -185,8 +207,12 @@ def context_of(tokens: Sequence[int]) -> Context:
     return len(tokens), tuple(tokens[-CONTEXT:])
 
 
-def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
+def _readings(
+    pieces: Sequence[tuple[int, list[int]]], sampled: list[int], starts: Sequence[int] | None = None
+) -> Alignment | None:
     """Return the oldest version that any reading (see `align`) gives each token; None if no reading is found.
+
+    With ``starts``, each piece can begin at only one position in ``sampled``.
 
     The first loop goes through the pieces in order. It finds the positions in ``sampled`` at which a piece can begin,
     which are those up to which earlier pieces can cover all tokens, and how many tokens of the piece match at each of
@@ -197,9 +223,9 @@ def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Al
     work_left = ALIGNMENT_WORK * (end + sum(len(tokens) for _, tokens in pieces))
     explained = {0}
     agreements: list[tuple[int, dict[int, int]]] = []
-    for version, tokens in pieces:
+    for number, (version, tokens) in enumerate(pieces):
         agreed: dict[int, int] = {}
-        for start in explained:
+        for start in explained if starts is None else explained & {starts[number]}:
             agreed[start] = _agreement(tokens, sampled, start)
             work_left -= 1 + agreed[start]
             if work_left < 0:
@@ -294,17 +320,19 @@ def place(
 
     The log-probs of a part are valid only if the tokens before the part are still the same as when the part was
     sampled. Otherwise the part belongs to another output of its agent loop, or the agent loop has rewritten the text;
-    then the result says that the response has 0 of the part's tokens. Return None if a token marked as sampled
-    (``mask`` 1) is in no part. Shown by tests/core/test_alignment.py.
+    then the result says that the response has 0 of the part's tokens. The first tokens of a part may be in the prompt,
+    if another output trains them. Return None if a token marked as sampled (``mask`` 1) is in no part. Shown by
+    tests/core/test_alignment.py.
     """
     sequence = [*prompt, *response]
     places, covered = [], bytearray(len(response))
     for part in parts:
         begin, known = len(part.context), [*part.context, *part.tokens][: len(sequence)]
-        if not len(prompt) <= begin <= len(sequence) or sequence[: len(known)] != known:
+        first = max(0, begin - len(prompt))
+        used = len(known) - len(prompt) - first
+        if used < 0 or begin > len(sequence) or sequence[: len(known)] != known:
             places.append((len(response), 0))
             continue
-        first, used = begin - len(prompt), len(known) - begin
         places.append((first, used))
         covered[first : first + used] = b"\1" * used
     if len(mask) != len(response):

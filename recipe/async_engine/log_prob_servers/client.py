@@ -112,13 +112,13 @@ class ResponseScores:
     def empty(cls, length: int) -> ResponseScores:
         return cls(np.zeros(length, np.float32), np.zeros(length, np.float32), np.full(length, UNSCORED), 0, 0.0)
 
-    def with_part(self, answer: Answer, first: int, count: int) -> ResponseScores:
-        """Store the values of the first ``count`` tokens of ``answer``, and return the new scores.
+    def with_part(self, answer: Answer, first: int, count: int, skipped: int = 0) -> ResponseScores:
+        """Store the values of ``count`` tokens of ``answer`` after its first ``skipped`` ones; return the new scores.
 
         The response has these tokens from index ``first`` on.
         """
         where = slice(first, first + count)
-        self.log_probs[where], self.entropy[where] = answer.scores[:, :count]
+        self.log_probs[where], self.entropy[where] = answer.scores[:, skipped : skipped + count]
         self.versions[where] = answer.version
         late = self.late_tokens + count * answer.late
         return ResponseScores(self.log_probs, self.entropy, self.versions, late, max(self.queued_s, answer.queued_s))
@@ -157,7 +157,7 @@ class PartScorer:
             logger.info("the agent loop rewrote its answer; the trainer computes its log-probs")
             return None
         scores = ResponseScores.empty(len(response))
-        for answer, (first, count) in zip(answers, places, strict=True):
+        for part, answer, (first, count) in zip(self._parts, answers, places, strict=True):
             if not count:
                 continue
             if isinstance(answer, Unscored):
@@ -165,7 +165,7 @@ class PartScorer:
                 return None
             if isinstance(answer, BaseException):
                 raise answer
-            scores = scores.with_part(answer, first, count)
+            scores = scores.with_part(answer, first, count, len(prompt) + first - len(part.context))
         return scores
 
     def cancel(self) -> None:
