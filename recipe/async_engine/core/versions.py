@@ -231,17 +231,17 @@ def _readings(
             if work_left < 0:
                 return None
         agreements.append((version, agreed))
-        explained = {start + used for start, longest in agreed.items() for used in range(longest + 1)}
+        explained |= {start + used for start, longest in agreed.items() for used in range(1, longest + 1)}
     labelled: list[tuple[int, int, int]] = []
     reaching = [end] if end in explained else []
     for version, agreed in reversed(agreements):
-        earlier = []
+        earlier = set(reaching)
         for start, longest in sorted(agreed.items()):
             farthest = bisect_right(reaching, start + longest) - 1
-            if farthest >= 0 and reaching[farthest] >= start:
-                earlier.append(start)
+            if farthest >= 0 and reaching[farthest] > start:
+                earlier.add(start)
                 labelled.append((start, reaching[farthest], version))
-        reaching = earlier
+        reaching = sorted(earlier)
     return _oldest_of(labelled, end)
 
 
