@@ -203,8 +203,8 @@ class StalenessGate:
         """Advance to the next version, and return it. All batches of the current version must have been taken."""
         if self.batches_left != 0:
             raise GateError(
-                f"version {self.version} still has {self.batches_left} batches that must be taken before version "
-                f"{self.version + 1} can be made"
+                f"version {self.version} still has {self.batches_left} batches that must be taken before the next "
+                "version can be made"
             )
         self.version += 1
         self.batches_taken = 0
