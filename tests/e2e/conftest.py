@@ -6,9 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from main_runs import ENGINE
 from surroundings import ray_folder
 
 from recipe.laptop.task import TaskPaths, TaskSettings, ensure_task
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that are marked ``vllm`` where another engine generates; the mark has the reason."""
+    for item in items:
+        if ENGINE != "vllm" and (mark := item.get_closest_marker("vllm")):
+            item.add_marker(pytest.mark.skip(reason=f"vLLM only: {mark.args[0]}"))
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ killed again.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -32,7 +33,10 @@ def engine_core(server: Any) -> int:
     """Return the process id of a rollout server's engine or, if workers are forks, of the fork's launcher."""
 
     def pid(server: Any) -> int:
-        return server.engine.engine_core.resources.engine_manager.processes[0].pid
+        if hasattr(server, "engine"):
+            return server.engine.engine_core.resources.engine_manager.processes[0].pid
+        # SGLang starts its scheduler first, then its detokenizer.
+        return min(multiprocessing.active_children(), key=lambda process: process.name).pid
 
     return ray.get(server.__ray_call__.remote(pid), timeout=30)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 from accounts import check_if_recorded
-from main_runs import FinishedRun, as_module, trainer_log
+from main_runs import ENGINE, FinishedRun, as_module, trainer_log
 from surroundings import user_environment, with_helpers
 
 START_S, LEFT_S, POLL_S = 300.0, 30.0, 0.05
@@ -28,7 +28,7 @@ START_S, LEFT_S, POLL_S = 300.0, 30.0, 0.05
 TITLES = {
     "trainer": "ray::TaskRunner",
     "training worker": "ray::WorkerDict",
-    "rollout server": "ray::GatedVLLMHttpServer",
+    "rollout server": {"vllm": "ray::GatedVLLMHttpServer", "sglang": "ray::GatedSGLangHttpServer"}[ENGINE],
     "weight receiver": "ray::RolloutWeightWorker",
     "agent-loop worker": "ray::TrajectoryWorker",
     "reward worker": "ray::ScoringWorker",

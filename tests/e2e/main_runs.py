@@ -87,8 +87,6 @@ def long_answers(
 ) -> list[str]:
     """Return overrides for answers of 24 tokens, or of another agent loop, with decode steps of 0.08 s."""
     decode_steps(monkeypatch, 0.08)
-    if ENGINE != "vllm" and extension != EMULATED:
-        pytest.skip("a worker of vLLM writes down what the engine is asked")
     loops = folder / "agent_loops.yaml"
     loops.write_text(f"- name: long\n  _target_: {loop}\n")
     rollout = "actor_rollout_ref.rollout"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published argument lists for stock verl's main, without the paths of data and model."""
 
+from main_runs import ENGINE
+
 # https://github.com/volcengine/verl/blob/3f388066192c138aa19338f49accbe8bb9f72f33/examples/grpo_trainer/run_qwen2-7b.sh
 GRPO_GSM8K = [
     "algorithm.adv_estimator=grpo",
@@ -217,6 +219,7 @@ DAPO = [
 # Settings of a laptop instead of the script's eight accelerators, and of the tiny model instead of its own.
 SCALED_DOWN = [
     "+preset=tiny_cpu",
+    f"actor_rollout_ref.rollout.name={ENGINE}",
     "data.train_batch_size=8",
     "data.max_prompt_length=32",
     "data.max_response_length=32",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from main_process import FORKS, last_words, short_run
-from main_runs import FinishedRun
+from main_runs import ENGINE, FinishedRun
 from surroundings import shared_forks, user_environment, with_helpers
 
 from recipe.laptop.task import TaskPaths
@@ -46,6 +46,7 @@ PLACES = {
 }
 SCALED_DOWN = [
     "preset=tiny_cpu",
+    f"actor_rollout_ref.rollout.name={ENGINE}",
     "data.max_prompt_length=32",
     "data.max_response_length=32",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={GROUPS}",

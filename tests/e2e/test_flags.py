@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import stock_overrides as stock
 from main_process import last_words, short_run
-from main_runs import ENGINE
 from published import DAPO, GRPO_GSM8K, PPO_CRITIC, SCALED_DOWN
 from teaching import taught_by
 
@@ -28,8 +27,6 @@ MODES = ("fully_async", "one_step_off", "partial_rollout")
 def train(mode: str, script: list[str], task: TaskPaths, folder: Path, ray_dir: Path) -> list[dict[str, Any]]:
     """The metrics of each step of a run that ended well: of `data.train_batch_size` prompts, in two mini-batches."""
     overrides = [*script, f"+recipe={mode}", *SCALED_DOWN, ENDS, *short_run(task, folder, ray_dir)]
-    if ENGINE != "vllm":
-        overrides = [*overrides, f"actor_rollout_ref.rollout.name={ENGINE}"]
     environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
     finished = stock.forked_main("verl.trainer.main_ppo", overrides, folder, environment)
     assert finished.returncode == 0, last_words(finished)

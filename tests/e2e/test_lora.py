@@ -98,15 +98,16 @@ def check_untouched(adapters: Adapters, versions: int) -> None:
         assert all(torch.equal(tensor, after["base"][name]) for name, tensor in first.items())
 
 
+NOT_SGLANG = pytest.mark.vllm("adapters alone are refused with SGLang")
 FULLY_ASYNC, IN_TURNS = "fully_async:lora_trainer.Apart", "partial_rollout:lora_trainer.InTurns"
 ONE_STEP_OFF = "one_step_off:lora_trainer.Apart"
 # So that each batch is of one version, whatever takes how long.
 BOUND_0 = ["async_training.staleness_threshold=0"]
 RUNS = [
     pytest.param(FULLY_ASYNC, [*MERGED, *BOUND_0], id="fully_async-merged", marks=pytest.mark.slow),
-    pytest.param(IN_TURNS, [*ALONE, *BOUND_0], id="partial_rollout-alone"),
-    pytest.param(ONE_STEP_OFF, ALONE, id="one_step_off-alone", marks=pytest.mark.slow),
-    pytest.param(FULLY_ASYNC, [*ALONE, *BOUND_0], id="fully_async-alone", marks=pytest.mark.slow),
+    pytest.param(IN_TURNS, [*ALONE, *BOUND_0], id="partial_rollout-alone", marks=NOT_SGLANG),
+    pytest.param(ONE_STEP_OFF, ALONE, id="one_step_off-alone", marks=[NOT_SGLANG, pytest.mark.slow]),
+    pytest.param(FULLY_ASYNC, [*ALONE, *BOUND_0], id="fully_async-alone", marks=[NOT_SGLANG, pytest.mark.slow]),
     pytest.param(ONE_STEP_OFF, MERGED, id="one_step_off-merged", marks=pytest.mark.slow),
     pytest.param(IN_TURNS, [*MERGED, *BOUND_0], id="partial_rollout-merged", marks=pytest.mark.slow),
 ]
@@ -140,7 +141,7 @@ def test_the_rollout_samples_with_the_adapter_of_each_version_in_each_mode(
 
 ELASTIC = "async_training.placement=elastic"
 SWAPS = [
-    pytest.param([*ALONE, "async_training.weights.at_swap=interrupt"], id="alone-interrupt"),
+    pytest.param([*ALONE, "async_training.weights.at_swap=interrupt"], id="alone-interrupt", marks=NOT_SGLANG),
     pytest.param([*MERGED, "async_training.weights.at_swap=keep"], id="merged-keep"),
     pytest.param([*ALONE, ELASTIC], id="alone-elastic"),
     pytest.param([*MERGED, ELASTIC], id="merged-elastic"),
@@ -186,7 +187,7 @@ def test_an_answer_goes_on_under_the_next_adapter_with_two_training_ranks_and_tw
     "how",
     [
         pytest.param([*MERGED, "model_engine_server=fsdp2"], id="merged-log-prob-server"),
-        pytest.param([*ALONE, "async_training.proximal_log_probs=recompute"], id="alone-recompute"),
+        pytest.param([*ALONE, "async_training.proximal_log_probs=recompute"], id="alone-recompute", marks=NOT_SGLANG),
     ],
 )
 def test_a_run_that_resumes_within_a_version_has_its_adapter_everywhere(

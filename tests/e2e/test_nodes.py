@@ -259,6 +259,7 @@ def test_node_with_a_log_prob_server_and_workers_is_replaced_and_the_last_replic
 
 
 @pytest.mark.e2e
+@pytest.mark.vllm("a replica of SGLang over several nodes is refused")
 @pytest.mark.slow
 def test_a_replica_over_two_nodes_generates_with_the_weights_that_reach_both(
     task: TaskPaths, tmp_path: Path, ray_dir: Path

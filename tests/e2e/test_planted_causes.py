@@ -24,6 +24,7 @@ STEPS, ANSWERS = 4, 16
 STEP_S = 0.05
 WITHIN = 0.03
 MAIN = "fully_async:planting.Planting"
+IN_VLLM = pytest.mark.vllm("the cause is planted in a worker of vLLM")
 BOUND_ZERO = ["async_training.staleness_threshold=0"]
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
 
@@ -179,7 +180,10 @@ CAUSES = {
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CAUSES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if cause.extension == EMULATED else IN_VLLM) for name, cause in CAUSES.items()],
+)
 def test_a_planted_cause_is_named_first_and_its_seconds_are_in_the_account(
     name: str, untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_slow_receiver_falls_back_to_inline_and_the_run_goes_on(task: TaskPaths,
 
 
 @pytest.mark.e2e
+@pytest.mark.vllm("the defect is planted in a worker of vLLM")
 @pytest.mark.slow
 def test_engine_with_other_weights_ends_the_run_by_name(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -92,6 +93,7 @@ def test_engine_with_other_weights_ends_the_run_by_name(
 
 
 @pytest.mark.e2e
+@pytest.mark.vllm("the defect is planted in a worker of vLLM")
 @pytest.mark.slow
 def test_engine_that_does_not_wake_ends_the_run_by_name(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
     overrides = [

@@ -21,6 +21,8 @@ from swap_scenario import WAYS, token_of
 from benchmarks.emulation.devices import Emulation
 from recipe.laptop.task import TaskPaths
 
+pytestmark = pytest.mark.vllm("its cases name their engines, SGLang too")
+
 SECONDS = 5.0
 STAGED = [way for way, weights in WAYS.items() if weights.staging == "device"]
 HELD = [way for way, weights in WAYS.items() if weights.at_swap == "keep"]

@@ -16,6 +16,8 @@ from main_process import last_words, short_run
 from recipe.laptop.task import TaskPaths
 from recipe.mains.register import VARIABLE
 
+pytestmark = pytest.mark.vllm("verl's v1 trainers are refused with SGLang")
+
 CHECKOUT = Path(__file__).parents[2]
 STEPS, GROUPS, THRESHOLD, WARMUP = 7, 4, 2, 3
 OLDEST = "training/off_policy/trajectory_staleness_worst/max"

@@ -465,6 +465,34 @@ class Scenes:
             for log_prob, place in zip(answer.log_probs, places, strict=True)
         )
 
+    async def slept(self) -> dict[str, Any]:
+        """Let the engine give its memory back, and wake it with the next weights, as beside a trainer.
+
+        A CPU keeps the memory; the calls, their order and what SGLang asserts of a sleeping engine are the same.
+        """
+        from verl.workers.rollout.replica import RolloutMode
+
+        mode, self.server.rollout_mode = self.server.rollout_mode, RolloutMode.HYBRID
+        for config in (self.server.config, self.adapter.config):
+            object.__setattr__(config, "free_cache_engine", True)
+        busy = self.start(PROMPT, {**GREEDY, "max_tokens": 100}, "busy")
+        await self.until_sampled("busy", 2)
+        await self.server.abort_all_requests()
+        await self.adapter.release()
+        cut = await busy
+        waiting = self.start(PROMPT, {**GREEDY, "max_tokens": 4})
+        await self.adapter.resume(["weights"])
+        self.version += 1
+        await self.adapter.update_weights(iter(says(self.path, self.version)), self.version)
+        await self.adapter.resume(["kv_cache"])
+        early = waiting.done()
+        await self.server.resume_generation()
+        answer = await waiting
+        self.server.rollout_mode = mode
+        for config in (self.server.config, self.adapter.config):
+            object.__setattr__(config, "free_cache_engine", False)
+        return {"cut": cut.stop_reason, "early": early, "said": list(answer.token_ids), "version": self.version}
+
     async def in_place(self) -> dict[str, Any]:
         """Load weights over the live ones: the server is closed until the last tensor has come."""
         await self.server.abort_all_requests()
@@ -507,6 +535,7 @@ async def play(path: str) -> dict[str, Any]:
         scenes.refused,
         scenes.swap_of_nothing,
         scenes.in_place,
+        scenes.slept,
         scenes.cut,
         scenes.cached,
     ):

@@ -141,6 +141,12 @@ def test_failed_load_over_the_live_weights_leaves_the_server_closed(seen: dict[s
     assert found["submitted"] == found["version"]
 
 
+def test_engine_that_slept_answers_with_the_weights_with_which_it_woke(seen: dict[str, Any]) -> None:
+    slept = seen["slept"]
+    assert (slept["cut"], slept["early"]) == ("abort", False)
+    assert slept["said"] == [seen["token_of"][slept["version"]]] * 4
+
+
 def test_after_a_swap_nothing_is_computed_with_prefixes_of_older_weights(seen: dict[str, Any]) -> None:
     cached = seen["cached"]
     assert max(cached[way] for way in ("interrupt", "keep", "again")) < CLOSE
