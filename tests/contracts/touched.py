@@ -60,6 +60,7 @@ HELD = {
     ("engines.sglang.outputs", "obj"): "sglang.srt.managers.io_struct:GenerateReqInput",
     ("engines.sglang.calls", "answer"): "sglang.srt.managers.io_struct:UpdateWeightsFromTensorReqOutput",
     ("engines.sglang.processes", "self.server_args"): "sglang.srt.server_args:ServerArgs",
+    ("engines.sglang.processes", "server_args"): "sglang.srt.server_args:ServerArgs",
     ("engines.sglang.processes", "self.tp_worker"): "sglang.srt.managers.tp_worker:TpModelWorker",
     ("engines.sglang.processes", "self.tp_worker.model_runner"): SGLANG_RUNNER,
     ("engines.sglang.processes", "runner"): SGLANG_RUNNER,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from main_runs import FULLY_ASYNC, ONE_STEP_OFF, run_main, small
+from main_runs import ENGINE, FULLY_ASYNC, ONE_STEP_OFF, run_main, small
 
 from recipe.laptop.task import TaskPaths
 
@@ -62,6 +62,7 @@ def test_critic_is_trained_beside_the_actor_and_a_resumed_one_goes_on(
 def test_policy_learns_the_builtin_task_with_a_critic(main: str, tmp_path: Path, ray_dir: Path) -> None:
     overrides = [
         "preset=tiny_cpu",
+        f"actor_rollout_ref.rollout.name={ENGINE}",
         f"trainer.default_local_dir={tmp_path}",
         f"hydra.run.dir={tmp_path}/hydra",
         f"+ray_kwargs.ray_init._temp_dir={ray_dir}",

@@ -10,6 +10,8 @@ from short_modes import rehearse, run_apart, run_in_turns_killed_and_resumed
 
 from recipe.laptop.task import TaskPaths
 
+pytestmark = pytest.mark.vllm("the runs on accelerators name their engine")
+
 
 @pytest.mark.e2e
 @pytest.mark.slow

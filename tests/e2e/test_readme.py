@@ -20,6 +20,7 @@ RUN_S = 900
 
 
 @pytest.mark.e2e
+@pytest.mark.vllm("commands of the README, word for word")
 @pytest.mark.slow
 def test_a_run_on_own_data_by_the_commands_of_the_readme(tmp_path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", README.read_text(), re.DOTALL)

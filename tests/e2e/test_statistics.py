@@ -22,6 +22,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import convergence
 
+pytestmark = pytest.mark.vllm("runs of a benchmark, which name their engine")
+
 COMPARED = ("uniform", "long_tail")
 SEEDS = 3
 VALIDATION_PROMPTS = 256

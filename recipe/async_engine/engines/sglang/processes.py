@@ -9,6 +9,7 @@ the engine. An interrupted answer is continued in the same way as a request that
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import torch
@@ -186,11 +187,14 @@ def continue_answer(req: Any, before: list[int]) -> None:
         req.output_token_ids_logprobs_val, req.output_token_ids_logprobs_idx = [None] * count, [None] * count
 
 
-def run_scheduler(*args: Any, **kwargs: Any) -> None:
+def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process with a `StagingScheduler`."""
+    if server_args.device == "cpu" and server_args.tp_size > 1:
+        # Otherwise SGLang would ask for a NUMA node for each process of the engine.
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(server_args.tp_size))))
     sglang_scheduler.Scheduler = StagingScheduler
     count_earlier_tokens()
-    sglang_scheduler.run_scheduler_process(*args, **kwargs)
+    sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:
