@@ -26,7 +26,7 @@ from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.weights.replica_set import generates
 
-DURING_S = 0.03
+DURING_S = 0.01
 
 
 def engine_core(server: Any) -> int:

@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 import torch
-from sglang.srt.managers import detokenizer_manager
+from sglang.srt.managers import detokenizer_manager, mm_utils
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput, UpdateWeightsFromTensorReqOutput
 from sglang.srt.model_loader.loader import _initialize_model
@@ -147,12 +147,13 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
         return ended | {req.rid: sampled_here(req) for req in [*self.waiting_queue, *self.running_batch.reqs]}
 
     def drop_computed(self, pause: bool) -> bool:
-        """Drop the KV cache if no batch is being computed, and return whether it was dropped.
+        """Drop KV cache and embeddings of images if no batch is being computed, and return whether they were dropped.
 
         With ``pause`` the engine then computes nothing until generation resumes, not even for an HTTP request that the
         server admitted before its pause and that reaches the engine only afterwards.
 
-        SGLang's own method would refuse while requests wait, although retracted requests hold no part of the cache.
+        SGLang's own method would refuse while requests wait, although retracted requests hold no part of the cache, and
+        would keep the embeddings of images, which later requests with the same images would get by the old weights.
         """
         batches = (self.running_batch, self.last_batch, self.cur_batch)
         if self.chunked_req is not None or any(batch is not None and not batch.is_empty() for batch in batches):
@@ -160,6 +161,7 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
         self.tree_cache.reset()
         self.req_to_token_pool.clear()
         self.token_to_kv_pool_allocator.clear()
+        mm_utils.embedding_cache.clear()
         self._engine_paused |= pause
         return True
 
