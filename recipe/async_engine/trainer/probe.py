@@ -63,10 +63,14 @@ class Probe:
         """Return ``count`` random tokens, always the same for a given seed."""
         return random.Random(seed).choices(self._vocabulary, k=count)
 
-    def sampled(self, records: Sequence[ReplicaRecord]) -> list[Answer]:
-        """Return a few answers from each replica. With the same weights, every call returns the same answers."""
+    def sampled(self, records: Sequence[ReplicaRecord], greedy: bool = False) -> list[Answer]:
+        """Return a few answers from each replica. With the same weights, ``greedy`` answers are the same in every call.
+
+        Not every engine obeys a request's seed.
+        """
         numbers = [(record, number) for number in range(ANSWERS_PER_REPLICA) for record in records]
-        return self._answers([(*each, self.answer_tokens, self._timeout_s, uuid.uuid4().hex) for each in numbers])
+        asked = [(*each, self.answer_tokens, self._timeout_s, uuid.uuid4().hex) for each in numbers]
+        return self._answers(asked, greedy)
 
     def under(self, records: Sequence[ReplicaRecord], change: Callable[[], None], timeout_s: float) -> list[Answer]:
         """Call ``change`` while each replica generates a long answer, and return the answers when they are complete.
@@ -99,13 +103,19 @@ class Probe:
                 return
             await asyncio.sleep(LOOK_S)
 
-    def _answers(self, asked: Sequence[tuple[ReplicaRecord, int, int, float, str]]) -> list[Answer]:
+    def _answers(
+        self, asked: Sequence[tuple[ReplicaRecord, int, int, float, str]], greedy: bool = False
+    ) -> list[Answer]:
+        temperature = 0.0 if greedy else self._rollout.temperature
+
         async def ask() -> list[Answer]:
-            return await asyncio.gather(*[self._answer(*each) for each in asked])
+            return await asyncio.gather(*[self._answer(*each, temperature) for each in asked])
 
         return asyncio.run(ask())
 
-    async def _answer(self, record: ReplicaRecord, number: int, count: int, timeout_s: float, name: str) -> Answer:
+    async def _answer(
+        self, record: ReplicaRecord, number: int, count: int, timeout_s: float, name: str, temperature: float
+    ) -> Answer:
         """Return an answer of ``count`` tokens to the prompt with the seed ``number``.
 
         ``name`` is the id of the first request. Requests that continue the answer get new ids.
@@ -114,7 +124,7 @@ class Probe:
         deadline = time.monotonic() + timeout_s
         while (missing := count - len(answer.tokens)) > 0:
             sampling = {
-                "temperature": self._rollout.temperature,
+                "temperature": temperature,
                 "logprobs": True,
                 "ignore_eos": True,
                 "seed": number,

@@ -106,12 +106,12 @@ class Rehearsal:
     def rehearse(self) -> None:
         present = self.generating()
         with self.checking("engines answer"):
-            before = self.probe.sampled(present)
-        self.send_again(before)
+            sampled, before = self.probe.sampled(present), self.probe.sampled(present, greedy=True)
+        self.send_again(sampled)
         with self.checking("engines answer as before") as check:
             if lost := [record.name for record in present if record.dead]:
                 raise RehearsalFailed(f"replicas were lost: {', '.join(lost)} ({self.publisher.known.errors})")
-            after = self.probe.sampled(present)
+            after = self.probe.sampled(present, greedy=True)
             check.said = self._judge("answers of {} changed, though the weights did not", _same_tokens(before, after))
 
     def generating(self) -> list[ReplicaRecord]:

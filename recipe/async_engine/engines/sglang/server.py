@@ -29,6 +29,9 @@ from recipe.async_engine.engines.sglang.requests import priority as current_prio
 from recipe.async_engine.engines.weight_stream import socket_address
 from recipe.async_engine.engines.weights_gate import RolloutServerError
 
+OWN_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+"""SGLang's names of sampling parameters, by vLLM's."""
+
 
 class SubmittingServer(SGLangHttpServer):
     """verl's SGLang server with a pause in front of the engine, which verl has for vLLM only."""
@@ -54,13 +57,15 @@ class SubmittingServer(SGLangHttpServer):
     ) -> TokenOutput:
         """Answer like verl's ``generate``, but wait while generation is paused.
 
-        verl translates vLLM's ``max_tokens`` for SGLang. This method also translates ``min_tokens``.
+        verl translates vLLM's ``max_tokens`` for SGLang. This method also translates `OWN_NAMES`. Without
+        ``enable_deterministic_inference`` a seed has no effect.
         """
         rejected = await self._park_until_admitted(request_id)
         if rejected is not None:
             return rejected
-        if "min_tokens" in sampling_params:
-            sampling_params["min_new_tokens"] = sampling_params.pop("min_tokens")
+        for name, own in OWN_NAMES.items():
+            if name in sampling_params:
+                sampling_params[own] = sampling_params.pop(name)
         extra = sampling_params.pop("extra_args", None)
         if extra:
             sampling_params["custom_params"] = {**(sampling_params.get("custom_params") or {}), **extra}
