@@ -378,17 +378,18 @@ class TrajectoryWorker(AgentLoopWorker):
         await self.llm_client.fetch(self._answers.flights(), timeout_s)
         return self._answers.export(), self._answers.account()
 
-    async def close_books(self) -> TokenAccount:
+    async def close_books(self) -> TokenAccount | None:
         """Cancel all trajectories, because the run is over, and return this worker's token counts.
 
-        In these counts, the tokens of the cancelled trajectories are ``unfinished`` (`TokenAccount`).
+        In these counts, the tokens of the cancelled trajectories are ``unfinished`` (`TokenAccount`). The result is
+        None if the worker was restarted, because the counts of its earlier process are lost.
         """
         self._answers.close()
         under_way = [asyncio.create_task(running.over.wait()) for running in self._running.values()]
         await self.cancel(list(self._running))
         if under_way:
             await asyncio.wait(under_way, timeout=CANCELLED_S)
-        return self._answers.account()
+        return None if was_restarted() else self._answers.account()
 
     async def hold(self) -> TokenAccount:
         """Hold the requests of training trajectories until `go_on`; return the worker's `TokenAccount`."""
