@@ -22,11 +22,11 @@ from test_config import (
     refused,
 )
 
-from recipe.async_engine.config.facts import FileFact, Resources
+from recipe.async_engine.config.facts import Resources
 from recipe.async_engine.config.notices import notices
 from recipe.async_engine.config.packages import needs
 from recipe.async_engine.config.rules.engines import early_ends
-from recipe.async_engine.config.rules.sglang import ON_CPU, untried
+from recipe.async_engine.config.rules.sglang import ON_CPU
 from recipe.async_engine.config.validation import judge
 
 ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
@@ -153,12 +153,6 @@ def test_settings_of_the_other_engine_have_no_effect_and_that_is_said(
     (notice,) = said({**engine, setting: value})
     assert "no effect" in notice and advice in notice
     assert said({**({} if engine else SGLANG), setting: value}) == []
-
-
-def test_a_model_with_vision_is_said_to_be_untried() -> None:
-    for engine, config, count in ((SGLANG, {"vision_config": {}}, 1), (SGLANG, {}, 0), ({}, {"vision_config": {}}, 0)):
-        fact = FileFact(f"{MODEL}.path", "model", "model", model_config={"model_type": "qwen3_vl", **config})
-        assert len(list(untried(judge(configured(engine), None, [fact])[1]))) == count
 
 
 def test_a_missing_sglang_is_refused_with_how_to_install_it() -> None:

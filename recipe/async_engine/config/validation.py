@@ -86,7 +86,6 @@ WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     algorithm.without_effect,
     notices.beside_others,
     names.untried,
-    sglang.untried,
     learning.trains_nothing,
 )
 

@@ -34,12 +34,6 @@ def sglang(context: RuleContext) -> Iterator[Problem]:
             yield context.problem(saver, f"true with {ROLLOUT}.free_cache_engine=true", advice)
 
 
-def untried(context: RuleContext) -> Iterator[str]:
-    """Warn if SGLang runs a model that sees images, because this was never tried."""
-    if context.on_sglang and "vision_config" in context.policy:
-        yield f"a model with vision was never tried with {ROLLOUT}.name=sglang; vLLM was"
-
-
 def _replicas(context: RuleContext) -> Iterator[Problem]:
     """Check that a replica is on one node, and that several replicas do not draw the same random numbers."""
     size, training = replica_size(context.config), context.settings.async_training
