@@ -20,6 +20,9 @@ TORCHVISION := torchvision==0.28.0
 # Libraries of agents that only a test runs.
 AGENTS := $(VENV)/agents
 PIP := -m pip --disable-pip-version-check
+# End-to-end tests that also run with SGLang.
+ON_SGLANG := crash drills elastic faults flags fully_async kept_tokens learning lost_agents lost_replica model_engine \
+  one_step_off partial_rollout published_weights rehearsal replacement signals stalls tensor_parallel vision
 
 # The stack is import-bound and runs many processes on few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
@@ -87,10 +90,9 @@ $(AGENTS): requirements/agents.txt $(STAMP)
 test-all: test-sglang $(AGENTS)
 	$(BIN)/python -m pytest -m 'not gpu' --durations=60
 
-# Those that name no engine run with vLLM otherwise.
+# Those that name no engine run with vLLM otherwise; a mark `vllm` says why a test runs with vLLM only.
 test-sglang: setup
-	E2E_ENGINE=sglang $(BIN)/python -m pytest -k 'not drained' \
-	  $(addprefix tests/e2e/test_,crash.py fully_async.py one_step_off.py published_weights.py replacement.py signals.py)
+	E2E_ENGINE=sglang $(BIN)/python -m pytest -m 'not gpu' $(addsuffix .py,$(addprefix tests/e2e/test_,$(ON_SGLANG)))
 
 # Meant for ten minutes on one accelerator; with two, trainer and rollout run apart as well.
 test-gpu:
