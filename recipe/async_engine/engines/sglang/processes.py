@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import Any
 
 import torch
@@ -29,6 +30,13 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 MOST_ENDED = 1000
 """Number of ended requests that a scheduler remembers: more than can be on their way to the server at once."""
+
+AFTER_AN_ERROR = 1
+"""Exit status of a process whose loop has ended, which it does after an error only.
+
+SGLang then signals the parent process, which is not the server if processes are forks, and exits with status 0. The
+server watches exit statuses, and ends itself if one is not 0.
+"""
 
 
 class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
@@ -60,6 +68,7 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
         before = sampled_before(req.sampling_params)
         if before and not req.output_ids:
             continue_answer(req, before)
+        extend_positions(req)
         if req.output_ids and req.logprob_start_len == len(req.origin_input_ids):
             # Otherwise SGLang would compute the log-probs of the answer's earlier tokens again, which nothing uses.
             req.logprob_start_len = -1
@@ -189,6 +198,22 @@ def continue_answer(req: Any, before: list[int]) -> None:
         req.output_token_ids_logprobs_val, req.output_token_ids_logprobs_idx = [None] * count, [None] * count
 
 
+def extend_positions(req: Any) -> None:
+    """Add the positions of a request's answer to those of its prompt with images (M-RoPE).
+
+    Without this, a request that comes back with a part of its answer would have too few positions, which ends SGLang's
+    scheduler (model_executor/forward_batch_info.py:811).
+    """
+    seen = req.multimodal_inputs
+    if seen is None or seen.mrope_positions is None:
+        return
+    known, all_tokens = seen.mrope_positions.shape[1], len(req.origin_input_ids) + len(req.output_ids)
+    if all_tokens > known:
+        later = torch.arange(known, all_tokens) + seen.mrope_position_delta.flatten().cpu()
+        positions = later.expand(3, -1).to(seen.mrope_positions)
+        seen.mrope_positions = torch.cat([seen.mrope_positions, positions], dim=1)
+
+
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process with a `StagingScheduler`."""
     if server_args.device == "cpu" and server_args.tp_size > 1:
@@ -197,8 +222,10 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     sglang_scheduler.Scheduler = StagingScheduler
     count_earlier_tokens()
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
+    sys.exit(AFTER_AN_ERROR)
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's detokenizer process. Importing this function has loaded this package's plugin in the process."""
     detokenizer_manager.run_detokenizer_process(*args, **kwargs)
+    sys.exit(AFTER_AN_ERROR)
