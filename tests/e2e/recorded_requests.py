@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """An emulated engine that appends the tokens of each request that reaches it to the file ``ENGINE_RECORD``.
 
-They include the tokens of its answer before a cut.
+They include the tokens of its answer before a cut. `Raising` is an engine that fails.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,24 @@ class RecordedRequests(EmulatedExtension):
             lines = [json.dumps(tokens) + "\n" for tokens in asked]
             with Path(os.environ["ENGINE_RECORD"]).open("a") as file:
                 file.writelines(lines)
+            return execute(self, scheduler_output, *args, **kwargs)
+
+        GPUModelRunner.execute_model = execute_model
+        return extension
+
+
+class Raising(EmulatedExtension):
+    """An engine of which the first one to compute something raises an error, and creates the file ``ENGINE_RAISES``."""
+
+    def __new__(cls, **kwargs: Any) -> Raising:
+        extension = super().__new__(cls, **kwargs)
+        execute = GPUModelRunner.execute_model
+
+        def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if scheduler_output.scheduled_new_reqs:
+                with suppress(FileExistsError):
+                    Path(os.environ["ENGINE_RAISES"]).touch(exist_ok=False)
+                    raise RuntimeError("out of order")
             return execute(self, scheduler_output, *args, **kwargs)
 
         GPUModelRunner.execute_model = execute_model

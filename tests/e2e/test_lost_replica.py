@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of two rollout replicas is killed while it generates, in each mode; `losing` has the trainers."""
+"""One of two rollout replicas is killed while it generates, in each mode, or its engine fails.
+
+`losing` has the trainers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from main_runs import long_answers, run_main, small
+from main_runs import FULLY_ASYNC, long_answers, run_main, small
 from test_fully_async import check_books
 
 from recipe.laptop.task import TaskPaths
@@ -59,3 +62,23 @@ def test_answers_of_a_killed_replica_go_on_elsewhere_and_another_one_takes_its_p
     assert recovered > 0
     assert run.metrics[-1]["fully_async/partial/reprefilled_tokens"] > recovered
     assert json.loads((tmp_path / "lost.json").read_text())["asked_of_the_new_one"] > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_replica_whose_engine_raises_an_error_is_lost_at_once(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "raised"
+    monkeypatch.setenv("ENGINE_RAISES", str(mark))
+    overrides = [
+        *small(task, tmp_path, ray_dir),
+        *APART,
+        *long_answers(tmp_path, monkeypatch, extension="recorded_requests.Raising"),
+        "async_training.max_replica_restarts=0",
+        f"trainer.total_training_steps={STEPS}",
+    ]
+    run = run_main(FULLY_ASYNC, overrides, tmp_path)
+    check_books(run, STEPS, bound=1)
+    assert mark.exists()
+    assert run.column("fully_async/count/live_replicas")[-1] == 1
