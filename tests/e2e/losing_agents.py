@@ -20,6 +20,7 @@ from recipe.async_engine.trainer.base import AsyncPPOTrainer
 LOST_AT, WAITS_AT = 4, 7
 # Answers take about two seconds.
 MIDWAY_S = 1.0
+LOSE_S = 60.0
 
 
 class LosingAgents(AsyncPPOTrainer):
@@ -35,4 +36,8 @@ class LosingAgents(AsyncPPOTrainer):
     def _lose(self) -> None:
         pid = pid_of(self.async_rollout_manager.agent_loop_workers[0])
         time.sleep(MIDWAY_S)
+        deadline = time.monotonic() + LOSE_S
+        # A batch may be complete, and a worker that dies without an answer of the trainer's is not missed.
+        while not self.scheduler._pool.load["worker-0"] and time.monotonic() < deadline:
+            time.sleep(0.01)
         os.kill(pid, signal.SIGKILL)
