@@ -56,8 +56,8 @@ class Probe:
         self.prompt_tokens = min(PROMPT_TOKENS, int(rollout.prompt_length))
         self.answer_tokens = min(ANSWER_TOKENS, int(rollout.response_length))
         room = int(rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length)
-        # An answer of this many tokens should still be unfinished when a weight swap begins. verl's SGLang server keeps
-        # one position free.
+        # An answer of this many tokens should still be unfinished when a weight swap begins. One position stays free,
+        # as some servers demand.
         self._long = max(1, min(LONG_ANSWER_TOKENS, room - self.prompt_tokens - 1))
 
     def tokens(self, seed: int, count: int) -> list[int]:
