@@ -21,8 +21,9 @@ TORCHVISION := torchvision==0.28.0
 AGENTS := $(VENV)/agents
 PIP := -m pip --disable-pip-version-check
 # End-to-end tests that also run with SGLang.
-ON_SGLANG := crash drills elastic faults flags fully_async kept_tokens learning lost_agents lost_replica model_engine \
-  one_step_off partial_rollout published_weights rehearsal replacement signals stalls tensor_parallel vision
+ON_SGLANG := crash critic drills elastic faults flags fully_async kept_tokens learning lost_agents lost_replica \
+  model_engine one_step_off partial_rollout published_weights rehearsal replacement signals stalls tensor_parallel \
+  trainer_features
 
 # The stack is import-bound and runs many processes on few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
