@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import ray
 from omegaconf import OmegaConf
 from surroundings import has_ended
 
-from recipe.async_engine.actors.worker_set import WorkerDied, WorkersLost
+from recipe.async_engine.actors.worker_set import WorkerDied
 from recipe.async_engine.rollout import teachers
 from recipe.async_engine.rollout.teachers import TeacherClient
 
@@ -26,8 +27,12 @@ def servers(count: int) -> list[Any]:
         async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> Any:
             from verl.workers.rollout.replica import TokenOutput
 
+            from recipe.async_engine.core.errors import EngineDied
+
             if not prompt_ids:
                 os._exit(1)
+            if prompt_ids == [13]:
+                raise EngineDied("no engine")
             found = {"prompt_ids": prompt_ids, "prompt_logprobs": sampling_params["prompt_logprobs"]}
             return TokenOutput(token_ids=[0], extra_fields=found | {"pid": os.getpid()})
 
@@ -42,7 +47,7 @@ async def pid_of_answer(client: TeacherClient, prompt: list[int], limit_s: float
 
 
 async def test_calls_are_divided_among_servers_and_a_dead_one_gets_no_more(cluster: None) -> None:
-    client = TeacherClient(CONFIG)
+    client = TeacherClient(CONFIG, "default")
     client.use(servers(2))
     assert len({await pid_of_answer(client, [1, 2]) for _ in range(4)}) == 2
     with pytest.raises(WorkerDied):
@@ -50,17 +55,35 @@ async def test_calls_are_divided_among_servers_and_a_dead_one_gets_no_more(clust
     assert len({await pid_of_answer(client, [3]) for _ in range(4)}) == 1
     with pytest.raises(WorkerDied):
         await pid_of_answer(client, [])
-    # Nothing is awaited for a server that Ray does not start again.
-    for _ in range(2):
-        with pytest.raises((WorkerDied, WorkersLost), match="died"):
-            await pid_of_answer(client, [4])
-    with pytest.raises(WorkersLost, match="every teacher worker has died; the last error of a call"):
-        await pid_of_answer(client, [4])
+
+    async def is_answered() -> int:
+        while True:
+            with suppress(WorkerDied):
+                return await pid_of_answer(client, [4])
+
+    waiting = asyncio.create_task(is_answered())
+    await asyncio.sleep(1.0)
+    assert not waiting.done()
+    client.use(servers(1))
+    assert await waiting
+
+
+async def test_server_whose_engine_has_died_is_ended_and_gets_no_more_calls(cluster: None) -> None:
+    client = TeacherClient(CONFIG, "default")
+    client.use(servers(2))
+    pids = {await pid_of_answer(client, [1]) for _ in range(4)}
+    with pytest.raises(WorkerDied, match=r"teacher default worker-. died: .*no engine"):
+        await pid_of_answer(client, [13])
+    (left,) = {await pid_of_answer(client, [1]) for _ in range(4)}
+    (ended,) = pids - {left}
+    async with asyncio.timeout(IN_TIME_S):
+        while not has_ended(ended):
+            await asyncio.sleep(0.1)
 
 
 async def test_stopped_server_is_set_aside_and_killed(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teachers, "TEACHER_S", 2.0)
-    client = TeacherClient(CONFIG)
+    client = TeacherClient(CONFIG, "default")
     client.use(servers(2))
     pids = {await pid_of_answer(client, [1]) for _ in range(4)}
     stopped = min(pids)
@@ -91,6 +114,6 @@ async def test_client_reaches_workers_before_its_servers_do(cluster: None) -> No
             asked = self.client.generate("a request", prompt_ids=[5], sampling_params={"prompt_logprobs": 0})
             return (await asked).extra_fields["prompt_ids"]
 
-    worker = Worker.remote(TeacherClient(CONFIG))
+    worker = Worker.remote(TeacherClient(CONFIG, "default"))
     await worker.use.remote(servers(1))
     assert await asyncio.wait_for(worker.ask.remote(), IN_TIME_S) == [5]
