@@ -160,7 +160,7 @@ class Teachers:
             changed |= bool(here or started)
         return changed
 
-    def _lost(self) -> set[RolloutReplica]:
+    def _lost(self) -> list[RolloutReplica]:
         """Return the replicas of which a server has died, has lost its engine, or does not answer for `TEACHER_S`."""
         replicas = [replica for each in self.replicas.values() for replica in each]
         asked = {server.check_engine.remote(): replica for replica in replicas for server in replica.servers}
@@ -168,8 +168,8 @@ class Teachers:
         while late and not silence.too_long() and not self._over.is_set():
             _, late = ray.wait(late, num_returns=len(late), timeout=LOOK_S)
         if self._over.is_set():
-            return set()
-        return {asked[answer] for answer in asked if answer in late or _failed(answer)}
+            return []
+        return [asked[answer] for answer in asked if answer in late or _failed(answer)]
 
     def _start_another(self, lost: RolloutReplica) -> RolloutReplica:
         """Start a replica on the accelerators of ``lost``, whose processes have ended."""
