@@ -142,7 +142,8 @@ def test_each_row_has_the_log_probs_of_its_own_teacher(
     assert run_main("fully_async:recording_teachers.RecordingTeachers", given, tmp_path).returncode == 1
     monkeypatch.delenv("CRASH_AFTER_STEP")
     run = run_main("fully_async:recording_teachers.RecordingTeachers", given, tmp_path)
-    check_books(run, SHORT, bound=4)
+    assert run.returncode == 0, run.output[-8000:]
+    assert run.summary["ledger"]["trained"] == run.summary["ledger"]["issued"] == 4 * SHORT
     assert run.summary["resumed"]["step"] == SHORT // 2 and run.summary["resumed"]["groups_kept"] > 0
     answers = trained_answers(tmp_path / "record" / "teachers")
     assert {answer["source"] for answer in answers} == {*models}

@@ -90,7 +90,7 @@ def teacher_clients(config: Any) -> dict[str, LLMServerClient] | None:
 
 
 def start_teachers(config: Any, reservations: Reservations) -> "Teachers":
-    """Start the servers of all teachers, and ask each teacher once."""
+    """Start the servers of all teachers, and ask each once."""
     replica = partial(engine_class(TEACHERS_ENGINE), reservations=reservations)
     RolloutReplicaRegistry.register(TEACHERS_ENGINE, lambda: replica)
     manager = MultiTeacherModelManager(config, reservations.pool(TEACHER_POOL))
@@ -99,11 +99,14 @@ def start_teachers(config: Any, reservations: Reservations) -> "Teachers":
 
 
 async def _ask_each(config: Any, servers: Mapping[str, Sequence[Any]]) -> None:
-    clients = {key: TeacherClient(config, key) for key in servers}
-    for key, client in clients.items():
-        client.use(servers[key])
-    verls = AsyncTeacherLLMServerManager(config, clients)
-    await asyncio.gather(*[verls.compute_teacher_logprobs_single([0, 1], routing_key=key) for key in servers])
+    """Ask each server about an answer of the greatest length, so that one without the memory for it fails now."""
+    longest = [0] * (config.data.max_prompt_length + config.data.max_response_length)
+    for number in range(max(map(len, servers.values()))):
+        clients = {key: TeacherClient(config, key) for key in servers}
+        for key, client in clients.items():
+            client.use([servers[key][number % len(servers[key])]])
+        verls = AsyncTeacherLLMServerManager(config, clients)
+        await asyncio.gather(*[verls.compute_teacher_logprobs_single(longest, routing_key=key) for key in servers])
 
 
 class Teachers:
