@@ -126,7 +126,7 @@ def test_a_runnable_configuration_has_no_problems() -> None:
     assert judge(configured({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "inline"}))[0] == []
     assert judge(configured({"data": {"max_prompt_length": 64, "max_response_length": 64}}))[0] == []
     assert judge(configured(REWARD_MODEL), available=Resources(accelerators=10))[0] == []
-    for taught in (TAUGHT, TAUGHT | OTHERS):
+    for taught in (TAUGHT, SEVERAL):
         assert judge(configured(taught), available=Resources(accelerators=10))[0] == []
         (problem,) = judge(configured(taught), available=Resources(accelerators=9))[0]
         assert "2 for teachers" in str(problem)
@@ -165,6 +165,7 @@ OTHERS = {
     }
     for name in ("math", "code")
 }
+SEVERAL = TAUGHT | OTHERS | {f"{TEACHER}.model_path": None}
 REFERENCE, KL = "model_engine_server.reference_replicas", "actor_rollout_ref.actor.use_kl_loss"
 MEGATRON_SERVERS = {"model_engine_server.backend": "megatron"}
 MEGATRON = {"model_engine": "megatron", f"{ACTOR}.strategy": "megatron"}
@@ -545,9 +546,15 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
             f"{TEACHER}.inference.router_config_path",
             "null",
         ),
-        ({**TAUGHT, **OTHERS, f"{OPD}.n_gpus_per_node": 4}, f"{OPD}.n_gpus_per_node", "take 2"),
+        ({**SEVERAL, f"{OPD}.n_gpus_per_node": 4}, f"{OPD}.n_gpus_per_node", "take 2"),
+        ({**SEVERAL, f"{TEACHER}.model_path": "a/teacher"}, f"{TEACHER}.model_path", "null beside other teachers"),
         (
-            {**TAUGHT, **OTHERS, f"{OPD}.teacher_models.code": OTHERS[f"{OPD}.teacher_models.code"] | {"key": None}},
+            {**TAUGHT, f"{TEACHER}.inference": {"name": "vllm", "tensor_model_parallel_size": 2, "max_model_len": 128}},
+            f"{TEACHER}.inference.max_model_len",
+            "at least 129",
+        ),
+        (
+            {**SEVERAL, f"{OPD}.teacher_models.code": OTHERS[f"{OPD}.teacher_models.code"] | {"key": None}},
             f"{OPD}.teacher_models.code.key",
             "a value",
         ),

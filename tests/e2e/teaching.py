@@ -18,6 +18,23 @@ def make_teacher(folder: Path) -> TaskPaths:
         return ensure_task(folder, TaskSettings(train_size=1024, val_size=128))
 
 
+def taught_by_several(teachers: dict[str, tuple[Path, int]], **loss: object) -> list[str]:
+    """Return overrides of ``preset=tiny_cpu`` for several teachers: the model and number of servers of each, by key."""
+    inference = "${distillation.teacher_models.teacher_model.inference}"
+    servers = sum(count for _, count in teachers.values())
+    return [
+        "distillation.enabled=true",
+        f"distillation.n_gpus_per_node={servers}",
+        f"ray_kwargs.ray_init.num_gpus={3 + servers}",
+        *(
+            f"+distillation.teacher_models.{key}="
+            f"{{key:{key},model_path:{model},num_replicas:{count},inference:'{inference}'}}"
+            for key, (model, count) in teachers.items()
+        ),
+        *(f"distillation.distillation_loss.{name}={value}" for name, value in loss.items()),
+    ]
+
+
 def taught_by(teacher: Path, **loss: object) -> list[str]:
     """Return overrides of ``preset=tiny_cpu`` to learn from ``teacher`` with these settings of verl's loss."""
     return [

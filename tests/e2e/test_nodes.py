@@ -26,7 +26,7 @@ RESTARTED, SERVERS = "fully_async/count/agent_loop_worker_restarts", "model_engi
 LIVE, AGENTS = "fully_async/count/live_replicas", "fully_async/count/live_agent_loop_workers"
 SEALED, ANNOUNCED = "fully_async/count/current_param_version", "fully_async/count/announced_version"
 SWITCHES = "fully_async/lending/switches"
-UP = "is up and takes part from the next weight sync on"
+UP = "is up, and joins next"
 
 
 def on(nodes: Nodes, overrides: list[str]) -> list[str]:

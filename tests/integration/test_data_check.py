@@ -9,6 +9,7 @@ import gzip
 import inspect
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ import yaml
 from datasets import load_dataset
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from transformers import AutoTokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
@@ -317,6 +319,52 @@ def test_a_row_without_what_it_needs_is_found_wherever_it_is(model: Path, tmp_pa
     assert len(said) == 2
     assert any("Row 5000 (counted from 0), column prompt: no text" in problem for problem in said)
     assert any("Row 5999 (counted from 0), column reward_model: no value" in problem for problem in said)
+
+
+def taught_by(*models: Path) -> list[str]:
+    """Return overrides for teachers with the keys `teacher_0`, `teacher_1` and so on."""
+    inference = composed()["distillation"]["teacher_models"]["teacher_model"]["inference"]
+    section = {"key": "", "model_path": "", "num_replicas": 1, "inference": inference}
+    teachers = {f"t{n}": section | {"key": f"teacher_{n}", "model_path": str(path)} for n, path in enumerate(models)}
+    sizes = ("distillation.n_gpus_per_node", len(models)), ("ray_kwargs.ray_init.num_gpus", 9)
+    numbers = [f"{setting}={number}" for setting, number in sizes]
+    return ["distillation.enabled=true", f"distillation.teacher_models={json.dumps(teachers)}", *numbers]
+
+
+def test_rows_that_none_of_several_teachers_is_for_are_named(model: Path, tmp_path: Path) -> None:
+    content = rows([message("sort 1")] * ROWS)
+    for number, row in enumerate(content):
+        row["data_source"] = f"teacher_{number % 2}"
+    good = write(tmp_path / "good_rows.parquet", content)
+    assert problems(model, good, *taught_by(model, model)) == []
+    content[1]["data_source"], content[2]["data_source"] = "art", None
+    wrong = write(tmp_path / "wrong.parquet", content)
+    (said,) = problems(model, wrong, *taught_by(model, model))
+    assert "rows with the key of a teacher, teacher_0, teacher_1" in said
+    assert "Row 1 and 1 more (counted from 0), column data_source: art." in said
+    # The only teacher is asked for every row, and no teacher is asked in a validation.
+    assert problems(model, wrong, *taught_by(model)) == []
+    assert problems(model, good, *taught_by(model, model), f"data.val_files={wrong}") == []
+    (said,) = problems(model, good, *taught_by(model, model), "distillation.teacher_key=subject")
+    assert "It has no subject" in said
+
+
+def test_teacher_with_other_tokens_than_the_policys_is_refused(model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "a.parquet", rows([message("sort 1")] * ROWS))
+    teacher = tmp_path / "teacher"
+    shutil.copytree(model, teacher)
+    tokens = AutoTokenizer.from_pretrained(teacher)
+    tokens.add_tokens(["<think>"])
+    tokens.save_pretrained(teacher)
+    assert problems(model, data, *taught_by(teacher)) == []
+    described = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[-2:]
+    vocabulary |= {first: vocabulary[second], second: vocabulary[first]}
+    (teacher / "tokenizer.json").write_text(json.dumps(described))
+    (said,) = problems(model, data, *taught_by(teacher))
+    assert "distillation.teacher_models.t0.model_path" in said
+    assert f"is {first!r} for {model} and {second!r} for this teacher" in said
 
 
 def test_other_names_of_the_columns_are_settings(model: Path, tmp_path: Path) -> None:

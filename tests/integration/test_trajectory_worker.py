@@ -841,7 +841,7 @@ def teach(worker: TrajectoryWorker, **teachers: TeacherServer) -> TrajectoryWork
         }
     )
     worker.distillation_enabled, worker.teacher_key = True, "data_source"
-    worker.teacher_client = {name: TeacherClient(config) for name in teachers}
+    worker.teacher_client = {name: TeacherClient(config, name) for name in teachers}
     worker.teacher_server_manager = AsyncTeacherLLMServerManager(config, worker.teacher_client)
     for name, server in teachers.items():
         worker.teacher_client[name].use([Handle(server)])

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from memory_figures import MEASURED, PUBLISHED, Figure, known
-from test_config import configured
+from test_config import TAUGHT, TEACHER, configured
 
 from recipe.async_engine.config.facts import FileFact, Resources
 from recipe.async_engine.config.problems import Problem
@@ -60,9 +60,10 @@ def judged(
     name: str, changes: dict[str, Any], device_bytes: int | None = None
 ) -> tuple[dict[str, Problem], RuleContext]:
     """Return the problems, by setting, of a changed configuration with this model, and what the rules looked at."""
-    model = FileFact(f"{MODEL}.path", name, "model", model_config=known_model(name))
+    models = {f"{MODEL}.path": name} | {setting: path for setting, path in changes.items() if "model_path" in setting}
+    facts = [FileFact(setting, path, "model", model_config=known_model(path)) for setting, path in models.items()]
     base = {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True, f"{MODEL}.path": name}
-    problems, context = judge(configured(base | changes), Resources(None, device_bytes), [model], 5000, [memory])
+    problems, context = judge(configured(base | changes), Resources(None, device_bytes), facts, 5000, [memory])
     return {problem.setting: problem for problem in problems}, context
 
 
@@ -139,6 +140,31 @@ def test_expert_parallel_sizes_count_the_tensor_parallel_size_that_megatron_take
     problems, _ = found("Qwen/Qwen3-30B-A3B", None, megatron)
     assert set(problems) == {f"{ACTOR}.megatron.expert_model_parallel_size"}
     assert "expert_tensor_parallel_size=null means 4" in problems[f"{ACTOR}.megatron.expert_model_parallel_size"]
+
+
+def test_teacher_is_a_part_with_weights_cache_and_the_logits_of_an_answer() -> None:
+    _, context = judged("Qwen/Qwen2.5-0.5B", TAUGHT | {f"{TEACHER}.model_path": "Qwen/Qwen2.5-7B"}, 80 * GIB)
+    part = memory.parts(context)[-1]
+    assert (part.name, part.devices) == ("teacher teacher_model", 2)
+    # Two accelerators share the weights; each has all logits of 64 + 64 tokens, in bf16 and fp32.
+    items = {item.name: item.bytes for item in part.moments[0].items}
+    weights = known("Qwen/Qwen2.5-7B").parameters // 2 * 2
+    assert items["engine: weights"] == weights
+    assert items["engine: KV cache and activations"] == 40 * GIB - weights
+    assert items["logits of an answer"] == 128 * 152_064 * 6
+    assert "requests of 128 tokens" in part.notes[0]
+
+
+def test_teacher_that_does_not_fit_is_refused_by_its_own_setting() -> None:
+    changes = TAUGHT | {f"{TEACHER}.model_path": "Qwen/Qwen3-30B-A3B"}
+    share = f"{TEACHER}.inference.gpu_memory_utilization"
+    context = judged("Qwen/Qwen2.5-0.5B", changes, 24 * GIB)[1]
+    first, *_ = memory.problems(context)
+    assert first.setting == share and "teacher teacher_model, log-probs: " in str(first)
+    # The weights fit into the device, but not into the engine's share of it.
+    problems, _ = found("Qwen/Qwen2.5-0.5B", 48, changes)
+    assert set(problems) == {share} and "a KV cache of one request of" in problems[share]
+    assert found("Qwen/Qwen2.5-0.5B", 80, changes)[0] == {}
 
 
 @pytest.mark.parametrize(

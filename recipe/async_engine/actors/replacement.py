@@ -13,6 +13,7 @@ tests/e2e/test_replacement.py, test_lost_replica.py and test_nodes.py.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -26,6 +27,7 @@ import ray
 from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
+from recipe.async_engine.actors.control import has_ended
 from recipe.async_engine.core.deadlines import CLEARED_S
 from recipe.async_engine.core.errors import NothingFree
 
@@ -152,7 +154,7 @@ class Replacements:
                 attempt.result.set_exception(error)
             return
         if attempt.result.set_running_or_notify_cancel():
-            logger.warning("%s is up and takes part from the next weight sync on", attempt.what)
+            logger.warning("%s is up, and joins next", attempt.what)
             attempt.result.set_result(started)
         else:
             self._clear(started)
@@ -180,6 +182,18 @@ def clear_replica(replica: Any, timeout_s: float = CLEARED_S) -> None:
         remove_placement_group(group)
     what = "Ray did not free the resources of a lost replica, placement groups {},"
     _wait_until_none(lambda: _holding_resources(groups), what, timeout_s)
+
+
+def end_processes(replica: Any, timeout_s: float = CLEARED_S) -> None:
+    """End a replica's actors, but leave its placement groups to its replacement; raise TimeoutError if one stays."""
+
+    async def all_ended() -> None:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*map(has_ended, actors))
+
+    actors = [*replica.servers, *replica.workers]
+    _kill(actors)
+    asyncio.run(all_ended())
 
 
 @contextmanager

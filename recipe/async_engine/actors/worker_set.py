@@ -4,8 +4,8 @@
 Contract: a worker that died gets no calls until Ray has restarted it and `_prepare` has run; if there is no other
 worker, calls wait for it. A worker that has not answered for half of ``answer_s`` seconds gets calls only if there is
 no other worker. After ``answer_s`` seconds it is considered suspended or hanging: it is killed, and Ray restarts it. A
-worker whose process can no longer serve any call (a spoilt worker) raises `WorkerSpoilt` or answers even health checks
-with an error, and is killed at once. All methods are called on one event loop. Shown by
+worker whose process can no longer serve any call (a spoilt worker) raises `WorkerSpoilt` or `EngineDied`, or answers
+even health checks with an error, and is killed at once. All methods are called on one event loop. Shown by
 tests/integration/test_worker_pool.py and test_reward_dispatch.py.
 """
 
@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from recipe.async_engine.actors.control import has_ended, is_up_again, sign_of_life
 from recipe.async_engine.core.deadlines import Silence
-from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.errors import EngineDied, RecipeError
 from recipe.async_engine.core.plain import told
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class WorkerSet:
             yield self.actors[name]
         except RayTaskError as error:
             # This clause has to be first: a RayTaskError whose cause is a RayActorError is a RayActorError too.
-            said = isinstance(error.cause, WorkerRestarted | WorkerSpoilt)
+            said = isinstance(error.cause, WorkerRestarted | WorkerSpoilt | EngineDied)
             ended = error.cause if said else await self._spoilt(name, life, error)
             if ended is None:
                 raise
@@ -178,7 +178,7 @@ class WorkerSet:
         """
         if name in self.actors and life == self.lives[name]:
             logger.error("%s %s died: %s", self._kind, name, error)
-            is_up = isinstance(error, RayTaskError | WorkerSpoilt)
+            is_up = isinstance(error, RayTaskError | WorkerSpoilt | EngineDied)
             self._returning[name] = asyncio.create_task(self._take_back(name, self.actors.pop(name), is_up))
             if not isinstance(error, WorkerRestarted):
                 self._noticed_death(name)

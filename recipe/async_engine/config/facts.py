@@ -56,10 +56,11 @@ class RowFault:
     """A reason why some rows of a data file cannot be used."""
 
     column: str
-    what: Literal["empty", "too long", "text", "missing", "no mapping"]
+    what: Literal["empty", "too long", "text", "missing", "no mapping", "no teacher"]
     first: int  # index of the first row with this fault, from 0
     count: int  # number of rows found with this fault; there may be more
     most: int | None = None  # tokens of the longest prompt, if prompts are too long
+    value: str | None = None  # the first row's value, if no teacher has it as its key
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,17 @@ def replica_size(config: Mapping[str, Any], rollout: str = "actor_rollout_ref.ro
     return math.prod(int(lookup(config, f"{rollout}.{name}") or 1) for name in sizes)
 
 
+def teacher_tensor_size(config: Mapping[str, Any], teacher: str) -> int:
+    """Return the tensor-parallel size of a teacher's servers. A teacher that the user adds has verl's default, 2."""
+    return int(lookup(config, f"{teacher}.inference.tensor_model_parallel_size") or 2)
+
+
+def teacher_size(config: Mapping[str, Any], teacher: str) -> int:
+    """Return the number of accelerators of one server of a teacher."""
+    given = int(lookup(config, f"{teacher}.inference.tensor_model_parallel_size") or 1)
+    return replica_size(config, f"{teacher}.inference") // given * teacher_tensor_size(config, teacher)
+
+
 def synchronous_batch(training: AsyncTraining) -> bool:
     """Return whether each step trains `data.train_batch_size` prompts in mini-batches, as in synchronous training."""
     return training.whole_batches or training.placement == SHARED
@@ -166,6 +177,15 @@ def teachers(config: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     names = tuple(lookup(config, "distillation.teacher_models") or ())
     return tuple(f"distillation.teacher_models.{n}" for n in names if n != "teacher_model" or len(names) == 1)
+
+
+DEFAULT_TEACHER = "distillation.teacher_models.teacher_model"
+
+
+def teacher_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys by which verl finds a row's teacher; () if there is only one, which verl asks for every row."""
+    keys = tuple(lookup(config, f"{teacher}.key") for teacher in teachers(config))
+    return keys if len(keys) > 1 else ()
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:

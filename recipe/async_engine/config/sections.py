@@ -217,9 +217,10 @@ class AsyncTraining:
     )
     max_replica_restarts: int = setting(
         3,
-        "How many rollout replicas and log-prob servers, in all, are replaced when they die. The run continues without"
-        " them meanwhile. A new one joins at the next weight sync, which waits for it if they share the trainer's"
-        " accelerators. Each reward worker is restarted as often; agent-loop workers are restarted whenever they die.",
+        "How many rollout replicas, log-prob and teachers' servers, in all, are replaced when they die. The run"
+        " continues without them meanwhile. A new replica joins at the next weight sync, which waits for it if they"
+        " share the trainer's accelerators. Each reward worker is restarted as often; agent-loop workers whenever they"
+        " die.",
         ge=0,
     )
     partial_tokens_interval: float | None = setting(

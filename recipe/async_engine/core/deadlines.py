@@ -15,7 +15,7 @@ is the run's main process, which starts all others.
 | training workers | `actors/watch.py` pings each; a busy one may answer late | none | if one dies, the run ends |
 | agent-loop workers | `actors/worker_set.py` pings each all the time | ``agent_worker`` | restarted |
 | reward workers | `actors/worker_set.py` pings one whose call timed out | `REWARD_WORKER_S` | restarted |
-| teachers' servers | `actors/worker_set.py` pings one whose call timed out | `TEACHER_S` | left out |
+| teachers' servers | `rollout/teachers.py` pings each all the time | `TEACHER_S` | replaced |
 | rollout replicas | `weights/publisher.py` pings each at a weight sync | ``weight_sync`` | removed from the run |
 | log-prob servers | `weights/publisher.py` pings each at a weight sync | `PING_S` | left out of this sync |
 
@@ -81,9 +81,7 @@ BLAME_S = 5.0
 # Deadlines for agent-loop and reward workers.
 
 TEACHER_S = 30.0
-"""Time for a teacher's server to answer a ping after a call timed out. Each caller lengthens this time by a random
-share, at most by half.
-"""
+"""Time for a teacher's server to answer a ping."""
 REWARD_WORKER_S = 30.0
 """Time for a reward worker to answer a ping after a call timed out. Each caller lengthens this time by a random share,
 at most by half, so that usually only one of several callers kills the worker.

@@ -38,7 +38,7 @@ from recipe.async_engine.config.validation import Findings, Judge, judge, warnin
 from recipe.async_engine.config.verl_types import well_formed
 from recipe.async_engine.core.deadlines import DRIVER_S, HUB_S
 from recipe.async_engine.inspection.code_files import code_facts
-from recipe.async_engine.inspection.data_files import data_facts, is_hub_name
+from recipe.async_engine.inspection.data_files import data_facts, is_hub_name, other_tokens
 from recipe.async_engine.inspection.node_probe import absent
 from recipe.async_engine.record.contents import without_weights
 
@@ -222,6 +222,8 @@ def _models(config: Mapping[str, Any]) -> Iterator[FileFact]:
             on_cpu = setting == policy and lookup(config, "trainer.device") == "cpu"
             largest = _largest_tensor(Path(path)) if on_cpu else None
             sizes, fault = _model_config(str(path))
+            if fault is None and setting.startswith("distillation."):
+                fault = other_tokens(config, str(path))
             yield FileFact(setting, str(path), "model", fault, largest_tensor=largest, model_config=sizes)
 
 

@@ -34,7 +34,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from pebble import concurrent
 
 from recipe.async_engine.config.facts import TRAIN_FILES, VAL_FILES, VERLS_LOOPS, VERLS_MANAGERS, FileFact, RowFault
-from recipe.async_engine.config.plan import MODEL
+from recipe.async_engine.config.plan import MODEL, teacher_keys
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.config.sections import Timeouts
 
@@ -94,6 +94,8 @@ def _file(setting: str, path: str, config: Mapping[str, Any]) -> tuple[FileFact,
     try:
         table = _within(limit_s, path, READERS[ending])
         faults = row_faults(table, config)
+        if setting == TRAIN_FILES:
+            faults += tuple(_without_teacher(table, config))
     except Unreadable as error:
         if any(words in str(error) for words in NO_ROWS):
             return FileFact(setting, path, "data", rows=0), None
@@ -217,6 +219,19 @@ def _mappings(name: str, column: pyarrow.ChunkedArray, needed: bool) -> Iterator
         yield RowFault(name, "no mapping", compute.index(compute.is_valid(column), True).as_py(), len(column) - nulls)
 
 
+def _without_teacher(table: Dataset, config: Mapping[str, Any]) -> Iterator[RowFault]:
+    """Yield a fault if some rows have a value by which verl finds none of several teachers."""
+    keys, name = teacher_keys(config), str(lookup(config, "distillation.teacher_key"))
+    if not keys or name not in table.column_names:
+        return
+    column = table.data.table.column(name)
+    if wrong := [value for value in compute.unique(column).to_pylist() if value not in keys]:
+        found = compute.is_in(column, value_set=pyarrow.array(wrong, column.type))
+        first = compute.index(found, True).as_py()
+        count = compute.sum(found).as_py()
+        yield RowFault(name, "no teacher", first, count, value=str(column[first].as_py()))
+
+
 def _prompts(
     column: pyarrow.ChunkedArray, key: str, config: Mapping[str, Any], as_messages: bool
 ) -> Iterator[RowFault]:
@@ -307,6 +322,24 @@ def is_hub_name(path: str) -> bool:
     return True
 
 
+def other_tokens(config: Mapping[str, Any], teacher: str) -> str | None:
+    """Return why a teacher cannot judge the policy's tokens, if an id stands for different tokens; otherwise None.
+
+    Added tokens do not count, because models with the same vocabulary name special tokens differently.
+    """
+    named = lookup(config, f"{MODEL}.tokenizer_path") or lookup(config, f"{MODEL}.path")
+    ours, theirs = _tokenizer(str(named)), _tokenizer(teacher)
+    if ours is None or theirs is None:
+        return None
+    others = {number: token for token, number in theirs.get_vocab(False).items()}
+    different = [(n, token) for token, n in ours.get_vocab(False).items() if others.get(n, token) != token]
+    if not different:
+        return None
+    number, token = min(different)
+    known = f"token {number} is {token!r} for {named} and {others[number]!r} for this teacher"
+    return f"has another vocabulary than the policy: {known}"
+
+
 def _tokenizer(model: str) -> Any:
     """Return the model's tokenizer; None if it has no tokenizer.json, the only format that can be loaded quickly."""
     from tokenizers import Tokenizer
@@ -322,5 +355,5 @@ def _tokenizer(model: str) -> Any:
         json.loads(Path(path).read_bytes())
         return Tokenizer.from_file(path)
     except Exception as error:  # The library raises plain `Exception` objects.
-        logger.warning("the lengths of the prompts are not checked: %s cannot be read (%s)", path, error)
+        logger.warning("lengths and vocabularies are not checked: %s cannot be read (%s)", path, error)
         return None

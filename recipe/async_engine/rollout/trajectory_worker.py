@@ -99,7 +99,7 @@ REWARD_METRIC = "reward"
 the reward function's result.
 """
 MOST_DEATHS = 2
-"""How many times, for one reward, the death of the reward worker does not count as a failed attempt."""
+"""How many times, for one call, the death of the reward worker or teacher's server does not count as an attempt."""
 
 
 class TrajectoryWorker(AgentLoopWorker):
@@ -559,13 +559,13 @@ class TrajectoryWorker(AgentLoopWorker):
         if validate or not self.distillation_enabled:
             return
         assert sample_kwargs is not None
-        for attempt in range(1, self._reward_attempts + 1):
+        row, attempts, deaths = sample_kwargs["row"], 0, 0
+        while attempts < self._reward_attempts:
+            attempts += 1
             try:
                 with self._away.at(Away.LOG_PROBS):
                     async with asyncio.timeout(self._reward_timeout_s):
-                        await super()._compute_teacher_logprobs(
-                            output, prompt_ids, response_ids, validate, sample_kwargs["row"]
-                        )
+                        await super()._compute_teacher_logprobs(output, prompt_ids, response_ids, validate, row)
                 return
             except TimeoutError:
                 cause: Exception = TimeoutError(
@@ -573,8 +573,11 @@ class TrajectoryWorker(AgentLoopWorker):
                 )
             except Exception as error:  # an engine may raise anything
                 cause = error
-            logger.warning("attempt %d of %d at the teacher failed: %s", attempt, self._reward_attempts, told(cause))
-        raise explained(TeacherError, f"the teacher failed {self._reward_attempts} times, last with ", cause)
+                if isinstance(error, WorkerDied) and deaths < MOST_DEATHS:
+                    deaths, attempts = deaths + 1, attempts - 1
+            logger.warning("attempt %d of %d at the teacher failed: %s", attempts, self._reward_attempts, told(cause))
+        teacher = f"teacher {row.get(self.teacher_key)}" if len(self.teacher_client) > 1 else "the teacher"
+        raise explained(TeacherError, f"{teacher} failed {self._reward_attempts} times, last with ", cause)
 
     def _check_reward(self, output: AgentLoopOutput, trained: Sequence[str]) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:

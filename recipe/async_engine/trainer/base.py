@@ -422,4 +422,6 @@ class AsyncPPOTrainer(SavedRun):
         """Stop the scheduler, and the thread that writes answers to disk."""
         if self.scheduler is not None:
             self.scheduler.stop(timeout_s)
+        if self.teachers is not None:
+            self.teachers.stop()
         self.stages.close()

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from pydantic_core import from_json
 
-from recipe.async_engine.config.plan import RunPlan, has_critic, teachers
+from recipe.async_engine.config.plan import RunPlan, has_critic, teacher_keys, teachers
 from recipe.async_engine.core.snapshots import BATCH, PER_VERSION
 from recipe.async_engine.core.snapshots import WHOLE as WHOLE_BATCHES
 
@@ -63,6 +63,8 @@ def _distillation(config: Any) -> str:
         return "none"
     loss = config.distillation.distillation_loss
     models = [OmegaConf.select(config, f"{section}.model_path") for section in sections]
+    if keys := teacher_keys({"distillation": section}):
+        models = [f"{model} for {section['teacher_key']} {key}" for key, model in zip(keys, models, strict=True)]
     return f"{loss.loss_mode}, top {loss.topk}, of {', '.join(models)}"
 
 

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
-from verl.experimental.teacher_loop import MultiTeacherModelManager
 from verl.trainer.ppo.utils import need_teacher_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.utils import update_prometheus_config
@@ -44,7 +43,7 @@ from recipe.async_engine.log_prob_servers.replica import ModelEngineReplica, lau
 from recipe.async_engine.rewards.scoring_worker import ScoringManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.group_run import SchedulerSettings
-from recipe.async_engine.rollout.teachers import start_teachers, teacher_clients
+from recipe.async_engine.rollout.teachers import Teachers, start_teachers, teacher_clients
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager, manager_class
 from recipe.async_engine.rollout.trajectory_worker import filter_metric
 from recipe.async_engine.trainer.actor_worker import ActorWorker, PublishedWeights
@@ -171,7 +170,8 @@ class Startup:
     """verl's name for the role of the workers that train the policy."""
     references: Sequence[ModelEngineReplica] = ()
     """The servers of the reference policy."""
-    teachers: MultiTeacherModelManager | None = None
+    teachers: Teachers | None = None
+    fail: Callable[[BaseException], None]
     server_class: type[ModelEngineReplica] = ModelEngineReplica
     """The class of the log-prob servers."""
     reservations: Reservations
@@ -212,9 +212,17 @@ class Startup:
             agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
             agents.tell("use_reference", handles, servers.timeout, timeout_s=timeout_s)
         if "the teachers" in started:
-            self.teachers = started["the teachers"]
-            agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
-            agents.tell("use_teachers", self.teachers.server_handles, timeout_s=timeout_s)
+            self._use_teachers(started["the teachers"])
+
+    def _use_teachers(self, teachers: Teachers) -> None:
+        """Have the agent-loop workers use the teachers' servers, and lost ones replaced."""
+
+        def tell(handles: dict[str, list[Any]]) -> None:
+            self.async_rollout_manager.tell("use_teachers", handles, timeout_s=self.timeouts.startup)
+
+        self.teachers = teachers
+        tell(teachers.server_handles)
+        teachers.watch(self.restarts, self.timeouts.startup, tell, self.fail)
 
     def _server_launcher(self) -> Callable[..., list[ModelEngineReplica]]:
         return partial(

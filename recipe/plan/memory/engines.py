@@ -9,7 +9,7 @@ from typing import Any
 
 from recipe.async_engine.config.legacy import placement
 from recipe.async_engine.config.log_prob_servers import LogProbServers
-from recipe.async_engine.config.plan import adapter_rank, replica_size, trainer_ranks
+from recipe.async_engine.config.plan import adapter_rank, replica_size, teacher_size, teacher_tensor_size, trainer_ranks
 from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.config.rules.parallel import Sizing, scoring, updating
 from recipe.async_engine.config.sections import SHARED
@@ -224,16 +224,41 @@ def rollout_engine(config: Mapping[str, Any], shape: ModelShape, hybrid: bool = 
     ``hybrid`` is whether the replica runs on the trainer's accelerators, so that `standalone_share` does not apply.
     """
     tensor = int(lookup(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)
-    ranks, item = replica_size(config), dtype_bytes(lookup(config, f"{ROLLOUT}.dtype", "bfloat16"), 2)
+    own = None if hybrid else standalone_share(config)
+    return _engine(config, ROLLOUT, shape, tensor, replica_size(config), own)
+
+
+def teacher_engine(config: Mapping[str, Any], teacher: str, shape: ModelShape) -> Engine:
+    """Return the memory of one accelerator of a teacher's server; ``teacher`` is the teacher's section."""
+    sizes = teacher_tensor_size(config, teacher), teacher_size(config, teacher)
+    return _engine(config, f"{teacher}.inference", shape, *sizes, None)
+
+
+def prompt_logits(config: Mapping[str, Any], teacher: str, shape: ModelShape) -> Item:
+    """Return the memory for the logits of a whole answer at a teacher, outside of the engine's share of the device.
+
+    For each token of a prefill chunk, vLLM keeps the logits and their log-softmax in fp32, which it does not count when
+    it sizes the KV cache (vllm/v1/worker/gpu_model_runner.py, _get_prompt_logprobs_dict).
+    """
+    inference = f"{teacher}.inference"
+    tokens = min(longest(config), int(lookup(config, f"{inference}.max_num_batched_tokens") or 8192))
+    logit = dtype_bytes(lookup(config, f"{inference}.dtype", "bfloat16"), 2) + FP32
+    return Item("logits of an answer", tokens * shape.vocab * logit, certain=False)
+
+
+def _engine(
+    config: Mapping[str, Any], section: str, shape: ModelShape, tensor: int, ranks: int, own: float | None
+) -> Engine:
+    """Return an engine's memory; ``own`` is its share of the device, or None for ``gpu_memory_utilization``."""
+    item = dtype_bytes(lookup(config, f"{section}.dtype", "bfloat16"), 2)
     # With expert parallelism, experts are split over all ranks of a replica; without it, only over a tensor-parallel
     # group.
-    spread = ranks if int(lookup(config, f"{ROLLOUT}.expert_parallel_size") or 1) > 1 else tensor
+    spread = ranks if int(lookup(config, f"{section}.expert_parallel_size") or 1) > 1 else tensor
     dense = shape.parameters - shape.expert_parameters
     # Tied embeddings are stored once in an engine, as they are in the model's files.
     weights = item * (dense // tensor + shape.expert_parameters // spread)
     heads = max(1, shape.kv_heads // tensor)
-    own = None if hybrid else standalone_share(config)
-    share = own if own is not None else float(lookup(config, f"{ROLLOUT}.gpu_memory_utilization") or 0.5)
+    share = own if own is not None else float(lookup(config, f"{section}.gpu_memory_utilization") or 0.5)
     return Engine(weights, share, 2 * shape.layers * heads * shape.head_dim * item)
 
 

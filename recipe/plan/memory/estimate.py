@@ -2,12 +2,12 @@
 """Estimates the memory of a whole run, and checks that it fits on the accelerators.
 
 Contract: `parts_of` returns a `Part` for each set of accelerators with the same role (trainer ranks, rollout replicas,
-log-prob servers). A part has the contents of one accelerator's memory in each phase of the run (`Moment`) in which
-memory use may peak. A run is refused in two cases: if a part's amounts that are certain (`Item.certain`) exceed a
-device's memory, or if the part's total exceeds this memory by more than the share `ERROR`. A total above the share
-`NEAR` of the memory causes a warning. `recipe.mains` passes this module to the configuration's check, which calls
-`problems` and `warnings`. Shown by tests/plan/test_memory.py and test_memory_parts.py; docs/memory.md compares the
-estimates with published and measured figures.
+log-prob servers), and `parts` one more for each teacher. A part has the contents of one accelerator's memory in each
+phase of the run (`Moment`) in which memory use may peak. A run is refused in two cases: if a part's amounts that are
+certain (`Item.certain`) exceed a device's memory, or if the part's total exceeds this memory by more than the share
+`ERROR`. A total above the share `NEAR` of the memory causes a warning. `recipe.mains` passes this module to the
+configuration's check, which calls `problems` and `warnings`. Shown by tests/plan/test_memory.py and
+test_memory_parts.py; docs/memory.md compares the estimates with published and measured figures.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from typing import Any
 
 from recipe.async_engine.config.plan import (
     rollout_accelerators,
+    teacher_size,
+    teachers,
     trainer_ranks,
 )
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.rules.servers import teacher_servers
 from recipe.async_engine.config.sections import ELASTIC, SHARED, Settings
 from recipe.plan.memory.engines import (
     ACTOR,
@@ -29,6 +32,7 @@ from recipe.plan.memory.engines import (
     MODEL,
     ROLLOUT,
     SERVERS,
+    Engine,
     actor_rank,
     asleep,
     bucket_bytes,
@@ -36,11 +40,14 @@ from recipe.plan.memory.engines import (
     critic_rank,
     device_buckets,
     is_megatron,
+    longest,
     outside_share,
+    prompt_logits,
     reference_rank,
     rollout_engine,
     room,
     server_rank,
+    teacher_engine,
 )
 from recipe.plan.memory.items import GIB, Item, Moment, Part, gib, listed
 from recipe.plan.memory.parallel import parallel_sizes
@@ -193,24 +200,39 @@ class _Run:
         devices = rollout_accelerators(self.config, self.settings)
         return Part("rollout replica", devices, (moment,), settings, host, notes=self._cache())
 
+    def teacher(self, section: str, shape: ModelShape) -> Part:
+        """Return the memory of a teacher's servers."""
+        engine = teacher_engine(self.config, section, shape)
+        beside = Item("processes beside the engine", CONTEXT.bytes, certain=False)
+        items = (*self._of_engine("engine", engine), prompt_logits(self.config, section, shape), beside)
+        servers = teacher_servers(self.context, section)
+        names = ("gpu_memory_utilization", "tensor_model_parallel_size", "max_num_batched_tokens")
+        return Part(
+            f"teacher {section.rpartition('.')[2]}",
+            servers * teacher_size(self.config, section),
+            (Moment("log-probs", items),),
+            tuple(f"{section}.inference.{name}" for name in names),
+            notes=self._requests(engine, teacher_room(self.context, section)),
+        )
+
     def _engine(self, hybrid: bool = False) -> tuple[Item, ...]:
         """Return a rollout engine's memory. If the memory of a device is not known, return only that of the weights."""
         engine = rollout_engine(self.config, self.models.policy, hybrid)
+        outside = None if self.device is None else outside_share(self.config, self.device)
+        return self._of_engine("rollout engine", engine, outside)
+
+    def _of_engine(self, name: str, engine: Engine, outside: Item | None = None) -> tuple[Item, ...]:
+        weights = Item(f"{name}: weights", engine.weights)
         if self.device is None:
-            return (Item("rollout engine: weights", engine.weights),)
-        cache, outside = (
-            max(0, int(engine.share * self.device) - engine.weights),
-            outside_share(self.config, self.device),
-        )
-        return listed(
-            Item("rollout engine: weights", engine.weights),
-            Item(f"rollout engine: KV cache{'' if outside else ' and activations'}", cache),
-            outside,
-        )
+            return (weights,)
+        cache = max(0, int(engine.share * self.device) - engine.weights)
+        return listed(weights, Item(f"{name}: KV cache{'' if outside else ' and activations'}", cache), outside)
 
     def _cache(self, hybrid: bool = False) -> tuple[str, ...]:
         engine = rollout_engine(self.config, self.models.policy, hybrid)
-        request = room(self.config, self.models.positions)
+        return self._requests(engine, room(self.config, self.models.positions))
+
+    def _requests(self, engine: Engine, request: int) -> tuple[str, ...]:
         if self.device is None or not request:
             return ()
         tokens = engine.cache_tokens(self.device)
@@ -270,7 +292,7 @@ def told(verdict: Verdict, device: int) -> str:
 
 
 POLICY_PATH = f"{MODEL}.path"
-MODELS_OWN = f"{ROLLOUT}.max_model_len, which defaults to the model's number of positions"
+MODELS_OWN = "{}.max_model_len, which defaults to the model's number of positions"
 
 
 def parts(context: RuleContext) -> list[Part]:
@@ -283,8 +305,18 @@ def parts(context: RuleContext) -> list[Part]:
     strategies = {context.get(f"{section}.strategy") for section in context.trained}
     if policy is None or context.on_cpu or not strategies <= {"fsdp", "fsdp2", "megatron"}:
         return []
-    models = Models(policy, model_of(context, "critic.model.path"), context.positions)
-    return parts_of(context, models, device_bytes(context))
+    models, device = Models(policy, model_of(context, "critic.model.path"), context.positions), device_bytes(context)
+    run, found = _Run(context, models, device), parts_of(context, models, device)
+    for teacher in teachers(context.config):
+        if (shape := model_of(context, f"{teacher}.model_path")) is not None:
+            found.append(run.teacher(teacher, shape))
+    return found
+
+
+def teacher_room(context: RuleContext, section: str) -> int:
+    """Return the number of tokens of the longest request to a teacher, which must fit into its KV cache."""
+    positions = context.positions_of(f"{section}.model_path")
+    return context.count(f"{section}.inference.max_model_len") or positions or longest(context.config)
 
 
 def device_bytes(context: RuleContext) -> int | None:
@@ -310,22 +342,36 @@ def problems(context: RuleContext) -> Iterator[Problem]:
 
 
 def _cache(context: RuleContext) -> Iterator[Problem]:
-    """Yield a problem if the longest request does not fit into the KV cache.
+    """Yield a problem if the longest request to an engine does not fit into its KV cache.
 
     An engine would not start, or would cut off answers.
     """
     shape, device = model_of(context, POLICY_PATH), device_bytes(context)
-    windowed = context.policy.get("sliding_window") and context.policy.get("use_sliding_window", True)
-    other_size = context.get(f"{ROLLOUT}.engine_kwargs.{context.get(f'{ROLLOUT}.name')}.kv_cache_dtype")
-    if shape is None or device is None or context.on_cpu or windowed or other_size:
+    if device is None or context.on_cpu:
         return
-    engine, request = rollout_engine(context.config, shape), room(context.config, context.positions)
+    if shape is not None and not _windowed(context.policy):
+        engine, request = rollout_engine(context.config, shape), room(context.config, context.positions)
+        yield from _one_request(context, ROLLOUT, engine, request, device)
+    for section in teachers(context.config):
+        path = f"{section}.model_path"
+        if (shape := model_of(context, path)) is not None and not _windowed(context.model_config(path)):
+            engine = teacher_engine(context.config, section, shape)
+            yield from _one_request(context, f"{section}.inference", engine, teacher_room(context, section), device)
+
+
+def _windowed(model: Mapping[str, Any]) -> bool:
+    return bool(model.get("sliding_window") and model.get("use_sliding_window", True))
+
+
+def _one_request(context: RuleContext, section: str, engine: Engine, request: int, device: int) -> Iterator[Problem]:
+    other_size = context.get(f"{section}.engine_kwargs.{context.get(f'{section}.name')}.kv_cache_dtype")
     tokens = engine.cache_tokens(device)
-    if tokens < request:
+    if tokens < request and not other_size:
         weights = f"its share of {gib(device)} has room for {tokens} beside weights of {gib(engine.weights)}"
-        longest = f"{ROLLOUT}.max_model_len={request}" if context.get(f"{ROLLOUT}.max_model_len") else MODELS_OWN
-        advice = f"{weights}. Raise it, lower {longest}, or raise {ROLLOUT}.tensor_model_parallel_size."
-        setting = f"{ROLLOUT}.gpu_memory_utilization"
+        said = context.get(f"{section}.max_model_len")
+        longest_of = f"{section}.max_model_len={request}" if said else MODELS_OWN.format(section)
+        advice = f"{weights}. Raise it, lower {longest_of}, or raise {section}.tensor_model_parallel_size."
+        setting = f"{section}.gpu_memory_utilization"
         yield context.problem(setting, f"enough for a KV cache of one request of {request} tokens", advice)
 
 

@@ -103,13 +103,21 @@ class RuleContext:
             own = self.count(f"{model}.override_config.{part}max_position_embeddings")
             if own is not None:
                 return own
-        said = self.policy.get("max_position_embeddings") or lookup(self.policy, "text_config.max_position_embeddings")
+        return self.positions_of(f"{model}.path")
+
+    def positions_of(self, setting: str) -> int | None:
+        """Number of token positions in the config.json of the model that ``setting`` names; None if not known."""
+        model = self.model_config(setting)
+        said = model.get("max_position_embeddings") or lookup(model, "text_config.max_position_embeddings")
         return said if is_count(said) else None
 
     @property
     def policy(self) -> Mapping[str, Any]:
         """The contents of the policy model's config.json; empty if it cannot be read."""
-        setting = "actor_rollout_ref.model.path"
+        return self.model_config("actor_rollout_ref.model.path")
+
+    def model_config(self, setting: str) -> Mapping[str, Any]:
+        """The contents of the config.json of the model that ``setting`` names; empty if it cannot be read."""
         return next((fact.model_config for fact in self.files if fact.setting == setting and fact.model_config), {})
 
     @property

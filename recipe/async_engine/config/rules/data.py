@@ -4,14 +4,15 @@
 import re
 from collections.abc import Iterator
 
-from recipe.async_engine.config.facts import FileFact, RowFault
+from recipe.async_engine.config.facts import TRAIN_FILES, FileFact, RowFault
+from recipe.async_engine.config.plan import teacher_keys
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.verl_types import ROLLOUT
 from recipe.async_engine.core.columns import ARGUMENTS
 from recipe.async_engine.core.snapshots import RESUMED_PARTS, not_carried
 
-REWARD_COLUMNS = ("reward_model",)
+REWARD_COLUMNS, TEACHER_KEY = ("reward_model",), "distillation.teacher_key"
 WANTED = {
     "model": "a local directory with a config.json, or the name of a model on the hub",
     "data": "existing files",
@@ -36,7 +37,8 @@ def files(context: RuleContext) -> Iterator[Problem]:
             correct = "name, install it, or put its folder on PYTHONPATH" if fact.kind == "module" else "path"
             yield Problem(fact.setting, fact.path, WANTED[fact.kind], f"It {fact.fault}; correct the {correct}.")
         elif fact.kind == "data" and context.get("data.custom_cls.path") is None:
-            yield from _data(context, fact, needed)
+            routed = fact.setting == TRAIN_FILES and teacher_keys(context.config)
+            yield from _data(context, fact, [*needed, str(context.get(TEACHER_KEY))] if routed else needed)
 
 
 def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[Problem]:
@@ -73,6 +75,10 @@ def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
         "no mapping": (
             "data in which this column is a mapping",
             "text or another value. verl reads its keys.",
+        ),
+        "no teacher": (
+            f"rows with the key of a teacher, {', '.join(map(str, teacher_keys(context.config)))}",
+            f"{fault.value}. Correct the rows or the keys (distillation.teacher_models), or set {TEACHER_KEY}.",
         ),
     }[fault.what]
     others = "" if fault.count == 1 else f" and {fault.count - 1} more"

@@ -5,7 +5,14 @@ import math
 from collections.abc import Iterator
 
 from recipe.async_engine.config.log_prob_servers import Proximal
-from recipe.async_engine.config.plan import has_adapter, proximal_source, replica_size, teachers, uses_kl
+from recipe.async_engine.config.plan import (
+    DEFAULT_TEACHER,
+    has_adapter,
+    proximal_source,
+    teacher_size,
+    teachers,
+    uses_kl,
+)
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
 from recipe.async_engine.config.sections import SHARED
@@ -13,8 +20,6 @@ from recipe.async_engine.config.verl_types import ACTOR
 from recipe.async_engine.core.scoring import Anchor
 
 SERVERS, DISTILLATION = "model_engine_server", "distillation"
-DEFAULT_TENSOR_SIZE = 2
-"""Default tensor-parallel size in verl's `RolloutConfig`. It applies to an added teacher for which no size is set."""
 PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -119,17 +124,19 @@ def teachers_servers(context: RuleContext) -> Iterator[Problem]:
         if context.count(f"{DISTILLATION}.{setting}") is None:
             advice = "Set the accelerators that the teachers' servers are started on."
             yield context.problem(f"{DISTILLATION}.{setting}", "an integer >= 1", advice)
+    several = DEFAULT_TEACHER not in sections
+    if several and context.get(f"{DEFAULT_TEACHER}.model_path"):
+        advice = "verl leaves the entry teacher_model out if there are others: give this teacher another name."
+        yield context.problem(f"{DEFAULT_TEACHER}.model_path", "null beside other teachers", advice)
     total, needed = teachers_accelerators(context), 0
     for section in sections:
-        size = replica_size(context.config, f"{section}.inference")
-        if context.get(f"{section}.inference.tensor_model_parallel_size") is None:
-            size *= DEFAULT_TENSOR_SIZE
-        needed += size * (context.count(f"{section}.num_replicas") or 0)
-        yield from _teacher(context, section, several=len(sections) > 1)
-        if len(sections) == 1 and total % size:
+        size = teacher_size(context.config, section)
+        needed += size * teacher_servers(context, section)
+        yield from _teacher(context, section, several)
+        if not several and total % size:
             advice = f"A server takes {size}: tensor x data x pipeline parallel size."
             yield context.problem(f"{DISTILLATION}.n_gpus_per_node", f"such that {total} divides by {size}", advice)
-    if len(sections) > 1 and total and needed != total:
+    if several and total and needed != total:
         advice = f"The servers of all teachers (num_replicas) take {needed}, and nnodes * n_gpus_per_node is {total}."
         yield context.problem(f"{DISTILLATION}.n_gpus_per_node", "as many as the servers take", advice)
     loglinear = proximal_source(context.config, context.settings) is Proximal.LOGLINEAR
@@ -140,8 +147,7 @@ def teachers_servers(context: RuleContext) -> Iterator[Problem]:
 
 
 def _teacher(context: RuleContext, section: str, several: bool) -> Iterator[Problem]:
-    needed = ["model_path", *(["key", "num_replicas"] if several else [])]
-    for name in needed:
+    for name in ("model_path", *(("key", "num_replicas") if several else ())):
         if not context.get(f"{section}.{name}"):
             yield context.problem(f"{section}.{name}", "a value", "verl needs it for each teacher; set it.")
     if context.get(f"{section}.inference.name") != "vllm":
@@ -150,6 +156,18 @@ def _teacher(context: RuleContext, section: str, several: bool) -> Iterator[Prob
     if context.get(f"{section}.inference.router_config_path"):
         advice = "Calls go to the teacher's server with the fewest; remove it."
         yield context.problem(f"{section}.inference.router_config_path", "null", advice)
+    setting, needed_room = f"{section}.inference.max_model_len", context.longest + 1
+    room = context.count(setting) or context.positions_of(f"{section}.model_path")
+    if room is not None and room < needed_room:
+        advice = f"The teacher gets prompt and response, and samples one token; it has room for {room}."
+        yield context.problem(setting, f"at least {needed_room}, or a teacher with as many positions", advice)
+
+
+def teacher_servers(context: RuleContext, section: str) -> int:
+    """Return the number of a teacher's servers: `num_replicas`, but a single teacher has all of the accelerators."""
+    if section != DEFAULT_TEACHER:
+        return context.count(f"{section}.num_replicas") or 0
+    return teachers_accelerators(context) // teacher_size(context.config, section)
 
 
 def teachers_accelerators(context: RuleContext) -> int:
