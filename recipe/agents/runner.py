@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV")
 ROW = "AGENT_ROW"
+KEY = "AGENT_HOSTS_KEY"
 REWARD = "reward"
 
 Agent = Callable[[AsyncOpenAI, dict[str, Any]], Awaitable[Any]]
@@ -105,6 +106,13 @@ async def _watched(command: Sequence[str], environment: Mapping[str, str], folde
     if ended.get("left"):
         logger.warning("%d processes of an agent could not be killed", ended["left"])
     return ended
+
+
+def hosts_key() -> str:
+    """Return the key that the run and the user's hosts share, from the environment variable `KEY`."""
+    if len(key := os.environ.get(KEY, "")) < 16:
+        raise AgentFailed(f"agents on hosts need a key of 16 letters or more in {KEY}, the same in the run and there")
+    return key
 
 
 def environment_of(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str]:

@@ -36,8 +36,16 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.agents.engines import reasoning_splitter
 from recipe.agents.errors import Refused
-from recipe.agents.history import History, Message, images, to_render
+from recipe.agents.history import IMAGE, History, Message, images, to_render
 from recipe.agents.tree import TokenTree
+
+ANSWERS = 4096
+"""Number of answers that one trajectory may ask for."""
+LETTERS, LETTERS_PER_TOKEN = 1 << 20, 16
+"""A request may have so many letters, and in addition so many for each token of the lengths. Longer texts would only
+take the worker's time and memory until their tokens are counted."""
+PIXELS = 1 << 26
+"""Number of pixels that the images of one request may have."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ class Session:
         self._calls = count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._texts: list[tuple[str, int]] = []
+        self._begun = 0
+        self._letters = LETTERS + LETTERS_PER_TOKEN * (rollout.prompt_length + rollout.response_length)
 
     async def in_context(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Await ``work`` in the trajectory's context; cancel it if the caller is cancelled or the session is closed."""
@@ -126,6 +136,7 @@ class Session:
         Raises:
             Refused: the request cannot be answered.
         """
+        self._check_letters([ask.tools, messages])
         found = self._history.match(ask.tools, messages)
         answers_sent = [message["role"] == "assistant" for message in messages]
         if found is not None or self.tree.exchanges:
@@ -140,11 +151,26 @@ class Session:
 
     async def complete(self, prompt: str | list[int], ask: Ask) -> list[Answer]:
         """Return ``ask.n`` answers that continue ``prompt``, a text or a list of tokens."""
+        self._check_letters(prompt)
         tokens = prompt if isinstance(prompt, list) else self._continued(prompt)
         answers = await self._answers(tokens, ask, [], [])
         if isinstance(prompt, str):
             self._texts += [(prompt, answer.number) for answer in answers]
         return answers
+
+    def _check_letters(self, said: Any) -> None:
+        if letters(said) > self._letters:
+            raise self._too_long(f"more than {self._letters} letters")
+
+    def _too_long(self, what: str) -> Refused:
+        self.overlong = True
+        return Refused(
+            400,
+            f"the conversation has {what}, which leaves no room for an answer "
+            f"(data.max_prompt_length, data.max_response_length)",
+            code="context_length_exceeded",
+            param="messages",
+        )
 
     def _continued(self, text: str) -> list[int]:
         """Return the tokens of a text. If it repeats an earlier prompt and answer, their tokens are used unchanged."""
@@ -182,10 +208,12 @@ class Session:
             return rendered, [], []
         if self._loop.processor is None:
             raise Refused(400, "the model does not support images", param="messages")
+        left = PIXELS
         for message in rendered:
             for part in message["content"] if isinstance(message["content"], list) else ():
                 if part["type"] == "image":
-                    part["image"] = pixels(part["image"])
+                    part["image"] = pixels(part["image"], left)
+                    left -= part["image"].width * part["image"].height
         shown = (await self._loop.process_multi_modal_info(rendered))["images"]
         return rendered, [hashlib.sha256(address.encode()).hexdigest() for address in addresses], shown
 
@@ -215,14 +243,10 @@ class Session:
     async def _answers(self, prompt: list[int], ask: Ask, media: list[str], pictures: list[Any]) -> list[Answer]:
         room = self.tree.room(prompt, media) if prompt else 0
         if room < 1:
-            self.overlong = True
-            raise Refused(
-                400,
-                f"the conversation has {len(prompt)} tokens, which leaves no room for an answer "
-                f"(data.max_prompt_length, data.max_response_length)",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise self._too_long(f"{len(prompt)} tokens")
+        self._begun += ask.n
+        if self._begun > ANSWERS:
+            raise Refused(429, f"the trajectory has asked for {ANSWERS} answers", code="rate_limit_exceeded")
         limit = min(room, ask.max_tokens or room)
         ask.begun.set()
         if ask.n == 1:
@@ -299,12 +323,27 @@ def schemas(tools: Sequence[Any]) -> list[OpenAIFunctionToolSchema]:
     return described
 
 
-def pixels(address: str) -> Image.Image:
-    """Return the image in a ``data:`` URL. Other URLs are refused, since the worker would contact any server named."""
+def letters(said: Any) -> int:
+    """Return the length of all texts in a JSON value, except images, which have a limit of their own."""
+    if isinstance(said, str):
+        return len(said)
+    if isinstance(said, dict):
+        return sum(letters(each) for name, each in said.items() if name != IMAGE)
+    return sum(map(letters, said)) if isinstance(said, list | tuple) else 1
+
+
+def pixels(address: str, most: int = PIXELS) -> Image.Image:
+    """Return the image in a ``data:`` URL. Other URLs are refused, since the worker would contact any server named.
+
+    An image of more than ``most`` pixels is refused before it is decoded.
+    """
     head, _, data = address.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
         raise Refused(400, "images have to be data: URLs in base64", param="messages")
     try:
-        return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB")
+        image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+        if image.width * image.height > most:
+            raise ValueError(f"the images of a request have more than {PIXELS} pixels")
+        return image.convert("RGB")
     except Exception as error:  # Pillow raises errors of many classes for data that is not an image
         raise Refused(400, f"an image cannot be read: {error}", param="messages") from error
