@@ -8,8 +8,8 @@ ends, its connections are closed. Errors have OpenAI's form. They tell OpenAI's 
 client behind this server has already retried requests that failed in the engines.
 
 No agent can use up what all share. A trajectory may have `AT_ONCE` open requests with `BODY_BYTES` in their bodies. A
-body has to arrive within `BODY_S`, and a request's head within twice `HEAD_S`. If there are more connections than half
-of the process's files, those without a request are closed, the oldest first. Shown by tests/integration/test_agents.py
+body has to arrive within `BODY_S`, and a request's head within twice `HEAD_S`. If there are more than `CONNECTIONS`,
+those without a request are closed, the oldest first. Shown by tests/integration/test_agents.py
 and tests/integration/test_hostile_agents.py.
 """
 
@@ -50,6 +50,7 @@ BODY_S = 60.0
 HEAD_BYTES = 1 << 20
 HEAD_S = 30.0
 AT_ONCE = 256
+CONNECTIONS, ACCEPTED = 2048, 64
 PING_S = 15
 DONE = ({"data": "[DONE]"},)
 Events = Iterator[dict[str, str]]
@@ -108,7 +109,7 @@ class _Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.logger, self.began = logger.getChild("connection"), self.loop.time()
-        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+        if len(self.connections) > min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
             waiting = sorted(
                 (each for each in self.connections if isinstance(each, _Connection) and each.waits),
                 key=lambda each: (each.cycle is not None, each.began),
@@ -157,6 +158,8 @@ class Gateway:
         config = uvicorn.Config(
             self.app(),
             http=_Connection,
+            # asyncio accepts as many connections in one step, in which all others wait.
+            backlog=ACCEPTED,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -39,7 +39,7 @@ from recipe.agents.errors import Refused
 from recipe.agents.history import IMAGE, History, Message, images, to_render
 from recipe.agents.tree import TokenTree
 
-ANSWERS = 4096
+ANSWERS = 1024
 """Number of answers that one trajectory may ask for."""
 LETTERS, LETTERS_PER_TOKEN = 1 << 20, 16
 """A request may have so many letters, and in addition so many for each token of the lengths. Longer texts would only

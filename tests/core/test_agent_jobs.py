@@ -87,7 +87,7 @@ def test_a_desk_that_takes_over_learns_first_what_runs_where() -> None:
 
 
 class Running(RuleBasedStateMachine):
-    """Hosts that start what they are told, over answers that get lost; a result is the name of the host that gave it."""
+    """Hosts that start what they are told, over answers that get lost. A result names its host."""
 
     def __init__(self) -> None:
         super().__init__()
