@@ -115,8 +115,8 @@ async def measured(run: Any, trajectories: int, turns: int, profile: bool) -> fl
 
 async def both_sides(options: argparse.Namespace) -> None:
     from scripted_policy import ScriptedClient, agent_loop, made
-    from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
     from verl.experimental.agent_loop.agent_loop import ToolListWrap
+    from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
     from verl.tools.base_tool import BaseTool
     from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 

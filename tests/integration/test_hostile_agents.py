@@ -69,7 +69,7 @@ async def trajectory(kind: str, took: dict[str, float]) -> float:
     """Run one agent; return its reward, and check that it is trained on what was sampled for it."""
     client = ScriptedClient(lambda text: "3", seconds=0.01)
     command = shlex.join([sys.executable, "-I", "-S", str(PROGRAM), kind])
-    deadline_s = GOOD_S if kind in GOOD else BAD_S
+    deadline_s = BAD_S if BAD.get(kind) == LATE else GOOD_S
     loop = agent_loop(client, command=command, passed="MEETING", deadline_s=deadline_s)
     began = time.monotonic()
     output = await loop.run({})
