@@ -15,7 +15,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from recipe.agents.errors import AgentFailed, Refused
 from recipe.agents.gateway import Gateway, Held, bearer, body_of, first_of
-from recipe.agents.jobs import POLL_S, Jobs
+from recipe.agents.jobs import POLL_S, Job, Jobs
 from recipe.agents.runner import KEY, hosts_key
 
 LOST_S = 60.0
@@ -35,25 +35,24 @@ _desks: dict[tuple[asyncio.AbstractEventLoop, str], Gateway] = {}
 
 
 class Desk:
-    """The desk's two routes: one at which the run asks for a job's result, and one that hosts poll."""
+    """The desk's routes: the run asks for a job's result, and hosts ask for a job and report about it."""
 
     def __init__(self, key: str) -> None:
         self._key, self._jobs = key, Jobs(time.monotonic())
         self._changed = asyncio.Condition()
-        self._polls: dict[str, int] = {}
         self.routes = [
-            Route("/jobs/{name}", self._guarded(self._asked), methods=["POST"]),
-            Route("/hosts/{name}", self._guarded(self._polled), methods=["POST"]),
+            Route("/next", self._guarded(self._next), methods=["POST"]),
+            Route("/results/{name}", self._guarded(self._result), methods=["POST"]),
+            Route("/jobs/{name}/{turn:int}", self._guarded(self._reported), methods=["POST"]),
         ]
 
-    def _guarded(self, answer: Callable[[str, dict[str, Any]], Any]) -> Callable[[Request], Any]:
+    def _guarded(self, answer: Callable[..., Coroutine[Any, Any, Mapping[str, Any]]]) -> Callable[[Request], Any]:
         async def guarded(request: Request) -> Response:
             if not secrets.compare_digest(bearer(request).encode(), self._key.encode()):
                 raise Refused(401, f"the key is not that of the run ({KEY})", code="invalid_api_key")
-            held = Held()
-            with held.request() as data:
+            with (held := Held()).request() as data:
                 body = await body_of(request, held, data)
-            task = asyncio.create_task(answer(request.path_params["name"], body))
+            task = asyncio.create_task(answer(body, **request.path_params))
             try:
                 await first_of(request, task)
             except BaseException:
@@ -63,36 +62,34 @@ class Desk:
 
         return guarded
 
-    async def _asked(self, name: str, work: dict[str, Any]) -> Mapping[str, Any]:
-        job = self._jobs.ask(name, work, time.monotonic())
+    async def _result(self, body: dict[str, Any], name: str) -> Mapping[str, Any]:
+        job = self._jobs.ask(name, body, time.monotonic())
+        await self._tell()
         try:
             await self._until(lambda: job.result is not None)
         except asyncio.CancelledError:  # the run does not wait any more
             self._jobs.jobs.pop(name, None)
             raise
-        finally:
-            job.asked = time.monotonic()
-            await self._tell()
         if job.result is None:
             return {}
         self._jobs.jobs.pop(name, None)
         return job.result
 
-    async def _polled(self, host: str, said: dict[str, Any]) -> Mapping[str, Any]:
-        number = self._polls[host] = self._polls.get(host, 0) + 1
-        arguments = int(said["free"]), list(said["running"]), dict(said["done"])
-        told: tuple[Any, Any] = ({}, [])
+    async def _next(self, body: dict[str, Any]) -> Mapping[str, Any]:
+        found: tuple[str, Job] | None = None
 
-        def is_news() -> bool:
-            nonlocal told
-            if self._polls[host] != number:  # the host has given this poll up, so it must not get jobs
-                return True
-            told = self._jobs.poll(host, *arguments, time.monotonic())
-            return bool(told[0] or told[1] or arguments[2])
+        def takes() -> bool:
+            nonlocal found
+            found = self._jobs.take(time.monotonic())
+            return found is not None
 
-        await self._until(is_news)
+        await self._until(takes)
+        return {} if found is None else {"name": found[0], "turn": found[1].turn, "work": found[1].work}
+
+    async def _reported(self, body: dict[str, Any], name: str, turn: int) -> Mapping[str, Any]:
+        goes_on = self._jobs.report(name, turn, body.get("result"), time.monotonic())
         await self._tell()
-        return {"start": told[0], "end": told[1]}
+        return {"end": not goes_on}
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         with suppress(TimeoutError):
@@ -153,7 +150,7 @@ async def run_on_hosts(address: str, work: Mapping[str, Any]) -> Any:
         while True:
             open_desk(address, key)
             try:
-                reply = await client.post(f"http://{address}/jobs/{name}", content=said)
+                reply = await client.post(f"http://{address}/results/{name}", content=said)
             except httpx.TransportError as error:
                 if time.monotonic() > reached + LOST_S:
                     raise AgentFailed(f"no process of the run answers at hosts={address}: {error}") from error

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m recipe.agents.worker`` runs agents on a host of the user, for a run that is elsewhere.
 
-Contract: it polls the run's desk (`recipe.agents.jobs`), and runs the agent that its own command line names, once for
-each trajectory, as a process (`recipe.agents.runner`); the run decides only about the row, the address of the policy
-and the deadline. Agents are ended when the run says so, when the desk has been unreachable for `SILENT_S`, and when
-this program ends. It goes on polling, so that it serves the run again after a restart. It needs neither verl nor an
+Contract: it takes jobs from the run's desk (`recipe.agents.jobs`), and runs the agent that its own command line names,
+once for each trajectory, as a process (`recipe.agents.runner`). The run decides only about the row, the deadline, and
+the policy's address. An agent is ended when the run does not want it any more, when the run has not answered for
+`SILENT_S`, and when this program ends. This program serves the run again after a restart. It needs neither verl nor an
 engine. Shown by tests/integration/test_agent_hosts.py and tests/e2e/test_agent_hosts.py.
 """
 
@@ -18,100 +18,84 @@ import logging
 import os
 import shlex
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import httpx
 
 from recipe.agents.errors import AgentFailed
-from recipe.agents.jobs import POLL_S, SILENT_S
+from recipe.agents.jobs import BEAT_S, POLL_S, SILENT_S
 from recipe.agents.runner import ROW, hosts_key, run_callable, run_command
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """The agents that run on this host, and the results that the desk has not got yet."""
+    """Runs up to ``at_once`` agents. Each place asks for a job, and reports about it until it has ended."""
 
-    def __init__(self, address: str, command: str, passed: Sequence[str], at_once: int) -> None:
-        self._url = f"{address.rstrip('/')}/hosts/{socket.gethostname()}-{uuid4().hex[:8]}"
-        self._command, self._passed, self._at_once = command, passed, at_once
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._done: dict[str, dict[str, Any]] = {}
-        self._news = asyncio.Event()
+    def __init__(self, client: httpx.AsyncClient, command: str, passed: Sequence[str]) -> None:
+        self._client, self._command, self._passed = client, command, passed
 
-    async def serve(self) -> None:
-        """Poll the desk until this task is cancelled; raise AgentFailed if it refuses the key."""
-        heard = time.monotonic()
-        headers = {"Authorization": f"Bearer {hosts_key()}"}
-        async with httpx.AsyncClient(headers=headers, timeout=POLL_S + 10) as client:
-            try:
-                while True:
-                    try:
-                        await self._poll(client)
-                        heard = time.monotonic()
-                    except httpx.TransportError as error:
-                        logger.warning("no run answers at %s: %r", self._url, error)
-                        if time.monotonic() > heard + SILENT_S:
-                            await self._end(list(self._running))
-                        await asyncio.sleep(1.0)
-            finally:
-                await self._end(list(self._running))
-                with suppress(httpx.TransportError):
-                    await client.post(self._url, json={"free": 0, "running": [], "done": self._done}, timeout=2.0)
+    async def serve(self, at_once: int) -> None:
+        """Serve until this task is cancelled; raise a group of AgentFailed if the run refuses the key."""
+        async with asyncio.TaskGroup() as places:
+            for _ in range(at_once):
+                places.create_task(self._place())
 
-    async def _poll(self, client: httpx.AsyncClient) -> None:
-        """Tell the desk what runs here, and do what it answers; return early if an agent has ended meanwhile."""
-        self._news.clear()
-        told = dict(self._done)
-        said = {"free": self._at_once - len(self._running), "running": list(self._running), "done": told}
-        polling = asyncio.ensure_future(client.post(self._url, json=said))
-        news = asyncio.create_task(self._news.wait())
+    async def _place(self) -> None:
+        while True:
+            job = await self._post("/next", {})
+            if "name" in job:
+                await self._job(f"/jobs/{job['name']}/{job['turn']}", job["work"])
+
+    async def _job(self, path: str, work: dict[str, Any]) -> None:
+        agent = asyncio.create_task(self._run(work))
         try:
-            # What has been told must arrive. A poll without results can be given up, and sent again with them.
-            await asyncio.wait({polling} if told else {polling, news}, return_when=asyncio.FIRST_COMPLETED)
-            if not polling.done():
-                return
+            while not agent.done():
+                if (await self._post(path, {})).get("end"):
+                    return
+                await asyncio.wait({agent}, timeout=BEAT_S)
+            await self._post(path, {"result": agent.result()})
+        except asyncio.CancelledError:
+            with suppress(httpx.HTTPError):
+                await self._client.post(path, json={"result": {"failed": "the agent's host has ended"}}, timeout=2.0)
+            raise
         finally:
-            polling.cancel()
-            news.cancel()
-        reply = polling.result()
-        if reply.status_code == 401:
-            raise AgentFailed(reply.json()["error"]["message"])
-        if reply.status_code != 200:
-            raise httpx.RemoteProtocolError(f"status {reply.status_code}: {reply.text[:200]}")
-        for name in told:
-            del self._done[name]
-        answer = reply.json()
-        await self._end(answer["end"])
-        for name, work in answer["start"].items():
-            self._running[name] = asyncio.create_task(self._run(name, work))
+            agent.cancel()
+            await asyncio.wait({agent})
 
-    async def _run(self, name: str, work: dict[str, Any]) -> None:
+    async def _post(self, path: str, said: dict[str, Any]) -> dict[str, Any]:
+        """Return the run's answer, or tell to end if there is none for `SILENT_S`."""
+        over = time.monotonic() + SILENT_S
+        while time.monotonic() < over:
+            try:
+                reply = await self._client.post(path, json=said)
+                if reply.status_code == 401:
+                    raise AgentFailed(reply.json()["error"]["message"])
+                answer: dict[str, Any] = reply.raise_for_status().json()
+                return answer
+            except httpx.HTTPError as error:
+                logger.warning("no run answers at %s: %r", self._client.base_url, error)
+                await asyncio.sleep(1.0)
+        return {"end": True}
+
+    async def _run(self, work: dict[str, Any]) -> dict[str, Any]:
         deadline_s = work["deadline_s"]
         try:
-            async with asyncio.timeout(deadline_s):
-                returned = await run_command(self._command, work["address"], work["key"], work["row"], self._passed)
-            self._done[name] = {"returned": returned}
-        except TimeoutError:
-            self._done[name] = {"failed": f"the agent was not done within deadline_s={deadline_s:g}"}
+            async with asyncio.timeout(deadline_s) as limit:
+                return {
+                    "returned": await run_command(
+                        self._command, work["address"], work["key"], work["row"], self._passed
+                    )
+                }
         except Exception as error:  # whatever fails here must be told to the run
-            self._done[name] = {"failed": str(error) if isinstance(error, AgentFailed) else repr(error)}
-        finally:
-            self._running.pop(name, None)
-            self._news.set()
-
-    async def _end(self, names: Sequence[str]) -> None:
-        ended = [self._running[name] for name in names if name in self._running]
-        for task in ended:
-            task.cancel()
-        await asyncio.gather(*ended, return_exceptions=True)
+            if limit.expired():
+                return {"failed": f"the agent was not done within deadline_s={deadline_s:g}"}
+            return {"failed": str(error) if isinstance(error, AgentFailed) else repr(error)}
 
 
 async def call(agent: str) -> str:
@@ -123,16 +107,21 @@ async def call(agent: str) -> str:
     return json.dumps(returned, default=float)
 
 
-async def serve_until_ended(worker: Worker) -> int:
-    serving = asyncio.create_task(worker.serve())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
-    try:
-        await serving
-    except asyncio.CancelledError:
-        return 0
-    except AgentFailed as error:
-        logger.error("%s", error)
+async def serve(address: str, command: str, passed: Sequence[str], at_once: int) -> int:
+    """Serve the run at ``address`` until a signal ends this process; return the exit status."""
+    headers = {"Authorization": f"Bearer {hosts_key()}"}
+    async with httpx.AsyncClient(
+        base_url=address, headers=headers, timeout=POLL_S + 10, limits=httpx.Limits()
+    ) as client:
+        serving = asyncio.create_task(Worker(client, command, passed).serve(at_once))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+        try:
+            await serving
+        except asyncio.CancelledError:
+            return 0
+        except ExceptionGroup as errors:
+            logger.error("%s", errors.exceptions[0])
     return 1
 
 
@@ -154,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     command = options.command or shlex.join([sys.executable, "-m", "recipe.agents.worker", "--call", options.agent])
     passed = [name.strip() for name in options.passed.split(",") if name.strip()]
-    return asyncio.run(serve_until_ended(Worker(options.connect, command, passed, options.at_once)))
+    return asyncio.run(serve(options.connect, command, passed, options.at_once))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from recipe.agents.jobs import NO_HOST_S, OPENS_S, SILENT_S, UNASKED_S, Jobs
+from recipe.agents.jobs import BEGIN_S, NO_HOST_S, OPENS_S, SILENT_S, UNASKED_S, Jobs
 
-HOSTS = ("a", "b", "c")
+DONE = {"returned": 1.0}
 
 
 def opened(*names: str) -> Jobs:
@@ -21,57 +21,56 @@ def opened(*names: str) -> Jobs:
     return jobs
 
 
-def test_a_host_gets_as_many_jobs_as_it_has_room_for_in_their_order() -> None:
-    jobs = opened("x", "y", "z")
-    assert jobs.poll("a", 2, [], {}, 1.0) == ({"x": {"of": "x"}, "y": {"of": "y"}}, [])
-    assert jobs.poll("b", 2, [], {}, 1.0) == ({"z": {"of": "z"}}, [])
-    assert jobs.poll("a", 2, ["x", "y"], {}, 2.0) == ({}, [])
+def taken(jobs: Jobs, now: float) -> tuple[str, int] | None:
+    found = jobs.take(now)
+    return None if found is None else (found[0], found[1].turn)
 
 
-def test_a_job_whose_answer_was_lost_goes_to_another_host() -> None:
-    jobs = opened("x")
-    assert list(jobs.poll("a", 1, [], {}, 1.0)[0]) == ["x"]
-    jobs.poll("a", 0, [], {}, 2.0)
-    assert list(jobs.poll("b", 1, [], {}, 3.0)[0]) == ["x"]
-    # The answer arrives late all the same, and the host has begun: it has to end the agent.
-    assert jobs.poll("a", 0, ["x"], {}, 4.0) == ({}, ["x"])
-
-
-def test_a_silent_host_fails_what_it_has_begun_and_gives_back_what_it_has_not() -> None:
-    jobs = opened("x")
-    jobs.poll("a", 1, [], {}, 1.0)
-    jobs.poll("a", 1, ["x"], {}, 2.0)
-    jobs.ask("y", {}, 2.0)
-    jobs.poll("a", 1, ["x"], {}, 3.0)
-    jobs.expire(3.0 + SILENT_S)
-    assert jobs.jobs["x"].result is None
-    jobs.expire(4.0 + SILENT_S)
-    assert jobs.jobs["x"].result == {"failed": f"the host a has not been heard of for {SILENT_S:g} s"}
-    assert list(jobs.poll("b", 5, [], {}, 80.0)[0]) == ["y"]
-
-
-def test_a_host_that_ends_in_order_fails_its_agents_at_once() -> None:
+def test_jobs_are_taken_in_their_order() -> None:
     jobs = opened("x", "y")
-    jobs.poll("a", 2, [], {}, 1.0)
-    jobs.poll("a", 0, ["x", "y"], {}, 2.0)
-    jobs.poll("a", 0, [], {"x": {"returned": 1.0}}, 3.0)
-    assert jobs.jobs["x"].result == {"returned": 1.0}
-    assert "has ended, or lost" in jobs.jobs["y"].result["failed"]
+    assert [taken(jobs, 1.0) for _ in range(3)] == [("x", 1), ("y", 1), None]
+    assert jobs.report("x", 1, DONE, 2.0)
+    assert jobs.jobs["x"].result == DONE
+
+
+def test_a_job_that_does_not_begin_goes_to_another_host() -> None:
+    jobs = opened("x")
+    assert taken(jobs, 1.0) == ("x", 1)
+    jobs.expire(1.0 + BEGIN_S)
+    assert taken(jobs, 1.0 + BEGIN_S) is None
+    jobs.expire(2.0 + BEGIN_S)
+    assert taken(jobs, 2.0 + BEGIN_S) == ("x", 2)
+    assert not jobs.report("x", 1, None, 20.0)
+    assert jobs.report("x", 2, DONE, 20.0)
+
+
+def test_a_silent_host_costs_the_job_that_it_has_begun() -> None:
+    jobs = opened("x")
+    jobs.take(1.0)
+    jobs.report("x", 1, None, 2.0)
+    for now in (20.0, 40.0, 2.0 + SILENT_S):
+        jobs.ask("x", {}, now)
+        jobs.expire(now)
+        assert jobs.jobs["x"].result is None
+    jobs.expire(3.0 + SILENT_S)
+    assert jobs.jobs["x"].result == {"failed": f"the agent's host has not been heard of for {SILENT_S:g} s"}
+    assert not jobs.report("x", 1, DONE, 70.0)
 
 
 def test_a_job_that_nobody_asks_for_ends_at_its_host() -> None:
     jobs = opened("x")
-    jobs.poll("a", 1, [], {}, 1.0)
-    jobs.jobs["x"].asked = 2.0
-    jobs.expire(2.0 + UNASKED_S)
-    assert jobs.poll("a", 0, ["x"], {}, 18.0) == ({}, [])
-    jobs.expire(3.0 + UNASKED_S)
-    assert jobs.poll("a", 0, ["x"], {}, 19.0) == ({}, ["x"])
+    jobs.take(1.0)
+    jobs.expire(UNASKED_S)
+    assert jobs.report("x", 1, None, UNASKED_S)
+    jobs.expire(UNASKED_S + 1)
+    assert not jobs.report("x", 1, None, UNASKED_S + 1)
 
 
 def test_without_a_host_a_job_fails_at_a_deadline() -> None:
     jobs = opened("x")
-    jobs.expire(NO_HOST_S)
+    for seconds in range(0, int(NO_HOST_S) + 1, 20):
+        jobs.ask("x", {}, seconds)
+        jobs.expire(seconds)
     assert jobs.jobs["x"].result is None
     jobs.expire(NO_HOST_S + 1)
     assert jobs.jobs["x"].result == {"failed": f"no host has been connected for {NO_HOST_S:g} s"}
@@ -80,74 +79,72 @@ def test_without_a_host_a_job_fails_at_a_deadline() -> None:
 def test_a_desk_that_takes_over_learns_first_what_runs_where() -> None:
     jobs = Jobs(began=0.0)
     jobs.ask("x", {}, 1.0)
-    assert jobs.poll("b", 1, [], {}, 2.0) == ({}, [])
-    assert jobs.poll("a", 0, ["x", "gone"], {}, 3.0) == ({}, [])
-    assert jobs.poll("b", 1, [], {}, OPENS_S) == ({}, [])
-    assert jobs.poll("a", 0, ["x", "gone"], {}, OPENS_S) == ({}, ["gone"])
+    assert taken(jobs, 2.0) is None
+    assert jobs.report("x", 1, None, 3.0) and jobs.report("y", 4, None, 3.0)
+    jobs.ask("y", {"of": "y"}, 4.0)
+    assert taken(jobs, OPENS_S) is None
+    assert jobs.report("y", 4, DONE, OPENS_S) and not jobs.report("z", 1, None, OPENS_S)
 
 
 class Running(RuleBasedStateMachine):
-    """Hosts that start what they are told, over answers that get lost. A result names its host."""
+    """Hosts with one place each, over answers that get lost. A result names its host."""
+
+    HOSTS = ("a", "b", "c")
 
     def __init__(self) -> None:
         super().__init__()
         self.now, self.made = 0.0, 0
         self.jobs = Jobs(began=0.0)
-        self.running: dict[str, set[str]] = {host: set() for host in HOSTS}
-        self.done: dict[str, dict[str, Any]] = {host: {} for host in HOSTS}
-        self.ran: dict[str, list[str]] = {}
+        self.held: dict[str, tuple[str, int]] = {}
+        self.begun: dict[str, str] = {}
 
     @rule()
     def ask(self) -> None:
         self.jobs.ask(f"job{self.made}", {}, self.now)
         self.made += 1
 
-    @rule(host=st.sampled_from(HOSTS), free=st.integers(0, 3), arrives=st.booleans())
-    def poll(self, host: str, free: int, arrives: bool) -> None:
-        told = dict(self.done[host])
-        begun = {name for name, job in self.jobs.jobs.items() if job.has_begun}
-        start, end = self.jobs.poll(host, free, sorted(self.running[host]), told, self.now)
-        assert len(start) <= free and not set(start) & (begun | self.running[host])
-        if not arrives:
-            return
-        self.running[host] |= set(start)
-        self.running[host] -= set(end)
-        self.done[host] = {name: result for name, result in self.done[host].items() if name not in told}
-        for name in start:
-            self.ran.setdefault(name, []).append(host)
+    @rule(host=st.sampled_from(HOSTS), arrives=st.booleans())
+    def take(self, host: str, arrives: bool) -> None:
+        if host not in self.held and (found := taken(self.jobs, self.now)) is not None:
+            assert found[0] not in self.begun, "a job that has begun is given out again"
+            if arrives:
+                self.held[host] = found
 
-    @precondition(lambda self: any(self.running.values()))
-    @rule(choose=st.data())
-    def finish(self, choose: Any) -> None:
-        host, name = choose.draw(
-            st.sampled_from(sorted((host, name) for host, names in self.running.items() for name in names))
-        )
-        self.running[host].discard(name)
-        self.done[host][name] = {"returned": host}
+    @precondition(lambda self: self.held)
+    @rule(choose=st.data(), ends=st.booleans())
+    def report(self, choose: Any, ends: bool) -> None:
+        host = choose.draw(st.sampled_from(sorted(self.held)))
+        name, turn = self.held[host]
+        goes_on = self.jobs.report(name, turn, {"returned": host} if ends else None, self.now)
+        if goes_on:
+            assert self.begun.setdefault(name, host) == host, "two hosts run the same job"
+        if ends or not goes_on:
+            del self.held[host]
 
     @rule(host=st.sampled_from(HOSTS))
     def die(self, host: str) -> None:
-        self.running[host], self.done[host] = set(), {}
+        self.held.pop(host, None)
 
-    @rule(seconds=st.sampled_from([1.0, 30.0, SILENT_S + 1]))
+    @rule(seconds=st.sampled_from([1.0, BEGIN_S, 30.0, SILENT_S + 1]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
+        for name, job in self.jobs.jobs.items():
+            self.jobs.ask(name, job.work, self.now)
         self.jobs.expire(self.now)
 
     @invariant()
-    def a_result_comes_from_a_host_that_ran_the_job(self) -> None:
+    def a_result_comes_from_the_host_that_ran_the_job(self) -> None:
         for name, job in self.jobs.jobs.items():
             if job.result is not None and "returned" in job.result:
-                assert job.result["returned"] in self.ran[name]
+                assert job.result["returned"] == self.begun[name]
 
     def teardown(self) -> None:
         """Every job ends, whatever happened, if one host lives and works."""
-        for seconds in (0.0, 30.0, 30.0, 30.0, 1.0, 1.0):
-            self.wait(seconds)
-            self.poll("a", 100, True)
-            self.done["a"] |= {name: {"returned": "a"} for name in self.running["a"]}
-            self.running["a"] = set()
-        self.poll("a", 100, True)
+        self.held.clear()
+        self.wait(30.0)
+        self.wait(SILENT_S + 1)
+        while (found := taken(self.jobs, self.now)) is not None:
+            assert self.jobs.report(*found, DONE, self.now)
         assert all(job.result is not None for job in self.jobs.jobs.values())
 
 
