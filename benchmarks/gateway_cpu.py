@@ -75,11 +75,10 @@ class OtherProcess:
         self._process, self._over = process, dict[str, asyncio.Event]()
         self._reading = asyncio.create_task(self._read())
 
-    async def __call__(self, policy: AsyncOpenAI, row: dict[str, Any]) -> float:
-        address = str(policy.base_url)
+    async def converse(self, address: str, key: str) -> float:
         self._over[address] = asyncio.Event()
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"address": address, "key": policy.api_key}).encode() + b"\n")
+        self._process.stdin.write(json.dumps({"address": address, "key": key}).encode() + b"\n")
         await self._over[address].wait()
         return 1.0
 
@@ -114,11 +113,13 @@ async def measured(run: Any, trajectories: int, turns: int, profile: bool) -> fl
 
 
 async def both_sides(options: argparse.Namespace) -> None:
-    from scripted_policy import ScriptedClient, agent_loop, made
+    from scripted_policy import ScriptedClient, made
     from verl.experimental.agent_loop.agent_loop import ToolListWrap
     from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
     from verl.tools.base_tool import BaseTool
     from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+    from recipe.agents.loop import OpenAIAgentLoop
 
     class Adds(BaseTool):
         async def execute(self, instance_id: str, parameters: Any, **more: Any) -> tuple[ToolResponse, float, dict]:
@@ -130,6 +131,12 @@ async def both_sides(options: argparse.Namespace) -> None:
     )
     other = OtherProcess(process)
 
+    class Elsewhere(OpenAIAgentLoop):
+        """Has its agent in the other process, without an unused client in this one."""
+
+        async def _returned(self, session: Any, address: str, key: str, row: Any) -> float:
+            return await other.converse(address, key)
+
     async def verls() -> None:
         client = ScriptedClient(answers(options.turns))
         output = await made(ToolAgentLoop, client, tools=tools).run({"max_tokens": 4096}, raw_prompt=[QUESTION])
@@ -137,9 +144,7 @@ async def both_sides(options: argparse.Namespace) -> None:
 
     async def gateways() -> None:
         client = ScriptedClient(answers(options.turns))
-        loop = agent_loop(client, agent="asyncio.sleep")
-        loop._agent = other
-        output = await loop.run({}, raw_prompt=[QUESTION])
+        output = await made(Elsewhere, client, command="").run({}, raw_prompt=[QUESTION])
         assert len(client.sampled) == options.turns and not isinstance(output, list)
 
     found: dict[str, list[float]] = {"verl's tool agent": [], "gateway": []}

@@ -87,7 +87,7 @@ def checked(name: str, kind: Any, value: Any) -> Any:
         Refused: it is not valid. The message has the first validation error.
     """
     try:
-        _read(_adapter(kind).validate_python(value))
+        _read([_adapter(kind).validate_python(value)])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, (name, *first["loc"])))
@@ -97,11 +97,8 @@ def checked(name: str, kind: Any, value: Any) -> Any:
 
 def _read(value: Any) -> None:
     """Iterate over all of a validated value, because pydantic validates the items of an ``Iterable`` only then."""
-    if isinstance(value, dict):
-        for each in value.values():
-            _read(each)
-    elif not isinstance(value, str | bytes) and hasattr(value, "__iter__"):
-        for each in value:
+    for each in value.values() if isinstance(value, dict) else value:
+        if not isinstance(each, str | bytes) and hasattr(each, "__iter__"):
             _read(each)
 
 

@@ -164,6 +164,7 @@ class Gateway:
             access_log=False,
             lifespan="off",
             ws="none",
+            proxy_headers=False,
             server_header=False,
         )
         self._server = _Server(config)
@@ -251,12 +252,14 @@ class Gateway:
         async def answer(request: Request) -> Response:
             trajectory = self._trajectory(request)
             with ExitStack() as opened:
-                body = await body_of(request, trajectory.held, opened.enter_context(trajectory.held.request()))
+                data = opened.enter_context(trajectory.held.request())
+                body = await body_of(request, trajectory.held, data)
+                trajectory.session.received += len(data)
                 try:
                     ask, work = handler(trajectory, body)
                 except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
                     raise Refused(400, f"the body cannot be read: {type(error).__name__}: {error}") from None
-                task = asyncio.create_task(trajectory.session.in_context(work))
+                task = trajectory.session.in_context(work)
                 ended = opened.pop_all()
             task.add_done_callback(lambda _: ended.close())
             try:

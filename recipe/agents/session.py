@@ -36,7 +36,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.agents.engines import reasoning_splitter
 from recipe.agents.errors import Refused
-from recipe.agents.history import IMAGE, History, Message, images, to_render
+from recipe.agents.history import IMAGE, History, Message, digests, images, to_render
 from recipe.agents.tree import TokenTree
 
 ANSWERS = 1024
@@ -88,6 +88,7 @@ class Session:
         failure: the first error with which the engines failed a request, or None.
         overlong: whether a request was refused because its conversation left no room for an answer.
         matched: number of requests that continue an earlier answer with its tokens as they were sampled.
+        received: number of bytes of all requests.
         unmatched: number of answers that the agent sent back in later requests, but whose sampled tokens could not be
             used again, so that they became context.
     """
@@ -112,16 +113,17 @@ class Session:
         self._calls = count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._texts: list[tuple[str, int]] = []
+        self.received = 0
         self._begun = 0
         self._letters = LETTERS + LETTERS_PER_TOKEN * (rollout.prompt_length + rollout.response_length)
 
-    async def in_context(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Await ``work`` in the trajectory's context; cancel it if the caller is cancelled or the session is closed."""
+    def in_context(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start ``work`` in the trajectory's context; cancel it if the session is closed."""
         # Each request gets a copy of the context, because concurrent requests must not see each other's variables.
         task = asyncio.create_task(work, context=self.context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await task
+        return task
 
     async def close(self) -> None:
         """Cancel the requests that are still open."""
@@ -137,16 +139,18 @@ class Session:
             Refused: the request cannot be answered.
         """
         self._check_letters([ask.tools, messages])
-        found = self._history.match(ask.tools, messages)
+        rendered = [to_render(message) for message in messages]
+        beginnings = digests(ask.tools, rendered)
+        found = self._history.match(beginnings)
         answers_sent = [message["role"] == "assistant" for message in messages]
         if found is not None or self.tree.exchanges:
             self.matched += found is not None
             self.unmatched += sum(answers_sent[found[1] if found else 0 :])
-        rendered, media, pictures = await self._rendered(messages)
+        media, pictures = await self._shown(rendered)
         prompt = await self._prompt(rendered, pictures, found, ask.tools)
         answers = await self._answers(prompt, ask, media, pictures)
         for answer in answers:
-            self._history.remember(ask.tools, messages, answer.message(), answer.number)
+            self._history.remember(beginnings, answer.message(), answer.number)
         return answers
 
     async def complete(self, prompt: str | list[int], ask: Ask) -> list[Answer]:
@@ -159,7 +163,7 @@ class Session:
         return answers
 
     def _check_letters(self, said: Any) -> None:
-        if letters(said) > self._letters:
+        if self.received > self._letters and letters(said) > self._letters:
             raise self._too_long(f"more than {self._letters} letters")
 
     def _too_long(self, what: str) -> Refused:
@@ -200,12 +204,11 @@ class Session:
         ends = range(1, told + 1)
         return bisect_left(ends, True, key=lambda end: not text.startswith(before + self._decoded(sampled[:end])))
 
-    async def _rendered(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], list[Any]]:
-        """Return messages in the form that chat templates expect, the digests of their images, and the images."""
-        rendered = [to_render(message) for message in messages]
+    async def _shown(self, rendered: list[dict[str, Any]]) -> tuple[list[str], list[Any]]:
+        """Read the images of rendered messages; return the digests of their addresses, and the images."""
         addresses = images(rendered)
         if not addresses:
-            return rendered, [], []
+            return [], []
         if self._loop.processor is None:
             raise Refused(400, "the model does not support images", param="messages")
         left = PIXELS
@@ -215,7 +218,7 @@ class Session:
                     part["image"] = pixels(part["image"], left)
                     left -= part["image"].width * part["image"].height
         shown = (await self._loop.process_multi_modal_info(rendered))["images"]
-        return rendered, [hashlib.sha256(address.encode()).hexdigest() for address in addresses], shown
+        return [hashlib.sha256(address.encode()).hexdigest() for address in addresses], shown
 
     async def _prompt(
         self, messages: list[dict[str, Any]], pictures: list[Any], found: tuple[int, int] | None, tools: list[Any]

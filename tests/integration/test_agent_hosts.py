@@ -68,7 +68,7 @@ async def worker(address: str, *arguments: str, **more: str) -> AsyncIterator[ps
     finally:
         if process.returncode is None:
             process.terminate()
-            assert await asyncio.wait_for(process.wait(), 20) == 0
+            assert await asyncio.wait_for(process.wait(), 20) in (0, -signal.SIGKILL)
 
 
 async def trajectory(address: str, script: Any = None, **arguments: Any) -> Any:
