@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 from uuid import uuid4
 
@@ -115,7 +116,7 @@ def open_desk(address: str, key: str) -> None:
         return
     desk = Desk(key)
     host, port = host_and_port(address)
-    gateway = Gateway(host, port=port, routes=desk.routes, beside=[desk.watch()])
+    gateway = Gateway(host, port=port, routes=desk.routes, beside=[desk.watch])
     with suppress(OSError):
         gateway.start()
         _desks[here] = gateway
@@ -128,6 +129,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+@cache
 def source_address(address: str) -> str:
     """Return the address of this node in the network of ``address``, which hosts can reach if they reach that one."""
     host, port = host_and_port(address)

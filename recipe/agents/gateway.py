@@ -140,7 +140,7 @@ class Gateway:
         model: str = "policy",
         port: int = 0,
         routes: Sequence[Route] = (),
-        beside: Sequence[Coroutine[Any, Any, None]] = (),
+        beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
         self._host, self._model, self._routes, self._beside = host, model, routes, beside
         self._trajectories: dict[str, Trajectory] = {}
@@ -171,7 +171,11 @@ class Gateway:
         # Use an empty context, because the server outlives the trajectory that starts it.
         self._tasks = [
             asyncio.create_task(work, context=Context(), name="agents' gateway")
-            for work in (self._server.serve(sockets=[listening]), self._end_stalled(), *self._beside)
+            for work in (
+                self._server.serve(sockets=[listening]),
+                self._end_stalled(),
+                *(each() for each in self._beside),
+            )
         ]
 
     async def stop(self) -> None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import shlex
 import sys
 import tempfile
@@ -11,14 +13,19 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import openai
 import psutil
 import pytest
+from openai import AsyncOpenAI
+from PIL import Image
 from scripted_policy import ScriptedClient, agent_loop, check_trained
 
-from recipe.agents import gateway
-from recipe.agents.errors import AgentFailed
+from recipe.agents import gateway, session
+from recipe.agents.errors import AgentFailed, Refused
 
+QUESTION = {"role": "user", "content": "1 + 2?"}
 PROGRAM = Path(__file__).with_name("misbehaving_agent.py")
 AGENTS, BAD_S, GOOD_S, MOST_BYTES = 64, 25.0, 240.0, 768 << 20
 LATE = "not done within deadline_s=25"
@@ -56,7 +63,45 @@ def of_agents(mark: str) -> list[psutil.Process]:
 
 def threads() -> Counter[str]:
     """The running threads, without those of the event loop's pool, which stay."""
-    return Counter(each.name for each in threading.enumerate() if not each.name.startswith("asyncio_"))
+    return Counter(each.name for each in threading.enumerate() if not each.name.startswith("agents_"))
+
+
+async def refused(policy: AsyncOpenAI, *messages: Any, **asked: Any) -> tuple[int, str | None]:
+    with pytest.raises(openai.APIStatusError) as error:
+        await policy.chat.completions.create(model="any", messages=messages or [QUESTION], **asked)
+    return error.value.status_code, error.value.code
+
+
+async def test_a_trajectorys_requests_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in (
+        *((gateway, "AT_ONCE", 2), (gateway, "BODY_BYTES", 2000), (session, "ANSWERS", 4)),
+        *((session, "LETTERS", 100), (session, "LETTERS_PER_TOKEN", 0), (session, "PIXELS", 100)),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+    async def run(policy: AsyncOpenAI, row: dict[str, Any]) -> float:
+        client._seconds = 1.0
+        waiting = [asyncio.create_task(policy.chat.completions.create(model="any", messages=[QUESTION])) for _ in "ab"]
+        while len(client.requests) < 2:
+            await asyncio.sleep(0.01)
+        assert await refused(policy) == (429, "rate_limit_exceeded")
+        await asyncio.gather(*waiting)
+        assert await refused(policy, {"role": "user", "content": "x" * 101}) == (400, "context_length_exceeded")
+        assert await refused(policy, {"role": "user", "content": "x" * 2001}) == (413, "request_too_large")
+        assert await refused(policy, stop=["x"] * 17) == (400, "invalid_value")
+        assert await refused(policy, extra_body={"stream_options": 1, "response_format": "x"}) == (400, None)
+        assert await refused(policy, n=3) == (429, "rate_limit_exceeded")
+        return 1.0
+
+    client = ScriptedClient(lambda text: "3")
+    loop = agent_loop(client, agent="asyncio.sleep")
+    loop._agent = run
+    check_trained(client, await loop.run({}, raw_prompt=[QUESTION]))
+    picture = io.BytesIO()
+    Image.new("1", (11, 10)).save(picture, "png")
+    address = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
+    with pytest.raises(Refused, match="more than 100 pixels"):
+        session.pixels(address, session.PIXELS)
 
 
 async def rss_watched(seen: list[int]) -> None:
