@@ -287,10 +287,11 @@ class Session:
     async def _told(self, sampled: Sequence[int], ask: Ask) -> tuple[str, str | None, list[dict[str, Any]], bool]:
         """Return the text of an answer, its reasoning, its tool calls, and whether a stop string ended it."""
         ended = len(sampled) - 1 if sampled[-1] == self.tokenizer.eos_token_id else len(sampled)
-        text, calls = self._decoded(sampled), list[FunctionCall]()
+        text, calls = "", list[FunctionCall]()
         if ask.tools and ask.calls:
-            left, calls = await self._parser.extract_tool_calls(list(sampled[:ended]), schemas(ask.tools))
-            text = left if calls else text
+            text, calls = await self._parser.extract_tool_calls(list(sampled[:ended]), schemas(ask.tools))
+        if not calls:
+            text = self._decoded(sampled)
         reasoning = None
         if self._split_reasoning is not None:
             reasoning, text = self._split_reasoning(text)
