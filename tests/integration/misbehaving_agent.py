@@ -91,6 +91,11 @@ def ignores():
     time.sleep(HOUR)
 
 
+def kills_its_watcher():
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(HOUR)
+
+
 def floods_output():
     for _ in range(100):
         os.write(1, b"x" * (1 << 20))

@@ -35,6 +35,7 @@ BAD = {
     "crashes": "exit status 1: out of ideas",
     "faults": "signal SIGSEGV: it printed nothing",
     "ignores": LATE,
+    "kills_its_watcher": "the watcher of .*kills_its_watcher' was killed",
     "floods_output": "exit status 1: y+end of the flood",
     "floods_requests": LATE,
     "floods_connections": LATE,
