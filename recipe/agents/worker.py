@@ -39,6 +39,7 @@ class Worker:
 
     def __init__(self, client: httpx.AsyncClient, command: str, passed: Sequence[str]) -> None:
         self._client, self._command, self._passed = client, command, passed
+        self._is_reached = True
 
     async def serve(self, at_once: int) -> None:
         """Serve until this task is cancelled; raise a group of AgentFailed if the run refuses the key."""
@@ -77,9 +78,12 @@ class Worker:
                 if reply.status_code == 401:
                     raise AgentFailed(reply.json()["error"]["message"])
                 answer: dict[str, Any] = reply.raise_for_status().json()
+                self._is_reached = True
                 return answer
             except httpx.HTTPError as error:
-                logger.warning("no run answers at %s: %r", self._client.base_url, error)
+                if self._is_reached:
+                    logger.warning("no run answers at %s, which is asked again: %r", self._client.base_url, error)
+                self._is_reached = False
                 await asyncio.sleep(1.0)
         return {"end": True}
 
@@ -87,11 +91,8 @@ class Worker:
         deadline_s = work["deadline_s"]
         try:
             async with asyncio.timeout(deadline_s) as limit:
-                return {
-                    "returned": await run_command(
-                        self._command, work["address"], work["key"], work["row"], self._passed
-                    )
-                }
+                given = work["address"], work["key"], work["row"]
+                return {"returned": await run_command(self._command, *given, self._passed)}
         except Exception as error:  # whatever fails here must be told to the run
             if limit.expired():
                 return {"failed": f"the agent was not done within deadline_s={deadline_s:g}"}
@@ -138,6 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.call is not None:
         sys.stdout.write(f"\n{asyncio.run(call(options.call))}\n")
         return 0
+    try:
+        hosts_key()
+    except AgentFailed as error:
+        parser.error(str(error))
     if options.connect is None:
         parser.error("--connect is required")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
