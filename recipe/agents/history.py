@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -25,37 +26,40 @@ class History:
     def __init__(self) -> None:
         self._known: dict[bytes, int] = {}
 
-    def match(self, tools: Sequence[Any], messages: Sequence[Message]) -> tuple[int, int] | None:
-        """Return the number of the exchange that ``messages`` continue, and how many messages it covers, or None."""
+    def match(self, beginnings: Sequence[bytes]) -> tuple[int, int] | None:
+        """Return the number of the exchange that a request continues, and how many messages it covers, or None.
+
+        ``beginnings`` are the request's `digests`.
+        """
         # A request continues an answer by at least one message, so the last message is not part of the match.
-        beginnings = list(_digests(tools, messages[:-1]))
-        for covered in range(len(beginnings) - 1, 0, -1):
+        for covered in range(len(beginnings) - 2, 0, -1):
             if (number := self._known.get(beginnings[covered])) is not None:
                 return number, covered
         return None
 
-    def remember(self, tools: Sequence[Any], messages: Sequence[Message], answer: Message, number: int) -> None:
-        """Remember that ``answer``, sampled in exchange ``number``, is the answer to ``messages``."""
-        *_, digest = _digests(tools, [*messages, answer])
-        self._known[digest] = number
+    def remember(self, beginnings: Sequence[bytes], answer: Message, number: int) -> None:
+        """Remember that ``answer``, sampled in exchange ``number``, is the answer to the request with these digests."""
+        self._known[_digest(beginnings[-1], meaning(to_render(answer)))] = number
 
 
-def _digests(tools: Sequence[Any], messages: Sequence[Message]) -> Iterator[bytes]:
-    """Yield a digest of ``tools`` and each beginning of ``messages``, from no messages to all of them."""
-    digest = hashlib.blake2b(_dumped(list(tools)).encode(), digest_size=16)
-    yield digest.digest()
-    for message in messages:
-        digest.update(_dumped(meaning(message)).encode())
-        yield digest.digest()
+def digests(tools: Sequence[Any], messages: Sequence[Message]) -> list[bytes]:
+    """Return a digest of ``tools`` and each beginning of ``messages``, from no messages to all of them.
+
+    The messages are those that `to_render` returned.
+    """
+    return list(accumulate(map(meaning, messages), _digest, initial=_digest(b"", list(tools))))
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    return hashlib.blake2b(before + _dumped(value).encode(), digest_size=16).digest()
 
 
 def _dumped(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def meaning(message: Message) -> dict[str, Any]:
-    """Return those parts of a message that are compared, without anything that client libraries may change."""
-    said = to_render(message)
+def meaning(said: Message) -> dict[str, Any]:
+    """Return those parts of a rendered message that are compared, without what client libraries may change."""
     role = said["role"]
     content = said["content"].strip() if isinstance(said["content"], str) else said["content"]
     calls = [call["function"] for call in said.get("tool_calls", ())]

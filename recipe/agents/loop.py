@@ -21,6 +21,7 @@ from typing import Any
 import hydra
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
+from recipe.agents.desk import run_on_hosts, source_address
 from recipe.agents.errors import AgentFailed
 from recipe.agents.gateway import Gateway
 from recipe.agents.runner import reward_of, run_callable, run_command
@@ -40,7 +41,9 @@ class OpenAIAgentLoop(AgentLoopBase):
 
     Args:
         agent: name of an ``async def run(client, row) -> float | dict``, or None.
-        command: a command line, or None. Either this or ``agent`` has to be given.
+        command: a command line, or None.
+        hosts: ``address:port`` at which workers on hosts of the user get the trajectories (`recipe.agents.worker`), or
+            None. Exactly one of ``agent``, ``command`` and ``hosts`` has to be given.
         at_once: how many agents a worker runs at once; None means no limit. A trajectory's wait for its turn counts
             toward its own deadline, but not toward ``deadline_s``.
         deadline_s: seconds that an agent may take; None means that only the trajectory's own deadline holds.
@@ -48,7 +51,8 @@ class OpenAIAgentLoop(AgentLoopBase):
             answer. With None such a trajectory fails.
         passed: names of further environment variables that the command gets, separated by commas.
         reasoning: name of the engine's parser that splits answers into reasoning and text, or None.
-        host: the address on which the gateway listens.
+        host: the address on which the gateway listens. None means loopback, or with ``hosts`` the address of this node
+            in the network of ``hosts``.
     """
 
     def __init__(
@@ -56,23 +60,27 @@ class OpenAIAgentLoop(AgentLoopBase):
         *args: Any,
         agent: str | None = None,
         command: str | None = None,
+        hosts: str | None = None,
         at_once: int | None = None,
         deadline_s: float | None = None,
         overlong_reward: float | None = None,
         passed: str = "",
         reasoning: str | None = None,
-        host: str = "127.0.0.1",
+        host: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if (agent is None) == (command is None):
-            raise AgentFailed("the agent loop needs either agent= (a callable's name) or command= (a command line)")
+        if [agent, command, hosts].count(None) != 2:
+            raise AgentFailed(
+                "the agent loop needs agent= (a callable's name), command= (a command line) or hosts= (an address)"
+            )
         self._agent = None if agent is None else hydra.utils.get_method(agent)
         if self._agent is not None and not inspect.iscoroutinefunction(self._agent):
             raise AgentFailed(f"{agent} is not an `async def`; run a program that blocks with command= instead")
         self._command, self._passed = command or "", [name.strip() for name in passed.split(",") if name.strip()]
         self._at_once, self._deadline_s, self._overlong_reward = at_once, deadline_s, overlong_reward
-        self._reasoning, self._host = reasoning, host
+        self._hosts, self._reasoning = hosts, reasoning
+        self._host = host or ("127.0.0.1" if hosts is None else source_address(hosts))
         self.session: Session | None = None
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
@@ -104,8 +112,11 @@ class OpenAIAgentLoop(AgentLoopBase):
 
     async def _returned(self, session: Session, address: str, key: str, row: dict[str, Any]) -> Any:
         try:
-            async with asyncio.timeout(self._deadline_s) as limit:
-                if self._agent is not None:
+            async with asyncio.timeout(None if self._hosts else self._deadline_s) as limit:
+                if self._hosts is not None:
+                    work = {"address": address, "key": key, "row": row, "deadline_s": self._deadline_s}
+                    returned = await run_on_hosts(self._hosts, work)
+                elif self._agent is not None:
                     returned = await run_callable(self._agent, address, key, row)
                 else:
                     returned = await run_command(self._command, address, key, row, self._passed)

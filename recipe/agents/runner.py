@@ -3,32 +3,40 @@
 
 Contract: a command gets the trajectory's address, the key, and the path of a JSON file with the dataset row, in the
 environment variables ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``AGENT_ROW``. From this process's environment it gets
-only the variables in `PASSED` and those that the user names, so it gets none of the run's secrets. The last line of its
-standard output is the reward. When the command ends or its time is over, its whole process group is killed. If the
-command fails, the error has its exit status and the end of its output. Shown by tests/integration/test_agent_runner.py.
+only the variables in `PASSED` and those that the user names, so it gets none of the run's secrets. ``TMPDIR`` is a
+folder of its own, which is deleted afterwards. The last line of its standard output is the reward. When the command
+ends, its time is over, or this process dies, everything that it has started is killed (`recipe.agents.watcher`). If
+the command fails, the error has its exit status and the end of its output. Shown by
+tests/integration/test_agent_runner.py and tests/integration/test_hostile_agents.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shlex
+import shutil
 import signal
+import ssl
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+from recipe.agents import watcher
 from recipe.agents.errors import AgentFailed
 
-PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
+logger = logging.getLogger(__name__)
+
+PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV")
 ROW = "AGENT_ROW"
-LAST_WORDS = 4000
-"""Number of bytes that are kept from the end of a command's output."""
+KEY = "AGENT_HOSTS_KEY"
 REWARD = "reward"
 
 Agent = Callable[[AsyncOpenAI, dict[str, Any]], Awaitable[Any]]
@@ -37,8 +45,15 @@ Agent = Callable[[AsyncOpenAI, dict[str, Any]], Awaitable[Any]]
 async def run_callable(agent: Agent, address: str, key: str, row: dict[str, Any]) -> Any:
     """Call the user's callable for a row, and return its result."""
     # Do not retry here, because the rollout client behind the address already retries failed requests.
-    async with AsyncOpenAI(base_url=address, api_key=key, max_retries=0, timeout=None) as client:
+    http = DefaultAsyncHttpxClient(verify=_certificates())
+    async with AsyncOpenAI(base_url=address, api_key=key, max_retries=0, timeout=None, http_client=http) as client:
         return await agent(client, row)
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Return what every client makes for itself otherwise, which takes longer than many a trajectory's requests."""
+    return ssl.create_default_context()
 
 
 async def run_command(
@@ -54,68 +69,64 @@ async def run_command(
     Raises:
         AgentFailed: the command cannot be started, its exit status is not 0, or its last line is not a reward.
     """
-    with tempfile.TemporaryDirectory(prefix="agent-") as place:
+    place = tempfile.mkdtemp(prefix="agent-")
+    try:
         file = Path(place, "row.json")
         file.write_text(json.dumps(row, default=str))
-        environment = environment_of(os.environ, passed) | {
-            "OPENAI_BASE_URL": address,
-            "OPENAI_API_KEY": key,
-            ROW: str(file),
-        }
+        own = {"OPENAI_BASE_URL": address, "OPENAI_API_KEY": key, ROW: str(file), "TMPDIR": place}
         try:
-            process = await asyncio.create_subprocess_exec(
-                *shlex.split(command),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=environment,
-                cwd=folder,
-                start_new_session=True,
-            )
+            ended = await _watched(shlex.split(command), environment_of(os.environ, passed) | own, folder)
         except (OSError, ValueError) as error:
             raise AgentFailed(f"{command!r} cannot be started: {error}") from None
-        assert process.stdout is not None and process.stderr is not None
-        words = [asyncio.create_task(last_words(stream)) for stream in (process.stdout, process.stderr)]
-        try:
-            # asyncio's wait() would also wait for processes that the command has started and that hold its pipes open.
-            await exited(process.pid)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            status = await asyncio.shield(process.wait())
-        printed, complained = await asyncio.gather(*words)
-    if status:
+    finally:
+        await asyncio.shield(asyncio.to_thread(shutil.rmtree, place, ignore_errors=True))
+    if "failed" in ended:
+        raise AgentFailed(f"{command!r} cannot be started: {ended['failed']}")
+    if status := ended["status"]:
         how = f"exit status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
-        raise AgentFailed(f"{command!r} ended with {how}: {(complained or printed).strip() or 'it printed nothing'}")
-    return printed_reward(command, printed)
+        words = (ended["complained"] or ended["printed"]).strip() or "it printed nothing"
+        raise AgentFailed(f"{command!r} ended with {how}: {words}")
+    return printed_reward(command, ended["printed"])
+
+
+async def _watched(command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> dict[str, Any]:
+    """Run a command under `recipe.agents.watcher`, and return what that program reports about it."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", watcher.__file__, *command),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=environment,
+        cwd=folder,
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        report = await process.stdout.read()
+    finally:
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(watcher.KILLED_S + 5):
+                await asyncio.shield(process.wait())
+        except TimeoutError:
+            process.kill()
+    if not report:
+        raise AgentFailed(f"the watcher of {shlex.join(command)!r} was killed (exit status {process.returncode})")
+    ended: dict[str, Any] = json.loads(report)
+    if ended.get("left"):
+        logger.warning("%d processes of an agent could not be killed", ended["left"])
+    return ended
+
+
+def hosts_key() -> str:
+    """Return the key that the run and the user's hosts share, from the environment variable `KEY`."""
+    if len(key := os.environ.get(KEY, "")) < 16:
+        raise AgentFailed(f"agents on hosts need a key of 16 letters or more in {KEY}, the same in the run and there")
+    return key
 
 
 def environment_of(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str]:
     """Return those variables of ``environment`` that a command gets."""
     return {name: environment[name] for name in (*PASSED, *passed) if name in environment}
-
-
-async def exited(pid: int) -> None:
-    """Wait until the child process ``pid`` has ended."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        loop.add_reader(descriptor, ended.set)
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-
-
-async def last_words(stream: asyncio.StreamReader) -> str:
-    """Read a stream until it ends, and return its last `LAST_WORDS` bytes as text."""
-    kept = b""
-    while data := await stream.read(1 << 16):
-        kept = (kept + data)[-LAST_WORDS:]
-    return kept.decode(errors="replace")
 
 
 def printed_reward(command: str, printed: str) -> Any:

@@ -36,8 +36,16 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.agents.engines import reasoning_splitter
 from recipe.agents.errors import Refused
-from recipe.agents.history import History, Message, images, to_render
+from recipe.agents.history import IMAGE, History, Message, digests, images, to_render
 from recipe.agents.tree import TokenTree
+
+ANSWERS = 1024
+"""Number of answers that one trajectory may ask for."""
+LETTERS, LETTERS_PER_TOKEN = 1 << 20, 16
+"""A request may have so many letters, and in addition so many for each token of the lengths. Longer texts would only
+take the worker's time and memory until their tokens are counted."""
+PIXELS = 1 << 26
+"""Number of pixels that the images of one request may have."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,7 @@ class Session:
         failure: the first error with which the engines failed a request, or None.
         overlong: whether a request was refused because its conversation left no room for an answer.
         matched: number of requests that continue an earlier answer with its tokens as they were sampled.
+        received: number of bytes of all requests.
         unmatched: number of answers that the agent sent back in later requests, but whose sampled tokens could not be
             used again, so that they became context.
     """
@@ -104,14 +113,17 @@ class Session:
         self._calls = count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._texts: list[tuple[str, int]] = []
+        self.received = 0
+        self._begun = 0
+        self._letters = LETTERS + LETTERS_PER_TOKEN * (rollout.prompt_length + rollout.response_length)
 
-    async def in_context(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Await ``work`` in the trajectory's context; cancel it if the caller is cancelled or the session is closed."""
+    def in_context(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start ``work`` in the trajectory's context; cancel it if the session is closed."""
         # Each request gets a copy of the context, because concurrent requests must not see each other's variables.
         task = asyncio.create_task(work, context=self.context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await task
+        return task
 
     async def close(self) -> None:
         """Cancel the requests that are still open."""
@@ -126,25 +138,43 @@ class Session:
         Raises:
             Refused: the request cannot be answered.
         """
-        found = self._history.match(ask.tools, messages)
+        self._check_letters([ask.tools, messages])
+        rendered = [to_render(message) for message in messages]
+        beginnings = digests(ask.tools, rendered)
+        found = self._history.match(beginnings)
         answers_sent = [message["role"] == "assistant" for message in messages]
         if found is not None or self.tree.exchanges:
             self.matched += found is not None
             self.unmatched += sum(answers_sent[found[1] if found else 0 :])
-        rendered, media, pictures = await self._rendered(messages)
+        media, pictures = await self._shown(rendered)
         prompt = await self._prompt(rendered, pictures, found, ask.tools)
         answers = await self._answers(prompt, ask, media, pictures)
         for answer in answers:
-            self._history.remember(ask.tools, messages, answer.message(), answer.number)
+            self._history.remember(beginnings, answer.message(), answer.number)
         return answers
 
     async def complete(self, prompt: str | list[int], ask: Ask) -> list[Answer]:
         """Return ``ask.n`` answers that continue ``prompt``, a text or a list of tokens."""
+        self._check_letters(prompt)
         tokens = prompt if isinstance(prompt, list) else self._continued(prompt)
         answers = await self._answers(tokens, ask, [], [])
         if isinstance(prompt, str):
             self._texts += [(prompt, answer.number) for answer in answers]
         return answers
+
+    def _check_letters(self, said: Any) -> None:
+        if self.received > self._letters and letters(said) > self._letters:
+            raise self._too_long(f"more than {self._letters} letters")
+
+    def _too_long(self, what: str) -> Refused:
+        self.overlong = True
+        return Refused(
+            400,
+            f"the conversation has {what}, which leaves no room for an answer "
+            f"(data.max_prompt_length, data.max_response_length)",
+            code="context_length_exceeded",
+            param="messages",
+        )
 
     def _continued(self, text: str) -> list[int]:
         """Return the tokens of a text. If it repeats an earlier prompt and answer, their tokens are used unchanged."""
@@ -174,20 +204,21 @@ class Session:
         ends = range(1, told + 1)
         return bisect_left(ends, True, key=lambda end: not text.startswith(before + self._decoded(sampled[:end])))
 
-    async def _rendered(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], list[Any]]:
-        """Return messages in the form that chat templates expect, the digests of their images, and the images."""
-        rendered = [to_render(message) for message in messages]
+    async def _shown(self, rendered: list[dict[str, Any]]) -> tuple[list[str], list[Any]]:
+        """Read the images of rendered messages; return the digests of their addresses, and the images."""
         addresses = images(rendered)
         if not addresses:
-            return rendered, [], []
+            return [], []
         if self._loop.processor is None:
             raise Refused(400, "the model does not support images", param="messages")
+        left = PIXELS
         for message in rendered:
             for part in message["content"] if isinstance(message["content"], list) else ():
                 if part["type"] == "image":
-                    part["image"] = pixels(part["image"])
+                    part["image"] = pixels(part["image"], left)
+                    left -= part["image"].width * part["image"].height
         shown = (await self._loop.process_multi_modal_info(rendered))["images"]
-        return rendered, [hashlib.sha256(address.encode()).hexdigest() for address in addresses], shown
+        return [hashlib.sha256(address.encode()).hexdigest() for address in addresses], shown
 
     async def _prompt(
         self, messages: list[dict[str, Any]], pictures: list[Any], found: tuple[int, int] | None, tools: list[Any]
@@ -215,14 +246,10 @@ class Session:
     async def _answers(self, prompt: list[int], ask: Ask, media: list[str], pictures: list[Any]) -> list[Answer]:
         room = self.tree.room(prompt, media) if prompt else 0
         if room < 1:
-            self.overlong = True
-            raise Refused(
-                400,
-                f"the conversation has {len(prompt)} tokens, which leaves no room for an answer "
-                f"(data.max_prompt_length, data.max_response_length)",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise self._too_long(f"{len(prompt)} tokens")
+        self._begun += ask.n
+        if self._begun > ANSWERS:
+            raise Refused(429, f"the trajectory has asked for {ANSWERS} answers", code="rate_limit_exceeded")
         limit = min(room, ask.max_tokens or room)
         ask.begun.set()
         if ask.n == 1:
@@ -260,10 +287,11 @@ class Session:
     async def _told(self, sampled: Sequence[int], ask: Ask) -> tuple[str, str | None, list[dict[str, Any]], bool]:
         """Return the text of an answer, its reasoning, its tool calls, and whether a stop string ended it."""
         ended = len(sampled) - 1 if sampled[-1] == self.tokenizer.eos_token_id else len(sampled)
-        text, calls = self._decoded(sampled), list[FunctionCall]()
+        text, calls = "", list[FunctionCall]()
         if ask.tools and ask.calls:
-            left, calls = await self._parser.extract_tool_calls(list(sampled[:ended]), schemas(ask.tools))
-            text = left if calls else text
+            text, calls = await self._parser.extract_tool_calls(list(sampled[:ended]), schemas(ask.tools))
+        if not calls:
+            text = self._decoded(sampled)
         reasoning = None
         if self._split_reasoning is not None:
             reasoning, text = self._split_reasoning(text)
@@ -299,12 +327,27 @@ def schemas(tools: Sequence[Any]) -> list[OpenAIFunctionToolSchema]:
     return described
 
 
-def pixels(address: str) -> Image.Image:
-    """Return the image in a ``data:`` URL. Other URLs are refused, since the worker would contact any server named."""
+def letters(said: Any) -> int:
+    """Return the length of all texts in a JSON value, except images, which have a limit of their own."""
+    if isinstance(said, str):
+        return len(said)
+    if isinstance(said, dict):
+        return sum(letters(each) for name, each in said.items() if name != IMAGE)
+    return sum(map(letters, said)) if isinstance(said, list | tuple) else 1
+
+
+def pixels(address: str, most: int = PIXELS) -> Image.Image:
+    """Return the image in a ``data:`` URL. Other URLs are refused, since the worker would contact any server named.
+
+    An image of more than ``most`` pixels is refused before it is decoded.
+    """
     head, _, data = address.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
         raise Refused(400, "images have to be data: URLs in base64", param="messages")
     try:
-        return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB")
+        image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+        if image.width * image.height > most:
+            raise ValueError(f"the images of a request have more than {PIXELS} pixels")
+        return image.convert("RGB")
     except Exception as error:  # Pillow raises errors of many classes for data that is not an image
         raise Refused(400, f"an image cannot be read: {error}", param="messages") from error

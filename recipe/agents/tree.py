@@ -161,6 +161,8 @@ class TokenTree:
         continued = {exchange.parent for exchange in self.exchanges}
         found: tuple[int, bool, int] | None = None
         for exchange in self.exchanges:
+            if len(exchange.prompt) >= len(prompt):
+                continue
             if media[: len(exchange.media)] != exchange.media or prompt[: len(exchange.prompt)] != exchange.prompt:
                 continue
             kept = common(exchange.tokens, prompt)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.agents.history import History, images, to_render
+from recipe.agents.history import digests as digests_of_rendered
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
@@ -16,10 +17,14 @@ ANSWER = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "2"}
 
 
+def digests(tools: list[Any], messages: list[Any]) -> list[bytes]:
+    return digests_of_rendered(tools, [to_render(message) for message in messages])
+
+
 @pytest.fixture
 def history() -> History:
     known = History()
-    known.remember(TOOLS, ASKED, ANSWER, 0)
+    known.remember(digests(TOOLS, ASKED), ANSWER, 0)
     return known
 
 
@@ -34,7 +39,7 @@ def history() -> History:
     ],
 )
 def test_an_answer_in_another_form_is_the_same_answer(history: History, sent: dict[str, Any]) -> None:
-    assert history.match(TOOLS, [*ASKED, sent, RESULT]) == (0, 3)
+    assert history.match(digests(TOOLS, [*ASKED, sent, RESULT])) == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -48,25 +53,25 @@ def test_an_answer_in_another_form_is_the_same_answer(history: History, sent: di
     ],
 )
 def test_another_answer_is_another_one(history: History, sent: dict[str, Any]) -> None:
-    assert history.match(TOOLS, [*ASKED, sent, RESULT]) is None
+    assert history.match(digests(TOOLS, [*ASKED, sent, RESULT])) is None
 
 
 def test_other_tools_or_another_request_are_not_matched(history: History) -> None:
-    assert history.match([], [*ASKED, ANSWER, RESULT]) is None
-    assert history.match(TOOLS, [ASKED[1], ANSWER, RESULT]) is None
+    assert history.match(digests([], [*ASKED, ANSWER, RESULT])) is None
+    assert history.match(digests(TOOLS, [ASKED[1], ANSWER, RESULT])) is None
 
 
 def test_the_longest_beginning_counts(history: History) -> None:
     said = {"role": "assistant", "content": " 2\n"}
-    history.remember(TOOLS, [*ASKED, ANSWER, RESULT], said, 1)
+    history.remember(digests(TOOLS, [*ASKED, ANSWER, RESULT]), said, 1)
     again = [*ASKED, ANSWER, RESULT, {**said, "content": "2"}, {"role": "user", "content": "Sure?"}]
-    assert history.match(TOOLS, again) == (1, 5)
-    assert history.match(TOOLS, [*ASKED, ANSWER, {**RESULT, "content": "3"}, *again[4:]]) == (0, 3)
+    assert history.match(digests(TOOLS, again)) == (1, 5)
+    assert history.match(digests(TOOLS, [*ASKED, ANSWER, {**RESULT, "content": "3"}, *again[4:]])) == (0, 3)
 
 
 def test_a_request_whose_answer_is_known_is_not_a_continuation_of_it(history: History) -> None:
-    assert history.match(TOOLS, ASKED) is None
-    assert history.match(TOOLS, [*ASKED, ANSWER]) is None
+    assert history.match(digests(TOOLS, ASKED)) is None
+    assert history.match(digests(TOOLS, [*ASKED, ANSWER])) is None
 
 
 def test_templates_get_text_mappings_and_images() -> None:

@@ -14,7 +14,8 @@ import pytest
 from scripted_policy import ScriptedClient, agent_loop, check_trained
 
 from recipe.agents.errors import AgentFailed
-from recipe.agents.runner import LAST_WORDS, reward_of, run_command
+from recipe.agents.runner import reward_of, run_command
+from recipe.agents.watcher import LAST_WORDS
 
 ROW = {"raw_prompt": [{"role": "user", "content": "1 + 2?"}], "extra_info": {"index": 3}}
 ASKING = """
