@@ -195,7 +195,7 @@ def test_which_versions_are_waited_for_goes_by_the_anchor(anchor: Anchor) -> Non
 
 def test_weights_out_of_order_are_refused() -> None:
     queue = queue_of()
-    with pytest.raises(ValueError, match="no weights are being loaded"):
+    with pytest.raises(ValueError, match="no weights can become staged now"):
         queue.staged(0.0)
     serve(queue, 3)
     with pytest.raises(ValueError, match="version 2 is older than version 3"):
