@@ -46,7 +46,7 @@ def ask_of(body: Mapping[str, Any]) -> Ask:
     """Return the fields of a request's body as an `Ask`, except its messages or prompt.
 
     Raises:
-        Refused: a field has an invalid value, or asks for something that the policy cannot do.
+        Refused: a field has an invalid value, or asks for something that is not supported.
     """
     for name in UNAVAILABLE:
         if body.get(name):

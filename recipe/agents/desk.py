@@ -2,10 +2,11 @@
 """Gives trajectories to agents on the user's hosts, through a server at an address that the user names.
 
 Contract: the first process of the run that can listen at the address is the desk (`Jobs`). The others, and the hosts
-(`recipe.agents.worker`), send it requests, which it keeps open until there is something to say, or for `POLL_S`. If the
-process ends, another one takes its place and gets the open jobs again. Every request needs the key in the environment
-variable `KEY`, which is compared in constant time. Bodies are JSON, with the limits of `recipe.agents.gateway`. Shown
-by tests/integration/test_agent_hosts.py.
+(`recipe.agents.worker`), send it requests. A request for a job or for a result is answered as soon as there is one, and
+after `POLL_S` without one. If the desk's process ends, another process of the run becomes the desk, and learns of the
+open jobs from the requests that the others repeat. Every request needs the key in the environment variable `KEY`, which
+is compared in constant time. Bodies are JSON, with the limits of `recipe.agents.gateway`. Shown by
+tests/integration/test_agent_hosts.py.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Desk:
             self._changed.notify_all()
 
     async def watch(self) -> None:
-        """Let time pass for the jobs, every second."""
+        """Apply the jobs' time limits every second (`Jobs.expire`), and wake requests that wait for a job or result."""
         while True:
             await asyncio.sleep(1.0)
             self._jobs.expire(time.monotonic())
@@ -110,7 +111,7 @@ class Desk:
 
 
 def open_desk(address: str, key: str) -> None:
-    """Listen at ``address``, unless a process of the run does so already, or it is the address of another node."""
+    """Listen at ``address``, unless a process already does so, or ``address`` belongs to another node."""
     here = (asyncio.get_running_loop(), address)
     if here in _desks:
         return
@@ -131,7 +132,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 @cache
 def source_address(address: str) -> str:
-    """Return the address of this node in the network of ``address``, which hosts can reach if they reach that one."""
+    """Return this node's address in the network of ``address``. Hosts that reach ``address`` can reach it, too."""
     host, port = host_and_port(address)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing

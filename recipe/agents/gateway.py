@@ -114,7 +114,7 @@ class _Connection(HttpToolsProtocol):
                 (each for each in self.connections if isinstance(each, _Connection) and each.waits),
                 key=lambda each: (each.cycle is not None, each.began),
             )
-            # Close several at once, because sorting them for each new one would take the worker's time.
+            # Close several connections at once: sorting them whenever a new one arrives would take too much time.
             for each in waiting[: 1 + len(waiting) // 8]:
                 each.transport.abort()
 
@@ -158,7 +158,7 @@ class Gateway:
         config = uvicorn.Config(
             self.app(),
             http=_Connection,
-            # asyncio accepts as many connections in one step, in which all others wait.
+            # asyncio accepts up to this many connections in one step of the event loop, in which nothing else can run.
             backlog=ACCEPTED,
             log_config=None,
             access_log=False,
@@ -191,7 +191,7 @@ class Gateway:
         return [each for each in self._server.server_state.connections if isinstance(each, _Connection)]
 
     async def _end_stalled(self) -> None:
-        """Close connections on which no request has begun for `HEAD_S`. uvicorn closes only those that are silent."""
+        """Close connections on which no request has begun for `HEAD_S`. uvicorn closes only those without any bytes."""
         stalled: set[tuple[_Connection, Any]] = set()
         while True:
             await asyncio.sleep(HEAD_S)
@@ -334,7 +334,9 @@ async def body_of(request: Request, held: Held, data: bytearray) -> dict[str, An
                 data += chunk
                 held.bytes += len(chunk)
                 if held.bytes > BODY_BYTES:
-                    raise Refused(413, f"open requests have more than {BODY_BYTES} bytes", code="request_too_large")
+                    raise Refused(
+                        413, f"open requests have more than {BODY_BYTES} bytes in all", code="request_too_large"
+                    )
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {BODY_S:g} s") from None
     except ClientDisconnect:

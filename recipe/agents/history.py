@@ -21,29 +21,30 @@ IMAGE = "image_url"
 
 
 class History:
-    """The earlier requests of one trajectory with their answers, as digests, each with the number of its `Exchange`."""
+    """Maps a digest of each earlier request of one trajectory with its answer to the number of their `Exchange`."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, int] = {}
 
     def match(self, beginnings: Sequence[bytes]) -> tuple[int, int] | None:
-        """Return the number of the exchange that a request continues, and how many messages it covers, or None.
+        """Return the number of the exchange that a request continues, and how many of the request's messages repeat
+        that exchange (its request and answer). If the request continues no exchange, return None.
 
         ``beginnings`` are the request's `digests`.
         """
-        # A request continues an answer by at least one message, so the last message is not part of the match.
+        # A request has at least one message after the answer that it continues, so its last message is never covered.
         for covered in range(len(beginnings) - 2, 0, -1):
             if (number := self._known.get(beginnings[covered])) is not None:
                 return number, covered
         return None
 
     def remember(self, beginnings: Sequence[bytes], answer: Message, number: int) -> None:
-        """Remember that ``answer``, sampled in exchange ``number``, is the answer to the request with these digests."""
+        """Remember that ``answer``, of exchange ``number``, answers the request whose `digests` are ``beginnings``."""
         self._known[_digest(beginnings[-1], meaning(to_render(answer)))] = number
 
 
 def digests(tools: Sequence[Any], messages: Sequence[Message]) -> list[bytes]:
-    """Return a digest of ``tools`` and each beginning of ``messages``, from no messages to all of them.
+    """Return a digest of each prefix of ``messages``, from the empty one to the whole. Each includes ``tools``.
 
     The messages are those that `to_render` returned.
     """
@@ -59,7 +60,7 @@ def _dumped(value: Any) -> str:
 
 
 def meaning(said: Message) -> dict[str, Any]:
-    """Return those parts of a rendered message that are compared, without what client libraries may change."""
+    """Return the parts of a rendered message that `History` compares; client libraries may change the other parts."""
     role = said["role"]
     content = said["content"].strip() if isinstance(said["content"], str) else said["content"]
     calls = [call["function"] for call in said.get("tool_calls", ())]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which agent waits for a host of the user, and which runs there: the decisions of `recipe.agents.desk`.
+"""Keeps the agents that are to run on hosts of the user, and decides for `recipe.agents.desk` which host runs which.
 
 Contract: a job is one trajectory's agent. A host that takes it has to report within `BEGIN_S` that it has begun, and
-then at least every `SILENT_S`. A job whose host has not begun goes to another host, with another turn, so that the
-first one is refused if it begins after all. A job whose host has begun and falls silent fails. A job for which the run
-does not ask any more is forgotten, and its host has to end it. In the first `OPENS_S` nothing is given out and nothing
-ended, because hosts may run jobs of an earlier desk. Shown by tests/core/test_agent_jobs.py.
+then at least every `SILENT_S`. A job whose host has not begun in time goes to another host, with a higher turn number,
+so that the first host's reports are refused if it begins after all. A job whose host has begun and falls silent fails.
+A job for which the run does not ask any more is forgotten, and its host has to end it. In a desk's first `OPENS_S` it
+gives out no jobs and takes over those that hosts report, because an earlier desk may have given these out. Shown by
+tests/core/test_agent_jobs.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Job:
 
 @dataclass
 class Jobs:
-    """The jobs that are not done. Each method gets the time; ``heard`` is when any host was last heard of."""
+    """The jobs whose result the run does not have yet. ``now`` is the current time, ``heard`` that of the last message
+    from any host.
+    """
 
     began: float
     heard: float = float("-inf")
@@ -73,7 +76,9 @@ class Jobs:
         return True
 
     def expire(self, now: float) -> None:
-        """Forget the jobs that nobody wants, give back what no host has begun, and fail what no host will finish."""
+        """Forget jobs for which the run no longer asks. Let a job that its host has not begun in time wait for another
+        host. Fail a job if its host has fallen silent, or if it waits and no host has been connected for long.
+        """
         for name, job in list(self.jobs.items()):
             if now > job.asked + UNASKED_S:
                 del self.jobs[name]

@@ -30,7 +30,7 @@ from recipe.agents.tree import Segment
 from recipe.async_engine.core.columns import REPORTED, UNMATCHED_SHARE
 
 MOST_THREADS = 4096
-"""Most threads of a worker for what blocks, which are started as they are needed: more than it has trajectories."""
+"""Largest number of threads for a worker's blocking calls: more than it has trajectories. They start when needed."""
 
 _gateways: dict[tuple[asyncio.AbstractEventLoop, str], Gateway] = {}
 _places: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
@@ -158,8 +158,8 @@ def running_gateway(host: str) -> Gateway:
     """Return the gateway of the running event loop on ``host``; start it if there is none yet."""
     here = (asyncio.get_running_loop(), host)
     if here not in _gateways:
-        # Libraries run agents and tools that block by `asyncio.to_thread`. Once they have all of Python's few threads,
-        # and wait for answers, verl's templates and parsers would never get one.
+        # Libraries run blocking agents and tools in `asyncio.to_thread`. By default it has few threads. If all of them
+        # waited for answers of the policy, verl's templates and parsers would never get a thread.
         here[0].set_default_executor(ThreadPoolExecutor(MOST_THREADS, "agents"))
         _gateways[here] = Gateway(host)
         _gateways[here].start()

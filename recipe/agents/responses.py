@@ -50,7 +50,7 @@ def asked(body: Mapping[str, Any], earlier: Mapping[str, list[Message]]) -> tupl
     ``earlier`` maps the id of each earlier response to the messages up to and including it.
 
     Raises:
-        Refused: a field has an invalid value, or asks for something that the policy cannot do.
+        Refused: a field has an invalid value, or asks for something that is not supported.
     """
     kind = ((body.get("text") or {}).get("format") or {"type": "text"}).get("type")
     if kind != "text":
@@ -255,5 +255,5 @@ def _text_events(index: int, item: Any, numbers: Iterator[int]) -> Iterator[Any]
 
 
 def kept(messages: Sequence[Message], body: Mapping[str, Any], answer: Answer) -> list[Message]:
-    """Return the messages up to and including an answer, which a later request may continue by the response's id."""
+    """Return the messages up to and including ``answer``, for later requests that continue from this response."""
     return [*messages[bool(body.get("instructions")) :], answer.message()]

@@ -52,7 +52,7 @@ async def run_callable(agent: Agent, address: str, key: str, row: dict[str, Any]
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Return what every client makes for itself otherwise, which takes longer than many a trajectory's requests."""
+    """Return a TLS context that all clients share. To create one often takes longer than a trajectory's requests."""
     return ssl.create_default_context()
 
 
@@ -120,7 +120,7 @@ async def _watched(command: Sequence[str], environment: Mapping[str, str], folde
 def hosts_key() -> str:
     """Return the key that the run and the user's hosts share, from the environment variable `KEY`."""
     if len(key := os.environ.get(KEY, "")) < 16:
-        raise AgentFailed(f"agents on hosts need a key of 16 letters or more in {KEY}, the same in the run and there")
+        raise AgentFailed(f"agents on hosts need a key of 16 letters or more in {KEY}, the same for run and hosts")
     return key
 
 

@@ -42,8 +42,8 @@ from recipe.agents.tree import TokenTree
 ANSWERS = 1024
 """Number of answers that one trajectory may ask for."""
 LETTERS, LETTERS_PER_TOKEN = 1 << 20, 16
-"""A request may have so many letters, and in addition so many for each token of the lengths. Longer texts would only
-take the worker's time and memory until their tokens are counted."""
+"""A request may have `LETTERS` letters, and `LETTERS_PER_TOKEN` more for each token of the longest prompt and response.
+Longer texts are refused before they are tokenized, because that would take the worker's time and memory."""
 PIXELS = 1 << 26
 """Number of pixels that the images of one request may have."""
 
@@ -87,10 +87,11 @@ class Session:
     Attributes:
         failure: the first error with which the engines failed a request, or None.
         overlong: whether a request was refused because its conversation left no room for an answer.
-        matched: number of requests that continue an earlier answer with its tokens as they were sampled.
+        matched: number of requests whose prompt contains an earlier answer's tokens as they were sampled.
         received: number of bytes of all requests.
         unmatched: number of answers that the agent sent back in later requests, but whose sampled tokens could not be
-            used again, so that they became context.
+            used again, so that they became context. A later text prompt that repeats no earlier prompt and answer
+            counts as one such answer.
     """
 
     def __init__(
@@ -194,9 +195,9 @@ class Session:
         return tokens + self.tokenizer.encode(rest, add_special_tokens=not tokens)
 
     def _repeated(self, text: str, before: str, sampled: Sequence[int]) -> int:
-        """Return how many tokens of an answer a text repeats, not counting the end token.
+        """Return how many tokens of an earlier answer follow ``before`` in ``text``, not counting the end token.
 
-        ``sampled`` are the answer's tokens, and ``before`` is the text of the prompt that it answers.
+        ``sampled`` are the answer's tokens, and ``before`` is the text of its prompt.
         """
         if not text.startswith(before):
             return 0
@@ -317,7 +318,7 @@ async def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any)
 
 
 def schemas(tools: Sequence[Any]) -> list[OpenAIFunctionToolSchema]:
-    """Return the tools that verl's types can describe. Parsers do not know the argument types of the other tools."""
+    """Return the tools that verl's types can describe. For other tools, parsers have to do without argument types."""
     described = []
     for tool in tools:
         try:
@@ -337,7 +338,7 @@ def letters(said: Any) -> int:
 
 
 def pixels(address: str, most: int = PIXELS) -> Image.Image:
-    """Return the image in a ``data:`` URL. Other URLs are refused, since the worker would contact any server named.
+    """Return the image in a ``data:`` URL. Other URLs are refused: an agent could make the worker contact any server.
 
     An image of more than ``most`` pixels is refused before it is decoded.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records after which tokens each token of a trajectory was sampled, and makes the sequences that are trained.
+"""Records each sampled token of a trajectory with the tokens before it, and makes the sequences that are trained.
 
 Contract:
 
@@ -80,7 +80,8 @@ class TokenTree:
         """
         if not prompt or not sampled or len(sampled) != len(log_probs):
             raise ValueError(
-                f"a prompt of {len(prompt)}, an answer of {len(sampled)} tokens, {len(log_probs)} log-probs"
+                "an exchange needs a prompt, an answer, and a log-prob for each of the answer's tokens, but has "
+                f"{len(prompt)} prompt tokens, {len(sampled)} answer tokens and {len(log_probs)} log-probs"
             )
         parent, kept = self._parent(tuple(prompt), tuple(media))
         number = len(self.exchanges)
@@ -113,7 +114,7 @@ class TokenTree:
         return segments
 
     def _heirs(self) -> dict[int, Exchange]:
-        """Return, for each exchange with children (by number), the child that keeps most of the exchange's tokens."""
+        """Map the number of each exchange that has children to the child that keeps most of the exchange's tokens."""
         heirs: dict[int, Exchange] = {}
         for exchange in self.exchanges:
             if exchange.parent is not None and (

@@ -58,7 +58,7 @@ class Trial:
         self._console = Console(highlight=False)
 
     async def run(self, number: int, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Run the agent for a row, show its trajectory, and return its sequences for the file; [] if it failed."""
+        """Run the agent for a row, show the trajectory, and return its sequences for ``--out`` ([] on failure)."""
         try:
             returned = await OpenAIAgentLoop(**self._made).run(dict(self._sampling), **row)
         except Exception as error:  # a user's agent may raise anything

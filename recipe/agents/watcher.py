@@ -2,13 +2,13 @@
 """Runs one command as a process of its own, and ends everything that the command started.
 
 Contract: this file is a program that uses only the standard library, so that it starts in milliseconds. It runs the
-command line in its arguments with its own environment and folder. When the command ends, or when the standard input of
-this program is closed (also because the process at its other end has died), every process that descends from the
-command is killed, even if it has left the command's session or its parent has ended: orphans become children of this
-program (``PR_SET_CHILD_SUBREAPER``). Then this program prints a JSON object with the command's exit status
-(``status``, negative for a signal), the ends of its outputs (``printed``, ``complained``), and the number of processes
-that could not be killed within `KILLED_S` (``left``); or with ``failed``, if the command cannot be started. It keeps
-only the last `LAST_WORDS` bytes of an output. Shown by tests/integration/test_agent_runner.py.
+command line that its arguments give, in the environment and folder in which it runs itself. When the command ends, or
+when this program's standard input is closed (also because the process at its other end has died), every process that
+descends from the command is killed, even if it has left the command's session or its parent has ended: orphans become
+children of this program (``PR_SET_CHILD_SUBREAPER``). Then this program prints a JSON object with the command's exit
+status (``status``, negative for a signal), the ends of its outputs (``printed``, ``complained``), and the number of
+processes that could not be killed within `KILLED_S` (``left``); or with ``failed``, if the command cannot be started.
+It keeps only the last `LAST_WORDS` bytes of an output. Shown by tests/integration/test_agent_runner.py.
 """
 
 from __future__ import annotations

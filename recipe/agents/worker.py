@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Runs up to ``at_once`` agents. Each place asks for a job, and reports about it until it has ended."""
+    """Runs up to ``at_once`` agents at a time. Each of ``at_once`` tasks asks for a job, runs it, and reports on it."""
 
     def __init__(self, client: httpx.AsyncClient, command: str, passed: Sequence[str]) -> None:
         self._client, self._command, self._passed = client, command, passed
         self._is_reached = True
 
     async def serve(self, at_once: int) -> None:
-        """Serve until this task is cancelled; raise a group of AgentFailed if the run refuses the key."""
+        """Serve until this task is cancelled; raise an ExceptionGroup of AgentFailed if the run refuses the key."""
         async with asyncio.TaskGroup() as places:
             for _ in range(at_once):
                 places.create_task(self._place())
@@ -70,7 +70,7 @@ class Worker:
             await asyncio.wait({agent})
 
     async def _post(self, path: str, said: dict[str, Any]) -> dict[str, Any]:
-        """Return the run's answer, or tell to end if there is none for `SILENT_S`."""
+        """Return the run's answer. After `SILENT_S` without one, return what would tell this worker to end the job."""
         over = time.monotonic() + SILENT_S
         while time.monotonic() < over:
             try:

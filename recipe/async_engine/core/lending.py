@@ -121,15 +121,15 @@ class PlaceMeter:
     def __init__(self, clock: Callable[[], float], places: int) -> None:
         self._clock, self._places, self._running = clock, places, 0
         self._since = clock()
-        # `_of_each`: the place-seconds of an imaginary trajectory that has run since the meter was created.
-        # `_begun`: for each running trajectory the value of `_of_each` when it began, summed over these trajectories.
-        # `_of_groups`: the sum of the values of `_of_group`, without the groups in `_sampled`.
+        # `_of_each`: the place-seconds that a trajectory would have if it had run since the meter was created.
+        # `_begun`: the sum, over the running trajectories, of the values that `_of_each` had when they began.
+        # `_of_groups`: the sum of the values of `_of_group`, except those of the groups in `_sampled`.
         self._of_each = self._begun = self._of_groups = 0.0
         self._of_group: dict[int, float] = {}
         self._sampled: set[int] = set()
 
     def use(self, places: int) -> None:
-        """From now on, ``places`` is the number of places of all engines that are awake."""
+        """Set the number of sequence slots (places) that all awake engines have together from now on."""
         self._advance()
         self._places = places
 
@@ -168,9 +168,9 @@ class PlaceMeter:
 
     @property
     def spent(self) -> float:
-        """Place-seconds that the groups which are not yet sampled completely have used so far.
+        """Place-seconds used so far by the groups that are still being generated.
 
-        Both their running trajectories and those that no longer run count.
+        Their running trajectories count, and so do those that no longer run.
         """
         self._advance()
         return max(0.0, self._of_groups + self._running * self._of_each - self._begun)
@@ -244,7 +244,7 @@ class LendingPolicy:
         """Return how many groups are still to be generated for the next batch. Groups that have begun count in part."""
         missing = max(0.0, demand.batch_groups - demand.ready - demand.sampled)
         begun = self._in_groups(demand.spent)
-        # `begun` includes work on groups of later batches. So it makes up for at most half of the missing groups.
+        # `begun` includes work on groups of later batches, so at most half of the missing groups are subtracted.
         return missing - min(begun, missing / 2)
 
     def _gain_s(self, alone: float, lent: float, missing: float) -> float:

@@ -59,7 +59,7 @@ class TeacherClient(LLMServerClient):
         self._servers, self._changed = WorkerSet(self._kind, (), TEACHER_S), asyncio.Event()
 
     def use(self, servers: Sequence[Any]) -> None:
-        """Send calls to these servers, given as actor handles, from now on; without one, calls wait for the next."""
+        """From now on, send calls to ``servers`` (actor handles). If none is alive, calls wait for new ``servers``."""
         self._servers = WorkerSet(self._kind, servers, TEACHER_S * random.uniform(1.0, 1.5))
         self._changed.set()
         self._changed = asyncio.Event()
@@ -110,7 +110,7 @@ async def _ask_each(config: Any, servers: Mapping[str, Sequence[Any]]) -> None:
 
 
 class Teachers:
-    """The living replicas of each teacher, by verl's key of it. A thread replaces those that are lost (`watch`)."""
+    """The living replicas, by verl's key of their teacher. A thread replaces replicas that are lost (`watch`)."""
 
     def __init__(self, replicas: dict[str, list[RolloutReplica]]) -> None:
         self.replicas = replicas
@@ -150,7 +150,7 @@ class Teachers:
         self._over.set()
 
     def _look(self, begun: Mapping[str, Replacements]) -> bool:
-        """Take in the replicas that came up, begin to replace lost ones, and return whether there were any."""
+        """Add replicas that have started, begin to replace lost ones, and return whether any started or was lost."""
         lost, changed = self._lost(), False
         for key, replicas in self.replicas.items():
             here = [replica for replica in replicas if replica in lost]

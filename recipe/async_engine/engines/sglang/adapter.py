@@ -18,7 +18,7 @@ from recipe.async_engine.engines.weight_worker import DeadlineAdapter
 
 
 class SGLangServerAdapter(DeadlineAdapter, BaseRollout):
-    """The adapter of an SGLang server, with deadlines."""
+    """Passes weights to an SGLang server, and fails if that takes longer than its deadline (`DeadlineAdapter`)."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)

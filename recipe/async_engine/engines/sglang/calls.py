@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from recipe.async_engine.core.errors import RecipeError
 
 CALL = "recipe_call"
-"""The load format that marks a request as a call."""
+"""The ``load_format`` of an update request that carries a call instead of weights."""
 
 
 class SchedulerCallFailed(RecipeError):

@@ -50,7 +50,7 @@ class SGLangOutputs(OutputWatch):
                     if not finished:
                         manager.abort_request(obj.rid)
                 last = self._newest[obj.rid]
-            # verl takes this output and does not close the generator, so `_request` must have ended before.
+            # verl takes only this output and leaves the generator open, so `_request` has to end before the `yield`.
             yield last
 
         return watched

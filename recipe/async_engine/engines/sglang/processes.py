@@ -32,10 +32,10 @@ MOST_ENDED = 1000
 """Number of ended requests that a scheduler remembers: more than can be on their way to the server at once."""
 
 AFTER_AN_ERROR = 1
-"""Exit status of a process whose loop has ended, which it does after an error only.
+"""Exit status of an engine's process whose loop has ended, which happens only after an error.
 
-SGLang then signals the parent process, which is not the server if processes are forks, and exits with status 0. The
-server watches exit statuses, and ends itself if one is not 0.
+SGLang signals the parent of the process, and by itself would let the process exit with status 0. But the parent of a
+forked process is not the server. So the server watches exit statuses, and ends itself if one is not 0.
 """
 
 
@@ -44,7 +44,7 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ended: dict[str, int] = {}
-        """Number of tokens sampled for each request that ended since the last swap, at most `MOST_ENDED` requests."""
+        """Number of tokens sampled for each request that ended since the last swap (the latest `MOST_ENDED`)."""
         super().__init__(*args, **kwargs)
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> UpdateWeightsFromTensorReqOutput:
@@ -161,8 +161,9 @@ class StagingScheduler(StagingWorker, sglang_scheduler.Scheduler):
         With ``pause`` the engine then computes nothing until generation resumes, not even for an HTTP request that the
         server admitted before its pause and that reaches the engine only afterwards.
 
-        SGLang's own method would refuse while requests wait, although retracted requests hold no part of the cache, and
-        would keep the embeddings of images, which later requests with the same images would get by the old weights.
+        SGLang's own method is not used, for two reasons. It refuses while requests wait, even if they are retracted and
+        hold no part of the cache. And it keeps the embeddings that old weights computed for images, so later requests
+        with the same images would use these.
         """
         batches = (self.running_batch, self.last_batch, self.cur_batch)
         if self.chunked_req is not None or any(batch is not None and not batch.is_empty() for batch in batches):

@@ -37,7 +37,7 @@ def checking(manager: Any) -> Any:
             if manager.tokenizer is None and any((parameters or {}).get(name) for parameters in given):
                 raise RequestFailed(
                     f"{name}: SGLang needs its tokenizer for this sampling parameter; set "
-                    "actor_rollout_ref.rollout.skip_tokenizer_init=false, or remove it"
+                    "actor_rollout_ref.rollout.skip_tokenizer_init=false, or remove the parameter"
                 )
         if priority.get() is not None:
             obj.priority = priority.get()

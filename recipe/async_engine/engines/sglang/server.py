@@ -34,7 +34,7 @@ OWN_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
 class SubmittingServer(SGLangHttpServer):
-    """verl's SGLang server with a pause in front of the engine, which verl has for vLLM only."""
+    """verl's SGLang server, where requests wait during a pause before they reach the engine, as in verl's for vLLM."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,7 +43,7 @@ class SubmittingServer(SGLangHttpServer):
             self.config.engine_kwargs["sglang"] = {**(self.config.engine_kwargs.get("sglang") or {}), **BY_PRIORITY}
         self._submission_paused = self._rejecting = False
         self._admitting = 0
-        """Number of requests that have passed the pause and have not been answered."""
+        """Number of requests that `_park_until_admitted` has admitted and that have not been answered."""
         self._resume_event = asyncio.Event()
         self._resume_event.set()
 
@@ -107,7 +107,7 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
         """Launch the server like verl, with this package's scheduler and with the gate in front of its endpoints."""
         # SGLang puts its sockets into temporary files, which it leaves behind; Ray's folder is removed after the run.
         tempfile.tempdir = sockets_folder()
-        # verl passes these two functions to SGLang.
+        # verl takes these two functions from `sglang_engine`, and lets SGLang start its processes with them.
         sglang_engine.run_scheduler_process = run_scheduler
         sglang_engine.run_detokenizer_process = run_detokenizer
         guard(self.admit)
@@ -120,7 +120,7 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
             )
 
     def _engine_has_died(self) -> bool:
-        # SGLang ends this process when a process of its engine has died.
+        # Nothing is to be checked, because SGLang ends this process when a process of its engine has died.
         return False
 
     def _engine_requests(self) -> Collection[str]:
@@ -130,7 +130,7 @@ class GatedSGLangHttpServer(GatedServer, SubmittingServer):  # type: ignore[misc
         if keep:
             await self.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="retract"))
         else:
-            # SGLang's own pause checks only once a second whether the requests have ended.
+            # Abort without SGLang's own pause, which checks only once a second whether the requests have ended.
             self.tokenizer_manager.send_to_scheduler.send_pyobj(AbortReq(abort_all=True))
 
     async def _drop_computed(self) -> None:
