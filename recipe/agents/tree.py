@@ -53,7 +53,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Segment:
-    """A sequence to train: the tokens of exchange number ``last``. ``turns`` is the number of trained answers in it."""
+    """A sequence to train: the prompt and answer of exchange number ``last``. ``turns`` answers in it are trained."""
 
     prompt: list[int]
     response: list[int]

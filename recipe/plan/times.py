@@ -150,17 +150,14 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     agents = _agents_s(run, used, len(lengths), places, replicas)
     if not pc.sum(about(run.groups, "trained")["tokens"]).as_py():
         raise CannotPlan(f"the event record in {folder} has no trained group: let the run train some steps first")
-    parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
-    resumes = [event.end - event.start for event in synced if event.what == "resume"]
-    swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])
-    switches, switch = _phases(run, SWITCH), None
+    stage, swap, resume = (
+        statistics.median([event.end - event.start for event in synced if event.what == what] or [0.0])
+        for what in ("stage", "swap", "resume")
+    )
     if not run.devices.hybrid:
         # If training and generation take turns, the engines wake once and sleep once for each weight sync. Add these
         # two switches to its time.
-        swap += 2 * statistics.mean(switches or [0.0])
-    elif len(switches) > 1:
-        # Hybrid replicas wake and sleep in turns; the first wake of a run takes longer than the others.
-        switch = Switch(statistics.median(switches[2::2] or switches[::2]), statistics.median(switches[1::2]))
+        swap += 2 * statistics.mean(_phases(run, SWITCH) or [0.0])
     rewards = about(run.trajectories, "reward")
     scored = zip(rewards["start"].to_pylist(), rewards["end"].to_pylist(), strict=True)
     times = Times(
@@ -176,11 +173,20 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         end_s=latency / 2,
         driver_s=sum(_phases(run, "train")) / steps_trained(run),
         snapshot_s=statistics.median(_phases(run, "sync") or [0.0]),
-        stage_s=statistics.median(parts["stage"] or [0.0]),
-        swap_s=swap,
-        switch=switch,
+        stage_s=stage,
+        swap_s=swap + resume,
+        switch=_switch(run),
     )
     return times, run
+
+
+def _switch(run: Run) -> Switch | None:
+    """Return the time of a switch of hybrid replicas, or None if the run has made none."""
+    phases = _phases(run, SWITCH)
+    if not run.devices.hybrid or len(phases) < 2:
+        return None
+    # The replicas wake and sleep in turns. The first wake of a run takes longer than the others.
+    return Switch(statistics.median(phases[2::2] or phases[::2]), statistics.median(phases[1::2]))
 
 
 def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float, replicas: int) -> float:

@@ -85,7 +85,7 @@ def _added(given: Mapping[str, Any], known: Mapping[str, Any], above: str) -> It
 def _usual(setting: str, defaults: Mapping[str, Any], context: RuleContext) -> tuple[Any, ...] | None:
     """Return a setting's default value in a tuple of length 1, or None if the default is not known.
 
-    It is not known if verl computes it from several other settings.
+    The default is not known where verl computes it from several other settings.
     """
     section, _, name = setting.rpartition(".")
     if section in SECTIONS and (own := settings_of(SECTIONS[section]).get(name)) is not None:

@@ -229,7 +229,7 @@ class Staging:
 
     @property
     def outcome(self) -> str:
-        """State of the stream: `UNDER_WAY`, `COMPLETE` and the checksum of the staged weights, or an error message."""
+        """State of the stream: `UNDER_WAY`, `COMPLETE` with the checksum of the staged weights, or an error message."""
         if self._thread.is_alive():
             return UNDER_WAY
         return self._intake.problem or COMPLETE + self._intake.checksum

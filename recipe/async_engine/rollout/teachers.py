@@ -90,7 +90,7 @@ def teacher_clients(config: Any) -> dict[str, LLMServerClient] | None:
 
 
 def start_teachers(config: Any, reservations: Reservations) -> "Teachers":
-    """Start the servers of all teachers, and ask each once."""
+    """Start the servers of all teachers, and send a test request to each."""
     replica = partial(engine_class(TEACHERS_ENGINE), reservations=reservations)
     RolloutReplicaRegistry.register(TEACHERS_ENGINE, lambda: replica)
     manager = MultiTeacherModelManager(config, reservations.pool(TEACHER_POOL))

@@ -188,7 +188,10 @@ def _output_keys(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Sequence
 
 
 def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
-    """Return the version of each token, int64 (rows, length), from each row's runs, padded with `NOT_SAMPLED`."""
+    """Return the version of each token, int64 (rows, length), expanded from the run lengths in ``rows``.
+
+    Positions after the end of a row have the version `NOT_SAMPLED`.
+    """
     # Allocate with torch: NumPy requests huge pages, which takes several times as long if memory is fragmented.
     column = torch.empty((len(rows), length), dtype=torch.int64)
     for row, runs in zip(column.numpy(), rows, strict=True):

@@ -117,7 +117,7 @@ class Probe:
     async def _answer(
         self, record: ReplicaRecord, number: int, count: int, timeout_s: float, name: str, temperature: float
     ) -> Answer:
-        """Return an answer of ``count`` tokens to the prompt with the seed ``number``.
+        """Return the replica's answer of ``count`` tokens to the prompt that is generated from the seed ``number``.
 
         ``name`` is the id of the first request. Requests that continue the answer get new ids.
         """

@@ -26,7 +26,7 @@ OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 
 
 def families(context: RuleContext) -> Iterator[Problem]:
-    """Refuse models for which verl sends names of experts that rollout engines do not know."""
+    """Refuse models whose experts' weights verl would send under names that rollout engines do not know."""
     family, strategy = context.policy.get("model_type"), context.get(f"{ACTOR}.strategy")
     if family in OTHER_EXPERTS and strategy != "megatron":
         advice = (
