@@ -50,8 +50,8 @@ process would then wait for ``heartbeat`` seconds.
 END_S = 40.0
 """Time for ending a run's processes and writing its summary; then the main process is ended by force."""
 ACCOUNT_S = 120.0
-"""Time for computing the summary's time account: how many seconds each accelerator spent on what. It takes long if the run
-has recorded many events. The deadline is the sum of this and `END_S`.
+"""Time for computing the summary's time account: how many seconds each accelerator spent on what. It takes long if the
+run has recorded many events. The deadline is the sum of this and `END_S`.
 """
 FORCE_S = 20.0
 """Time for killing the started processes and writing the summary if the main process is stuck; then it exits."""
