@@ -8,18 +8,18 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
+from engine_record import sampled_by_engines, trained_tokens
 from main_runs import run_main, small, trained_answers
-from test_agents import ROLLOUT, sampled_sequences
 from test_fully_async import check_books
 
 from recipe.agents.runner import KEY
 from recipe.laptop.task import TaskPaths
 
+ROLLOUT = "actor_rollout_ref.rollout"
 STEPS = 3
 PROGRAM = """
 import json, os, sys, urllib.request
@@ -71,10 +71,6 @@ def test_agents_on_another_host_are_trained_on_what_the_engines_sampled(
     assert set(run.column("agents/unmatched_share")) == {0.0}
     answers = trained_answers(record)
     assert len(answers) == STEPS * 16
-    trained: Counter[tuple[int, ...]] = Counter()
-    for answer in answers:
-        sequence = answer["prompt"] + answer["tokens"]
-        sampled = [place for place, version in enumerate(answer["versions"]) if version >= 0]
-        trained.update(tuple(sequence[: len(answer["prompt"]) + place + 1]) for place in sampled)
-    assert trained and not trained - sampled_sequences(samples)
+    trained = trained_tokens(answers)
+    assert trained and not trained - sampled_by_engines(samples)
     assert not [each for each in psutil.process_iter() if "AGENT_ROW" in "".join(each.cmdline())]

@@ -183,7 +183,7 @@ def test_the_mode_that_a_flag_names_runs_whatever_else_the_script_says(flag: str
 
 def test_a_flag_beside_another_mode_is_refused_and_no_flag_changes_nothing() -> None:
     with pytest.raises(
-        ConfigError, match=r"trainer_mode=recipe_one_step_off: allowed is recipe_fully_async\. \+recipe has chosen"
+        ConfigError, match=r"trainer_mode=recipe_one_step_off: allowed is recipe_fully_async\. \+recipe chose that"
     ):
         settle(composed("+recipe=fully_async", "trainer.v1.trainer_mode=recipe_one_step_off"))
     stock = composed("trainer.use_v1=false")
@@ -247,7 +247,7 @@ def test_of_several_runs_each_is_judged_and_a_mode_that_would_be_off_is_refused(
     assert "task True recipe_one_step_off" in finished.stdout
     assert "task False" not in finished.stdout
     assert finished.returncode == 1
-    assert "In a multirun, the flag cannot override trainer.use_v1" in finished.stderr
+    assert "In a multirun, +recipe cannot override trainer.use_v1" in finished.stderr
 
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -127,7 +127,7 @@ async def trajectory(kind: str, took: dict[str, float]) -> float:
 async def test_64_agents_cost_no_more_than_their_own_trajectories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gateway, "HEAD_S", 5.0)
+    monkeypatch.setattr(gateway, "HEAD_S", 10.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "files"))
     monkeypatch.setenv("MEETING", str(tmp_path))
     (tmp_path / "files").mkdir()

@@ -130,7 +130,7 @@ def test_group_of_which_the_object_store_lost_an_answer_is_saved_as_one_that_sti
 def test_rollout_side_of_another_version_of_the_package_is_refused_by_its_format(tmp_path: Path) -> None:
     for form in ({}, {"format": 2}):
         torch.save({"groups": {}, **form}, tmp_path / "rollout_state.pt")
-        with pytest.raises(SnapshotError, match=r"reads 1\. Resume with the version that wrote it"):
+        with pytest.raises(SnapshotError, match=r"reads format 1\. Resume with the version that wrote it"):
             rollout_state.load(str(tmp_path))
     torch.save({"groups": {}, "format": 1}, tmp_path / "rollout_state.pt")
     assert rollout_state.load(str(tmp_path))["groups"] == {}, "checkpoints of this format are on disks already"
