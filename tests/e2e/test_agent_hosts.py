@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from engine_record import sampled_by_engines, trained_tokens
-from main_runs import run_main, small, trained_answers
+from main_runs import decode_steps, run_main, small, trained_answers
 from test_fully_async import check_books
 
 from recipe.agents.runner import KEY
@@ -44,6 +44,7 @@ def test_agents_on_another_host_are_trained_on_what_the_engines_sampled(
     samples.mkdir()
     monkeypatch.setenv("RECORD_FOLDER", str(record))
     monkeypatch.setenv("ENGINE_SAMPLES", str(samples))
+    decode_steps(monkeypatch, 0.02)
     monkeypatch.setenv(KEY, "a key for the run and the host")
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
