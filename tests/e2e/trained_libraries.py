@@ -24,6 +24,8 @@ from recipe.agents.loop import OpenAIAgentLoop
 sys.path.append(str(Path(sys.prefix, "agents")))
 
 MODEL, ANSWER = "policy", 8
+# More than a conversation has room for, whatever the policy learns.
+MOST_TURNS = 100
 # Spread, so that syncs find some trajectories in a tool and others in an answer.
 TOOL_S = (0.1, 2.0)
 LAST = "final_answer"
@@ -86,8 +88,8 @@ async def openai_agents(client: AsyncOpenAI, row: dict[str, Any]) -> float:
     )
     question = row["raw_prompt"][-1]["content"]
     if not stream:
-        return rewarded((await Runner.run(agent, question)).final_output)
-    result = Runner.run_streamed(agent, question)
+        return rewarded((await Runner.run(agent, question, max_turns=MOST_TURNS)).final_output)
+    result = Runner.run_streamed(agent, question, max_turns=MOST_TURNS)
     async for _ in result.stream_events():
         pass
     return rewarded(result.final_output)
@@ -122,7 +124,9 @@ async def langgraph(client: AsyncOpenAI, row: dict[str, Any]) -> float:
         use_responses_api=random.random() < 0.5,
     )
     agent = create_react_agent(model, [turned], prompt="Turn.")
-    said = await agent.ainvoke({"messages": [("user", row["raw_prompt"][-1]["content"])]})
+    said = await agent.ainvoke(
+        {"messages": [("user", row["raw_prompt"][-1]["content"])]}, {"recursion_limit": MOST_TURNS}
+    )
     return rewarded(said["messages"][-1].text)
 
 
@@ -144,6 +148,7 @@ def _smolagents(address: str, key: str, row: dict[str, Any]) -> float:
         return text[3::-1]
 
     model = OpenAIModel(MODEL, api_base=address, api_key=key, max_tokens=ANSWER)
-    agent = ToolCallingAgent(tools=[tool(turned)], model=model, stream_outputs=random.random() < 0.5, verbosity_level=0)
+    how = {"stream_outputs": random.random() < 0.5, "verbosity_level": 0, "max_steps": MOST_TURNS}
+    agent = ToolCallingAgent(tools=[tool(turned)], model=model, **how)
     agent.prompt_templates["system_prompt"] = "Turn."
     return rewarded(agent.run(row["raw_prompt"][-1]["content"]))
