@@ -96,6 +96,12 @@ class Trajectory:
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers, which would replace those of the process."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen with a long queue: uvicorn's is as short as `ACCEPTED`, and connections beyond it may be reset."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(CONNECTIONS)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

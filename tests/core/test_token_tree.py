@@ -169,7 +169,7 @@ def test_a_prompt_that_is_too_long_has_no_room() -> None:
 
 
 def test_an_empty_answer_is_refused() -> None:
-    with pytest.raises(ValueError, match="an answer of 0"):
+    with pytest.raises(ValueError, match="0 answer tokens"):
         TokenTree(PROMPT, RESPONSE).add([1], [], [])
 
 
