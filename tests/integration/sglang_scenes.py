@@ -355,7 +355,7 @@ class Scenes:
 
     async def dropped(self) -> dict[str, Any]:
         """Fill all places, and drop one request for which another one waits."""
-        long = {**GREEDY, "max_tokens": 120}
+        long = {**GREEDY, "max_tokens": 200}
         tasks = {name: self.start(PROMPT, long, name) for name in [f"full {number}." for number in range(PLACES)]}
         for name in tasks:
             await self.until_sampled(name, 1)
