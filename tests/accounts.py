@@ -40,7 +40,7 @@ def check_account(run: FinishedRun) -> dict[str, Any]:
         # A resumed run may only train what is in its checkpoint, and sample nothing.
         expected = EVERY_RUN if account["tokens"]["sampled"] else EVERY_RUN - {Class.DECODING, Class.PREFILL}
         spent = {name for name, value in account["accelerator_seconds"].items() if value > 0}
-        if Class.RE_PREFILL in spent:
+        if run.summary["resumed"]["step"] and Class.RE_PREFILL in spent:
             # All that a resumed run samples may go on from its checkpoint.
             expected = expected - {Class.PREFILL}
         assert spent >= expected, account
