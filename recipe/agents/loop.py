@@ -24,7 +24,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 from recipe.agents.desk import run_on_hosts, source_address
 from recipe.agents.errors import AgentFailed
 from recipe.agents.gateway import Gateway
-from recipe.agents.runner import reward_of, run_callable, run_command
+from recipe.agents.runner import names_in, reward_of, run_callable, run_command
 from recipe.agents.session import Session
 from recipe.agents.tree import Segment
 from recipe.async_engine.core.columns import REPORTED, UNMATCHED_SHARE
@@ -77,7 +77,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         self._agent = None if agent is None else hydra.utils.get_method(agent)
         if self._agent is not None and not inspect.iscoroutinefunction(self._agent):
             raise AgentFailed(f"{agent} is not an `async def`; run a program that blocks with command= instead")
-        self._command, self._passed = command or "", [name.strip() for name in passed.split(",") if name.strip()]
+        self._command, self._passed = command or "", names_in(passed)
         self._at_once, self._deadline_s, self._overlong_reward = at_once, deadline_s, overlong_reward
         self._hosts, self._reasoning = hosts, reasoning
         self._host = host or ("127.0.0.1" if hosts is None else source_address(hosts))

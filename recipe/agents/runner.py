@@ -124,6 +124,11 @@ def hosts_key() -> str:
     return key
 
 
+def names_in(text: str) -> list[str]:
+    """Return the names that a setting lists, separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def environment_of(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str]:
     """Return those variables of ``environment`` that a command gets."""
     return {name: environment[name] for name in (*PASSED, *passed) if name in environment}

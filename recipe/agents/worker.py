@@ -29,7 +29,7 @@ import httpx
 
 from recipe.agents.errors import AgentFailed
 from recipe.agents.jobs import BEAT_S, POLL_S, SILENT_S
-from recipe.agents.runner import ROW, hosts_key, run_callable, run_command
+from recipe.agents.runner import ROW, hosts_key, names_in, run_callable, run_command
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--connect is required")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     command = options.command or shlex.join([sys.executable, "-m", "recipe.agents.worker", "--call", options.agent])
-    passed = [name.strip() for name in options.passed.split(",") if name.strip()]
-    return asyncio.run(serve(options.connect, command, passed, options.at_once))
+    return asyncio.run(serve(options.connect, command, names_in(options.passed), options.at_once))
 
 
 if __name__ == "__main__":

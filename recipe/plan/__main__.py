@@ -15,9 +15,10 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from recipe.async_engine.config.sections import ELASTIC
 from recipe.async_engine.record.event_file import files
 from recipe.async_engine.record.schema import BadFile
-from recipe.plan.advise import ELASTIC, PER_NODE, Advice, advise, most_staleness
+from recipe.plan.advise import PER_NODE, Advice, advise, most_staleness
 from recipe.plan.device import PROFILES, DeviceTimes
 from recipe.plan.memory.shape import shape_of
 from recipe.plan.simulation import Scenario

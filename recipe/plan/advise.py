@@ -15,14 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recipe.async_engine.config.sections import ELASTIC, SEPARATE
 from recipe.async_engine.record.events import Class
 from recipe.plan.lending import simulated
 from recipe.plan.simulation import Result, Scenario
 from recipe.plan.times import CannotPlan, Times
 from recipe.report.account import KINDS, Kind
 
-SEPARATE, ELASTIC = "separate", "elastic"
-"""Values of ``async_training.placement``."""
 SKIP = 4
 BOUNDS = (0, 1, 2, 4)
 PER_NODE = 8
